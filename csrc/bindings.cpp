@@ -1,0 +1,125 @@
+// speedswap._C: the CPU engine for Python. Pointers are integers, the caller keeps the memory alive, and the
+// interpreter is free while the engine works.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "rows_cpu.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using speedswap::Fill;
+using speedswap::Ids;
+using speedswap::Part;
+using PartTuple = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
+
+void require(bool holds, const char* name, int64_t value, const char* wanted) {
+    if (!holds) throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", not " + wanted);
+}
+
+template <typename T = char>
+T* at(uintptr_t pointer) {
+    return reinterpret_cast<T*>(pointer);
+}
+
+Ids ids_at(uintptr_t pointer, int id_bytes, int64_t count) {
+    require(id_bytes == 4 || id_bytes == 8, "id_bytes", id_bytes, "4 (int32) or 8 (int64)");
+    require(count >= 0, "count", count, "0 or more");
+    return {at<void>(pointer), id_bytes, count};
+}
+
+std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
+    std::vector<Part> parts;
+    for (const auto& [offset, width, block, block_stride] : tuples) {
+        require(width >= 0, "width", width, "0 or more");
+        parts.push_back({offset, width, at(block), block_stride});
+    }
+    return parts;
+}
+
+void gather(uintptr_t records, int64_t stride, uintptr_t ids, int id_bytes, int64_t count,
+            const std::vector<PartTuple>& parts, int threads) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    const std::vector<Part> columns = parts_of(parts);
+    py::gil_scoped_release release;
+    speedswap::gather(at(records), stride, checked, columns, threads);
+}
+
+void scatter(uintptr_t records, int64_t stride, uintptr_t ids, int id_bytes, int64_t count,
+             const std::vector<PartTuple>& parts, int threads) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    const std::vector<Part> columns = parts_of(parts);
+    py::gil_scoped_release release;
+    speedswap::scatter(at(records), stride, checked, columns, threads);
+}
+
+int64_t check_ids(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows, int threads) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    py::gil_scoped_release release;
+    return speedswap::check_ids(checked, num_rows, threads);
+}
+
+int64_t first_duplicate(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    py::gil_scoped_release release;
+    return speedswap::first_duplicate(checked, num_rows);
+}
+
+int64_t last_occurrences(uintptr_t ids, int id_bytes, int64_t count, uintptr_t positions) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    py::gil_scoped_release release;
+    return speedswap::last_occurrences(checked, at<int64_t>(positions));
+}
+
+int64_t unique(uintptr_t ids, int id_bytes, int64_t count, uintptr_t rows, uintptr_t local, int threads) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    py::gil_scoped_release release;
+    return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads);
+}
+
+template <void (*fill)(const Fill&, int)>
+void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows, int64_t width, int item_bytes,
+               double a, double b, uint64_t seed, uint64_t column_key, int threads) {
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
+    require(first_row >= 0, "first_row", first_row, "0 or more");
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    require(width >= 0, "width", width, "0 or more");
+    py::gil_scoped_release release;
+    fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads);
+}
+
+void prefault(uintptr_t pointer, int64_t nbytes, int threads) {
+    py::gil_scoped_release release;
+    speedswap::prefault(at(pointer), nbytes, threads);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+    using py::arg;
+    module.doc() = "The CPU engine. speedswap.kernels is its face; see csrc/rows_cpu.h for what each function does.";
+    module.def("isa", &speedswap::isa);
+    module.def("gather", &gather, arg("records"), arg("stride"), arg("ids"), arg("id_bytes"), arg("count"),
+               arg("parts"), arg("threads"));
+    module.def("scatter", &scatter, arg("records"), arg("stride"), arg("ids"), arg("id_bytes"), arg("count"),
+               arg("parts"), arg("threads"));
+    module.def("check_ids", &check_ids, arg("ids"), arg("id_bytes"), arg("count"), arg("num_rows"), arg("threads"));
+    module.def("first_duplicate", &first_duplicate, arg("ids"), arg("id_bytes"), arg("count"), arg("num_rows"));
+    module.def("last_occurrences", &last_occurrences, arg("ids"), arg("id_bytes"), arg("count"), arg("positions"));
+    module.def("unique", &unique, arg("ids"), arg("id_bytes"), arg("count"), arg("rows"), arg("local"), arg("threads"));
+    module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
+               arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
+               arg("column_key"), arg("threads"));
+    module.def("fill_normal", &fill_rows<&speedswap::fill_normal>, arg("out"), arg("row_stride"), arg("first_row"),
+               arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
+               arg("column_key"), arg("threads"));
+    module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
+}

@@ -1,0 +1,165 @@
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "pool.h"
+#include "rows_cpu.h"
+
+namespace speedswap {
+namespace {
+
+// A bitmap over the ids' range is the fastest set while it is not much larger than the ids themselves.
+constexpr int64_t kBitsPerId = 256;
+
+template <typename Body>
+auto with_index_type(Ids ids, Body&& body) {
+    if (ids.bytes == 4) return body(static_cast<const int32_t*>(ids.data));
+    return body(static_cast<const int64_t*>(ids.data));
+}
+
+// The position up to which ids ascend strictly.
+template <typename Index>
+int64_t ascending_until(const Index* ids, int64_t count) {
+    int64_t i = 1;
+    while (i < count && ids[i - 1] < ids[i])
+        ++i;
+    return std::min(i, count);
+}
+
+inline uint64_t mix(uint64_t value) {
+    value *= 0x9E3779B97F4A7C15ull;
+    return value ^ (value >> 32);
+}
+
+template <typename Index>
+int64_t first_duplicate_in_bitmap(const Index* ids, int64_t count, int64_t num_rows) {
+    std::unique_ptr<uint64_t[]> seen(new uint64_t[size_t(num_rows / 64 + 1)]());
+    for (int64_t i = 0; i < count; ++i) {
+        uint64_t& word = seen[size_t(ids[i]) / 64];
+        const uint64_t bit = uint64_t(1) << (uint64_t(ids[i]) % 64);
+        if (word & bit) return i;
+        word |= bit;
+    }
+    return -1;
+}
+
+template <typename Index>
+int64_t first_duplicate_in_hash(const Index* ids, int64_t count) {
+    uint64_t slots = 16;
+    while (slots < 2 * uint64_t(count))
+        slots *= 2;
+    std::unique_ptr<int64_t[]> seen(new int64_t[slots]);
+    std::fill_n(seen.get(), slots, int64_t(-1));
+    for (int64_t i = 0; i < count; ++i) {
+        uint64_t slot = mix(uint64_t(ids[i])) & (slots - 1);
+        while (seen[slot] >= 0 && seen[slot] != int64_t(ids[i]))
+            slot = (slot + 1) & (slots - 1);
+        if (seen[slot] >= 0) return i;
+        seen[slot] = int64_t(ids[i]);
+    }
+    return -1;
+}
+
+// ---- unique --------------------------------------------------------------------------------------------------------
+
+// Bits set for the ids present; an id's position among the distinct is the number of bits below its own.
+template <typename Index>
+int64_t unique_by_bitmap(const Index* ids, int64_t count, uint64_t lowest, uint64_t range, int64_t* rows,
+                         int64_t* local, int threads) {
+    const size_t words = size_t(range / 64 + 1);
+    std::unique_ptr<uint64_t[]> present(new uint64_t[words]());
+    std::unique_ptr<int64_t[]> below(new int64_t[words]);
+    for (int64_t i = 0; i < count; ++i) {
+        const uint64_t key = uint64_t(int64_t(ids[i])) - lowest;
+        present[key / 64] |= uint64_t(1) << (key % 64);
+    }
+    int64_t distinct = 0;
+    for (size_t word = 0; word < words; ++word) {
+        below[word] = distinct;
+        for (uint64_t bits = present[word]; bits != 0; bits &= bits - 1)
+            rows[distinct++] = int64_t(lowest + 64 * word + uint64_t(__builtin_ctzll(bits)));
+    }
+    parallel_for(count, int64_t(1) << 15, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const uint64_t key = uint64_t(int64_t(ids[i])) - lowest;
+            const uint64_t lower = (uint64_t(1) << (key % 64)) - 1;
+            local[i] = below[key / 64] + __builtin_popcountll(present[key / 64] & lower);
+        }
+    });
+    return distinct;
+}
+
+struct Keyed {
+    uint64_t key;
+    int64_t position;
+};
+
+// Least significant digit first; as many digits as the range has.
+template <typename Index>
+int64_t unique_by_radix(const Index* ids, int64_t count, uint64_t lowest, uint64_t range, int64_t* rows,
+                        int64_t* local) {
+    constexpr int kBits = 11;
+    constexpr uint64_t kDigits = uint64_t(1) << kBits;
+    std::unique_ptr<Keyed[]> sorted(new Keyed[size_t(count)]);
+    std::unique_ptr<Keyed[]> spare(new Keyed[size_t(count)]);
+    for (int64_t i = 0; i < count; ++i)
+        sorted[size_t(i)] = {uint64_t(int64_t(ids[i])) - lowest, i};
+    for (int shift = 0; shift < 64 && (range >> shift) != 0; shift += kBits) {
+        int64_t starts[kDigits] = {};
+        for (int64_t i = 0; i < count; ++i)
+            ++starts[(sorted[size_t(i)].key >> shift) % kDigits];
+        int64_t start = 0;
+        for (int64_t& slot : starts) {
+            const int64_t here = slot;
+            slot = start;
+            start += here;
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            const Keyed keyed = sorted[size_t(i)];
+            spare[size_t(starts[(keyed.key >> shift) % kDigits]++)] = keyed;
+        }
+        sorted.swap(spare);
+    }
+    int64_t distinct = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const Keyed keyed = sorted[size_t(i)];
+        if (i == 0 || keyed.key != sorted[size_t(i - 1)].key) rows[distinct++] = int64_t(lowest + keyed.key);
+        local[keyed.position] = distinct - 1;
+    }
+    return distinct;
+}
+
+template <typename Index>
+int64_t unique_ids(const Index* ids, int64_t count, int64_t* rows, int64_t* local, int threads) {
+    if (count == 0) return 0;
+    const auto [lowest, highest] = std::minmax_element(ids, ids + count);
+    const uint64_t first = uint64_t(int64_t(*lowest));
+    const uint64_t range = uint64_t(int64_t(*highest)) - first;
+    if (range / kBitsPerId <= uint64_t(count)) return unique_by_bitmap(ids, count, first, range, rows, local, threads);
+    return unique_by_radix(ids, count, first, range, rows, local);
+}
+
+}  // namespace
+
+int64_t first_duplicate(Ids ids, int64_t num_rows) {
+    return with_index_type(ids, [&](auto* data) {
+        if (ascending_until(data, ids.count) == ids.count) return int64_t(-1);
+        if (num_rows / kBitsPerId <= ids.count) return first_duplicate_in_bitmap(data, ids.count, num_rows);
+        return first_duplicate_in_hash(data, ids.count);
+    });
+}
+
+int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads) {
+    return with_index_type(ids, [&](auto* data) { return unique_ids(data, ids.count, rows, local, threads); });
+}
+
+int64_t last_occurrences(Ids ids, int64_t* positions) {
+    std::unique_ptr<int64_t[]> rows(new int64_t[size_t(ids.count)]);
+    std::unique_ptr<int64_t[]> local(new int64_t[size_t(ids.count)]);
+    const int64_t distinct = unique(ids, rows.get(), local.get(), 1);
+    for (int64_t i = 0; i < ids.count; ++i)
+        positions[local[size_t(i)]] = i;
+    return distinct;
+}
+
+}  // namespace speedswap

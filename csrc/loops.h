@@ -1,0 +1,43 @@
+// The engine's inner loops, compiled once for each instruction set (loops.cpp) and chosen at run time (rows_cpu.cpp).
+#pragma once
+
+#include <cstdint>
+
+#include "rows_cpu.h"
+
+namespace speedswap {
+
+// What one copy of one part needs; [begin, end) of the ids is passed beside it.
+struct Copy {
+    char* records;
+    int64_t stride;
+    Ids ids;
+    Part part;
+    // The span of each record to prefetch while this part is copied; 0 bytes where another part has fetched it.
+    int64_t fetch_offset;
+    int64_t fetch_bytes;
+    // Write past the cache: the output is larger than it.
+    bool streaming;
+};
+
+struct Loops {
+    void (*gather)(const Copy& copy, int64_t begin, int64_t end);
+    void (*scatter)(const Copy& copy, int64_t begin, int64_t end);
+    int64_t (*check_ids)(Ids ids, int64_t num_rows, int64_t begin, int64_t end);
+    void (*fill_uniform)(const Fill& fill, int64_t begin, int64_t end);
+    void (*fill_normal)(const Fill& fill, int64_t begin, int64_t end);
+};
+
+namespace baseline {
+extern const Loops loops;
+}
+#ifdef SPEEDSWAP_X86
+namespace avx2 {
+extern const Loops loops;
+}
+namespace avx512 {
+extern const Loops loops;
+}
+#endif
+
+}  // namespace speedswap

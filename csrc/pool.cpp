@@ -1,0 +1,161 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace speedswap {
+namespace {
+
+constexpr int kMaxHelpers = 255;
+// About 20 microseconds: long enough to catch the next call of a busy loop, too short to be seen by other threads.
+constexpr int kSpins = 600;
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+struct Loop {
+    RangeBody body = nullptr;
+    void* context = nullptr;
+    int64_t count = 0;
+    int64_t grain = 1;
+    std::atomic<int64_t> next{0};
+
+    void work() {
+        for (;;) {
+            const int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
+            if (begin >= count) return;
+            body(context, begin, std::min(count, begin + grain));
+        }
+    }
+};
+
+// Helpers join an open loop through a seat and are waited for only once they sit: a helper that is slow to wake finds
+// the seats gone and costs the caller nothing.
+class Pool {
+  public:
+    bool try_run(RangeBody body, void* context, int64_t count, int64_t grain, int helpers) {
+        std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+        if (!owner.owns_lock()) return false;
+        grow(helpers);
+        loop_.body = body;
+        loop_.context = context;
+        loop_.count = count;
+        loop_.grain = grain;
+        loop_.next.store(0, std::memory_order_relaxed);
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            seats_ = std::min(helpers, helpers_);
+            opened_.fetch_add(1, std::memory_order_release);
+            for (int i = std::min(seats_, asleep_); i > 0; --i)
+                wake_.notify_one();
+        }
+        loop_.work();
+        close();
+        return true;
+    }
+
+  private:
+    void close() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            seats_ = 0;
+        }
+        for (int spin = 0; seated_.load(std::memory_order_acquire) > 0 && spin < kSpins; ++spin)
+            relax();
+        std::unique_lock<std::mutex> lock(mutex_);
+        left_.wait(lock, [this] { return seated_.load(std::memory_order_relaxed) == 0; });
+    }
+
+    void grow(int helpers) {
+        helpers = std::min(helpers, kMaxHelpers);
+        if (helpers_ >= helpers) return;
+        // Signals belong to the interpreter's threads.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            while (helpers_ < helpers) {
+                std::thread([this] { serve(); }).detach();
+                ++helpers_;
+            }
+        } catch (const std::system_error&) {
+            // The system has no thread left to give: the loop runs on those there are.
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    void serve() {
+        uint64_t seen = 0;
+        for (;;) {
+            for (int spin = 0; opened_.load(std::memory_order_acquire) == seen && spin < kSpins; ++spin)
+                relax();
+            std::unique_lock<std::mutex> lock(mutex_);
+            ++asleep_;
+            wake_.wait(lock, [&] { return opened_.load(std::memory_order_relaxed) != seen; });
+            --asleep_;
+            seen = opened_.load(std::memory_order_relaxed);
+            if (seats_ == 0) continue;
+            --seats_;
+            seated_.fetch_add(1, std::memory_order_relaxed);
+            lock.unlock();
+            loop_.work();
+            lock.lock();
+            if (seated_.fetch_sub(1, std::memory_order_release) == 1) left_.notify_one();
+        }
+    }
+
+    std::mutex owner_;  // held by the caller whose loop this is
+    std::mutex mutex_;  // guards the counts below
+    std::condition_variable wake_;
+    std::condition_variable left_;
+    std::atomic<uint64_t> opened_{0};
+    int seats_ = 0;
+    std::atomic<int> seated_{0};
+    int asleep_ = 0;
+    int helpers_ = 0;
+    Loop loop_;
+};
+
+// Never destroyed: helpers may still wait on it while the process exits. In a forked child the parent's pool is
+// abandoned where it lies, since its threads and the state of its locks did not come along.
+std::atomic<Pool*> current_pool{nullptr};
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current_pool.store(nullptr); });
+
+Pool& pool() {
+    Pool* existing = current_pool.load(std::memory_order_acquire);
+    if (existing != nullptr) return *existing;
+    Pool* fresh = new Pool;
+    if (current_pool.compare_exchange_strong(existing, fresh)) return *fresh;
+    delete fresh;
+    return *existing;
+}
+
+}  // namespace
+
+void parallel_ranges(int64_t count, int64_t grain, int threads, RangeBody body, void* context) {
+    if (count <= 0) return;
+    grain = std::max<int64_t>(grain, 1);
+    const int64_t pieces = (count - 1) / grain + 1;
+    const int helpers = static_cast<int>(std::min<int64_t>(threads, pieces)) - 1;
+    if (helpers > 0 && pool().try_run(body, context, count, grain, helpers)) return;
+    for (int64_t begin = 0; begin < count; begin += grain)
+        body(context, begin, std::min(count, begin + grain));
+}
+
+}  // namespace speedswap

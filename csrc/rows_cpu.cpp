@@ -1,0 +1,130 @@
+#include "rows_cpu.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "loops.h"
+#include "pool.h"
+
+namespace speedswap {
+namespace {
+
+struct Choice {
+    const char* name;
+    const Loops* loops;
+};
+
+Choice choose() {
+    const char* wanted = std::getenv("SPEEDSWAP_ISA");
+    const auto allowed = [&](const char* name) { return wanted == nullptr || std::strcmp(wanted, name) == 0; };
+#ifdef SPEEDSWAP_X86
+    __builtin_cpu_init();
+    const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (has_avx512 && (allowed("avx512"))) return {"avx512", &avx512::loops};
+    if (__builtin_cpu_supports("avx2") && (allowed("avx2") || allowed("avx512"))) return {"avx2", &avx2::loops};
+    return {"sse2", &baseline::loops};
+#else
+    static_cast<void>(allowed);
+    return {"generic", &baseline::loops};
+#endif
+}
+
+const Choice chosen = choose();
+
+// A piece of work large enough that waking a thread for it pays.
+constexpr int64_t kPieceBytes = 256 << 10;
+
+int64_t last_level_cache() {
+    static const int64_t bytes = [] {
+        const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+        return found > 0 ? int64_t(found) : int64_t(32) << 20;
+    }();
+    return bytes;
+}
+
+using CopyLoop = void (*)(const Copy& copy, int64_t begin, int64_t end);
+
+void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
+    if (ids.count == 0 || parts.empty()) return;
+    int64_t first = parts[0].offset, last = 0, row_bytes = 0;
+    for (const Part& part : parts) {
+        first = std::min(first, part.offset);
+        last = std::max(last, part.offset + part.width);
+        row_bytes += part.width;
+    }
+    if (row_bytes == 0) return;
+    const bool streaming = row_bytes * ids.count > last_level_cache();
+    const int64_t grain = std::max<int64_t>(kPieceBytes / row_bytes, 64);
+    parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
+        constexpr int64_t kTile = 32;
+        const int64_t tile = parts.size() == 1 ? end - begin : kTile;
+        for (int64_t start = begin; start < end; start += tile) {
+            const int64_t stop = std::min(end, start + tile);
+            for (const Part& part : parts) {
+                const bool leads = &part == &parts[0];
+                loop({records, stride, ids, part, first, leads ? last - first : 0, streaming}, start, stop);
+            }
+        }
+    });
+}
+
+using FillLoop = void (*)(const Fill& fill, int64_t begin, int64_t end);
+
+void fill_rows(FillLoop loop, const Fill& fill, int threads) {
+    const int64_t row_bytes = std::max<int64_t>(fill.width * fill.item_bytes, 1);
+    if (fill.width == 0) return;
+    const int64_t grain = std::max<int64_t>(kPieceBytes / row_bytes, 1);
+    parallel_for(fill.num_rows, grain, threads, [&](int64_t begin, int64_t end) { loop(fill, begin, end); });
+}
+
+}  // namespace
+
+const char* isa() {
+    return chosen.name;
+}
+
+void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
+    copy_rows(chosen.loops->gather, records, stride, ids, parts, threads);
+}
+
+void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
+    copy_rows(chosen.loops->scatter, records, stride, ids, parts, threads);
+}
+
+int64_t check_ids(Ids ids, int64_t num_rows, int threads) {
+    std::atomic<int64_t> found{ids.count};
+    const int64_t grain = std::max<int64_t>(kPieceBytes / ids.bytes, (ids.count - 1) / std::max(threads, 1) + 1);
+    parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
+        const int64_t here = chosen.loops->check_ids(ids, num_rows, begin, end);
+        if (here < 0) return;
+        int64_t best = found.load();
+        while (here < best && !found.compare_exchange_weak(best, here)) {
+        }
+    });
+    return found.load() == ids.count ? -1 : found.load();
+}
+
+void fill_uniform(const Fill& fill, int threads) {
+    fill_rows(chosen.loops->fill_uniform, fill, threads);
+}
+
+void fill_normal(const Fill& fill, int threads) {
+    fill_rows(chosen.loops->fill_normal, fill, threads);
+}
+
+void prefault(char* memory, int64_t bytes, int threads) {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    const int64_t grain = int64_t(16) << 20;
+    parallel_for(bytes, grain, threads, [&](int64_t begin, int64_t end) {
+        // Adding nothing writes the page and keeps its bytes, whoever else may be writing them.
+        for (int64_t at = begin; at < end; at += page)
+            __atomic_fetch_add(memory + at, 0, __ATOMIC_RELAXED);
+    });
+}
+
+}  // namespace speedswap

@@ -1,0 +1,88 @@
+"""What can go wrong, as types.
+
+::
+
+    SpeedswapError
+    ├── IdError                 (IndexError)    an id is outside the table
+    ├── DuplicateIdError        (ValueError)    ids that must be unique are not
+    ├── OptimizerError          (TypeError)     this optimizer cannot train a table's rows
+    ├── LostUpdateError         (RuntimeError)  a training step did not reach the table
+    └── TableError
+        ├── TableFormatError    (ValueError)    a file is damaged, or is not a table
+        ├── TableBusyError      (OSError)       another process has the table open for writing
+        ├── TableFullError      (OSError)       the disk has no room for the rows to be written
+        ├── TableTooLargeError  (MemoryError)   the table cannot be materialized in memory
+        └── TableClosedError    (ValueError)    the table was closed, or belongs to the parent of a fork
+
+Every message names the argument, its value and the remedy, and every error is raised before anything has changed.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DuplicateIdError",
+    "DuplicateRowsWarning",
+    "IdError",
+    "LostUpdateError",
+    "OptimizerError",
+    "SpeedswapError",
+    "SpeedswapWarning",
+    "TableBusyError",
+    "TableClosedError",
+    "TableError",
+    "TableFormatError",
+    "TableFullError",
+    "TableTooLargeError",
+]
+
+
+class SpeedswapError(Exception):
+    """Base of every error that speedswap raises on its own account."""
+
+
+class IdError(SpeedswapError, IndexError):
+    """An id is negative, or not below the table's number of rows."""
+
+
+class DuplicateIdError(SpeedswapError, ValueError):
+    """An id occurs twice where each row may be written once."""
+
+
+class OptimizerError(SpeedswapError, TypeError):
+    """The optimizer cannot train a table's rows; the message says why."""
+
+
+class LostUpdateError(SpeedswapError, RuntimeError):
+    """A training step changed the rows on the device in a way that never reached the table."""
+
+
+class TableError(SpeedswapError):
+    """Base of the errors about a table's storage."""
+
+
+class TableFormatError(TableError, ValueError):
+    """A table's directory is damaged, or is not a table."""
+
+
+class TableBusyError(TableError, OSError):
+    """Another process has the table open for writing."""
+
+
+class TableFullError(TableError, OSError):
+    """The disk has no room for the rows to be written; nothing was written."""
+
+
+class TableTooLargeError(TableError, MemoryError):
+    """The table is too large to be materialized as one tensor."""
+
+
+class TableClosedError(TableError, ValueError):
+    """The table was closed, or its memory stayed behind in the parent process of a fork."""
+
+
+class SpeedswapWarning(UserWarning):
+    """Base of speedswap's warnings: something works, but not in the way that was asked for."""
+
+
+class DuplicateRowsWarning(SpeedswapWarning):
+    """An id occurs twice in one swap: the last one wins, the other updates are lost."""

@@ -1,0 +1,30 @@
+"""Move rows between two memories. Knows pointers, strides and streams; nothing of tables or training."""
+
+from speedswap.kernels.dtypes import check_dtype
+from speedswap.kernels.fill import fill_normal, fill_uniform
+from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, unique
+from speedswap.kernels.info import cuda_ready, engine_info
+from speedswap.kernels.moves import gather_records, scatter_records
+from speedswap.kernels.records import Part, Records
+from speedswap.kernels.rows import gather_rows, scatter_rows
+from speedswap.kernels.threads import get_num_threads, set_num_threads
+
+__all__ = [
+    "Part",
+    "Records",
+    "check_dtype",
+    "check_ids",
+    "cuda_ready",
+    "engine_info",
+    "fill_normal",
+    "fill_uniform",
+    "first_duplicate",
+    "gather_records",
+    "gather_rows",
+    "get_num_threads",
+    "last_occurrences",
+    "scatter_records",
+    "scatter_rows",
+    "set_num_threads",
+    "unique",
+]

@@ -1,0 +1,184 @@
+"""Rows to, from and on a GPU: which path, and the launches. Imports CuPy only when a GPU is used."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedswap import _C
+from speedswap.kernels import modules
+from speedswap.kernels.launch import (
+    COLUMNS_PER_LAUNCH,
+    THREADS_PER_BLOCK,
+    BlockPart,
+    columns_argument,
+    fill_grid,
+    launch_shape,
+)
+from speedswap.kernels.records import Part, Records
+from speedswap.kernels.staging import Ring
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = ["fill", "gather_records", "info", "ready", "scatter_records"]
+
+
+class _Stream(NamedTuple):
+    """A stream of torch's, as CuPy's launch wants one: it reads ``ptr``."""
+
+    ptr: int
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+
+def ready() -> tuple[bool, str]:
+    """Whether rows can move to and from a GPU; and where not, why not and what to do about it."""
+    reason = modules.unavailable()
+    return reason is None, reason or ""
+
+
+def info() -> dict[str, str]:
+    """What the kernels came from, or why there are none; CuPy's version; torch's CUDA version."""
+    reason = modules.unavailable()
+    if reason is None:
+        loaded = modules.load()
+        kernels = f"{loaded.origin} ({loaded.why})" if loaded.why else loaded.origin
+    else:
+        kernels = f"none: {reason}"
+    try:
+        version = str(modules.cupy().__version__)
+    except ImportError as error:
+        version = str(error)
+    return {"CUDA kernels": kernels, "CuPy": version, "CUDA": torch.version.cuda or "torch was built without CUDA"}
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- moves -----------------------------------------------------------------------------------------------------------
+
+
+def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
+    """:func:`speedswap.kernels.gather_records` where records or blocks are on a GPU."""
+    blocks_on = parts[0].block.device
+    if records.device.type == "cuda" and blocks_on != torch.device("cuda", _index(records.device)):
+        near = [Part(part.offset, torch.empty_like(part.block, device=records.device)) for part in parts]
+        _move("gather", records, ids, near, records.device)
+        for part, source in zip(parts, near, strict=True):
+            part.block.detach().copy_(source.block)
+    elif records.device.type == "cuda" or records.pinned:
+        _move("gather", records, ids, parts, blocks_on)
+    else:
+        ids = ids.cpu().contiguous()
+        with torch.cuda.device(blocks_on):
+            _ring().to_device(len(ids), parts, lambda rows, staged: _on_host(_C.gather, records, ids[rows], staged))
+
+
+def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
+    """:func:`speedswap.kernels.scatter_records` where records or blocks are on a GPU."""
+    blocks_on = parts[0].block.device
+    if records.device.type == "cuda":
+        near = [Part(part.offset, part.block.detach().to(records.device)) for part in parts]
+        _move("scatter", records, ids, near, records.device)
+    elif records.pinned:
+        _move("scatter", records, ids, parts, blocks_on)
+    else:
+        ids = ids.cpu().contiguous()
+        with torch.cuda.device(blocks_on):
+            _ring().from_device(len(ids), parts, lambda rows, staged: _on_host(_C.scatter, records, ids[rows], staged))
+
+
+def _on_host(engine: Any, records: Records, ids: Tensor, staged: Sequence[Part]) -> None:
+    parts = [(offset, block.shape[1], block.data_ptr(), block.shape[1]) for offset, block in staged]
+    engine(
+        records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), parts, get_num_threads()
+    )  # fmt: skip
+
+
+def _move(what: str, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
+    ids = ids.to(device).contiguous()
+    block_parts = []
+    for offset, block in parts:
+        width = block.nbytes // len(block)
+        if width:
+            block_parts.append(BlockPart(offset, width, block.data_ptr(), width))
+    host = records.device.type == "cpu"
+    for start in range(0, len(block_parts), COLUMNS_PER_LAUNCH):
+        some = block_parts[start : start + COLUMNS_PER_LAUNCH]
+        shape = launch_shape(
+            records.pointer, records.stride, len(ids), some, multiprocessors=_multiprocessors(_index(device)), host=host
+        )
+        _launch(
+            device,
+            f"{what}_w{shape.word_bytes}_i{8 * ids.element_size()}",
+            shape.grid,
+            shape.block,
+            np.uint64(records.pointer),
+            np.int64(records.stride // shape.word_bytes),
+            np.uint64(ids.data_ptr()),
+            np.int64(len(ids)),
+            columns_argument(some, shape.word_bytes),
+            np.int32(shape.lanes),
+        )
+
+
+def fill(
+    kind: str,
+    device: torch.device,
+    out: int,
+    row_stride: int,
+    first_row: int,
+    num_rows: int,
+    width: int,
+    item_bytes: int,
+    a: float,
+    b: float,
+    seed: int,
+    column_key: int,
+) -> None:
+    """Queue a fill on torch's current stream; ``out`` is the address of the first row to fill, on the device."""
+    if out % item_bytes or row_stride % item_bytes:
+        raise ValueError(f"rows at {out:#x}, {row_stride} bytes apart, are not aligned to items of {item_bytes} bytes")
+    _launch(
+        device,
+        f"fill_{kind}_f{8 * item_bytes}",
+        fill_grid(num_rows, width, 16 // item_bytes, multiprocessors=_multiprocessors(_index(device))),
+        THREADS_PER_BLOCK,
+        np.uint64(out),
+        np.int64(row_stride),
+        np.int64(first_row),
+        np.int64(num_rows),
+        np.int64(width),
+        np.float64(a),
+        np.float64(b),
+        np.uint64(seed),
+        np.uint64(column_key),
+    )
+
+
+def _launch(device: torch.device, name: str, grid: int, block: int, *arguments: Any) -> None:
+    kernel = _kernel(name)
+    stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+    with modules.on_device(_index(device)):
+        kernel((grid,), (block,), arguments, stream=stream)
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    return modules.load().module.get_function(name)
+
+
+@functools.cache
+def _ring() -> Ring:
+    return Ring()

@@ -1,0 +1,133 @@
+"""Questions about ids: are they in range, are they unique, which rows are they. On the ids' own device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speedswap import _C
+from speedswap.errors import IdError
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = ["check_ids", "first_duplicate", "last_occurrences", "require_id_dtype", "unique"]
+
+
+def require_id_dtype(ids: Tensor) -> None:
+    """Raise TypeError unless ids is a dense int32 or int64 tensor."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids is a {type(ids).__name__}; pass a tensor, as torch.as_tensor(ids) makes one")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
+    if ids.layout is not torch.strided:
+        raise TypeError(f"ids has layout {ids.layout}; make it dense with ids.to_dense()")
+
+
+def check_ids(ids: Tensor, num_rows: int, what: str) -> None:
+    """Raise unless every id is one of ``num_rows`` rows.
+
+    Args:
+        ids: int32 or int64, any shape, on any device. On a GPU this waits for the ids.
+        num_rows: ids must be 0 to num_rows - 1.
+        what: whose rows they are, for the message: ``"table 'items'"``.
+
+    Raises:
+        IdError: an id is negative, or not below num_rows.
+        TypeError: ids is not an int32 or int64 tensor.
+    """
+    require_id_dtype(ids)
+    if ids.numel() == 0:
+        return
+    if ids.device.type == "cpu":
+        flat = ids.contiguous()
+        position = _C.check_ids(flat.data_ptr(), flat.element_size(), flat.numel(), num_rows, get_num_threads())
+    else:
+        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
+        position = -1 if lowest >= 0 and highest < num_rows else _first_outside(ids, num_rows)
+    if position >= 0:
+        raise _outside(ids, position, num_rows, what)
+
+
+def _first_outside(ids: Tensor, num_rows: int) -> int:
+    flat = ids.reshape(-1)
+    return int(((flat < 0) | (flat >= num_rows)).nonzero()[0].item())
+
+
+def _outside(ids: Tensor, position: int, num_rows: int, what: str) -> IdError:
+    where = ", ".join(str(int(index)) for index in torch.unravel_index(torch.tensor(position), ids.shape))
+    rows = f"rows 0 to {num_rows - 1}" if num_rows else "no rows"
+    return IdError(
+        f"ids[{where}] is {int(ids.reshape(-1)[position])}, but {what} has {rows}; "
+        "map unknown ids to a padding row (padding_idx=) before the lookup"
+    )
+
+
+def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a batch's rows, and where each id is among them.
+
+    Args:
+        ids: int32 or int64, any shape, on any device.
+
+    Returns:
+        rows: the distinct ids, ascending; int64, shape (n,), on the ids' device.
+        local: int64, of the ids' shape; ``rows[local]`` are the ids.
+
+    >>> unique(torch.tensor([[7, 3], [3, 9]]))
+    (tensor([3, 7, 9]), tensor([[1, 0],
+            [0, 2]]))
+    """
+    require_id_dtype(ids)
+    if ids.device.type != "cpu":
+        rows, local = torch.unique(ids, sorted=True, return_inverse=True)
+        return rows.long(), local
+    flat = ids.contiguous()
+    count = flat.numel()
+    rows = torch.empty(count, dtype=torch.int64)
+    local = torch.empty(ids.shape, dtype=torch.int64)
+    found = _C.unique(flat.data_ptr(), flat.element_size(), count, rows.data_ptr(), local.data_ptr(), get_num_threads())
+    # A view of far too large a memory would be kept alive by the rows.
+    return (rows if found == count else rows[:found].clone()), local
+
+
+def last_occurrences(ids: Tensor) -> Tensor:
+    """Return the position where each distinct id occurs last, ascending by id.
+
+    Args:
+        ids: int32 or int64, shape (n,), on any device.
+
+    Returns:
+        Positions, int64, on the ids' device.
+
+    >>> last_occurrences(torch.tensor([5, 2, 5]))
+    tensor([1, 2])
+    """
+    require_id_dtype(ids)
+    if ids.device.type != "cpu":
+        rows, local = torch.unique(ids, sorted=True, return_inverse=True)
+        positions = torch.zeros(len(rows), dtype=torch.int64, device=ids.device)
+        every = torch.arange(len(ids), device=ids.device)
+        return positions.scatter_reduce_(0, local, every, "amax")
+    flat = ids.contiguous()
+    positions = torch.empty(len(flat), dtype=torch.int64)
+    found = _C.last_occurrences(flat.data_ptr(), flat.element_size(), len(flat), positions.data_ptr())
+    return positions[:found].clone()
+
+
+def first_duplicate(ids: Tensor, num_rows: int) -> int:
+    """Return the first position whose id was seen before it, or -1.
+
+    Args:
+        ids: int32 or int64, shape (n,), on any device, each in 0 to num_rows - 1.
+        num_rows: how many rows there are.
+
+    >>> first_duplicate(torch.tensor([4, 1, 4, 1]), num_rows=5)
+    2
+    """
+    require_id_dtype(ids)
+    if len(ids) < 2:
+        return -1
+    if ids.device.type == "cpu":
+        flat = ids.contiguous()
+        return _C.first_duplicate(flat.data_ptr(), flat.element_size(), len(flat), num_rows)
+    ordered, order = torch.sort(ids, stable=True)
+    again = order[1:][ordered[1:] == ordered[:-1]]
+    return int(again.min()) if len(again) else -1

@@ -1,0 +1,22 @@
+"""What there is to work with, and why what is missing is missing."""
+
+from __future__ import annotations
+
+from speedswap import _C
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = ["cuda_ready", "engine_info"]
+
+
+def cuda_ready() -> tuple[bool, str]:
+    """Say whether rows can move to and from a GPU here, and if not, why and what to do about it."""
+    from speedswap.kernels import cuda
+
+    return cuda.ready()
+
+
+def engine_info() -> dict[str, str]:
+    """Describe the engine for ``speedswap info``: one short text for each thing that was built or found."""
+    from speedswap.kernels import cuda
+
+    return {"isa": _C.isa(), "threads": str(get_num_threads()), **cuda.info()}

@@ -1,0 +1,93 @@
+"""The shape of a kernel launch: which word, how many threads. Pure arithmetic, so that tests can sweep it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["COLUMNS_PER_LAUNCH", "BlockPart", "Shape", "columns_argument", "fill_grid", "launch_shape"]
+
+# As in csrc/rows.cuh.
+COLUMNS_PER_LAUNCH = 8
+WORDS = (16, 8, 4, 2, 1)
+
+THREADS_PER_BLOCK = 256
+# Reads of host memory wait for the bus, not for the GPU: this many threads keep it full with 16-byte words, and leave
+# most of the GPU to others.
+HOST_THREADS = 32_768
+# Enough to fill any GPU: 2048 for each of its multiprocessors.
+THREADS_PER_MULTIPROCESSOR = 2048
+
+_COLUMN = np.dtype([("first", "i8"), ("offset", "i8"), ("block", "i8"), ("block_stride", "i8")])
+_COLUMNS = np.dtype([("count", "i8"), ("words", "i8"), ("column", _COLUMN, (COLUMNS_PER_LAUNCH,))])
+
+
+class BlockPart(NamedTuple):
+    """A column in bytes: its offset in a record and its width, its block's address and distance between rows."""
+
+    offset: int
+    width: int
+    block: int
+    block_stride: int
+
+
+class Shape(NamedTuple):
+    """How a move is launched: bytes of a word, threads for a row, blocks, and threads in a block."""
+
+    word_bytes: int
+    lanes: int
+    grid: int
+    block: int
+
+
+def launch_shape(
+    records: int, stride: int, num_rows: int, parts: Sequence[BlockPart], *, multiprocessors: int, host: bool
+) -> Shape:
+    """Choose the shape in which ``num_rows`` rows are gathered or scattered.
+
+    Args:
+        records: address of the first record.
+        stride: bytes from a record to the next.
+        num_rows: at least 1.
+        parts: 1 to 8 columns, each at least a byte wide.
+        multiprocessors: the GPU's.
+        host: whether the records are in host memory.
+
+    Returns:
+        The largest word that divides every address, stride, offset and width; a power of two of lanes, up to a warp,
+        that covers a row's words; and a grid that covers the rows, as far as the limits above allow.
+    """
+    everything = records | stride
+    for part in parts:
+        everything |= part.offset | part.width | part.block | part.block_stride
+    word_bytes = next(word for word in WORDS if everything % word == 0)
+    words = sum(part.width for part in parts) // word_bytes
+    lanes = min(32, 1 << (words - 1).bit_length())
+    limit = HOST_THREADS if host else THREADS_PER_MULTIPROCESSOR * multiprocessors
+    return Shape(word_bytes, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
+
+
+def fill_grid(num_rows: int, width: int, items_per_group: int, *, multiprocessors: int) -> int:
+    """How many blocks fill ``num_rows`` rows of ``width`` items: a thread for each group of items, up to the limit."""
+    groups = num_rows * -(-width // items_per_group)
+    return _grid(groups, THREADS_PER_MULTIPROCESSOR * multiprocessors)
+
+
+def _grid(threads: int, limit: int) -> int:
+    return -(-min(threads, limit) // THREADS_PER_BLOCK)
+
+
+def columns_argument(parts: Sequence[BlockPart], word_bytes: int) -> npt.NDArray[np.void]:
+    """The kernels' ``Columns``, in words, as an array of one structure: CuPy passes that by value."""
+    argument = np.zeros(1, _COLUMNS)
+    first = 0
+    for column, part in enumerate(parts):
+        width = part.width // word_bytes
+        argument["column"][0, column] = (first, part.offset // word_bytes, part.block, part.block_stride // word_bytes)
+        first += width
+    argument["count"] = len(parts)
+    argument["words"] = first
+    return argument

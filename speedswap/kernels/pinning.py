@@ -1,0 +1,72 @@
+"""Pin host memory: fault it in, and register it with CUDA so that the GPU reads and writes it directly."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from speedswap import _C
+from speedswap.kernels import modules
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = ["pin", "prefault", "unpin"]
+
+# Visible to every context (portable), and to the GPU's loads and stores (mapped).
+_FLAGS = 0x01 | 0x02
+_CUDART_UNLOADING = 4
+_NOT_INITIALIZED = 3
+
+
+def prefault(pointer: int, nbytes: int) -> None:
+    """Touch every page for writing, with all of the engine's threads; what the pages hold stays."""
+    _C.prefault(pointer, nbytes, get_num_threads())
+
+
+def pin(pointer: int, nbytes: int) -> str | None:
+    """Register host memory with CUDA.
+
+    Args:
+        pointer: first byte, at the start of a page of anonymous memory; file mappings must not be registered.
+        nbytes: how many bytes.
+
+    Returns:
+        None, or why it could not be registered: the memory is as usable as before. CuPy clears the error, so that the
+        next CUDA call does not find it.
+    """
+    reason = modules.unavailable()
+    if reason is not None:
+        return reason
+    runtime = modules.cupy().cuda.runtime
+    device = torch.cuda.current_device()
+    with modules.on_device(device):
+        # Kernels are given the host's addresses; where this is not so, the GPU would have others for them.
+        if not runtime.deviceGetAttribute(runtime.cudaDevAttrCanUseHostPointerForRegisteredMem, device):
+            return "this GPU does not use the host's addresses for registered memory"
+        try:
+            runtime.hostRegister(pointer, nbytes, _FLAGS)
+        except runtime.CUDARuntimeError as error:
+            return str(error)
+    return None
+
+
+def unpin(pointer: int, owner_pid: int, owner: object) -> None:
+    """Undo :func:`pin`, once the GPUs have done what was queued.
+
+    Args:
+        pointer: the one that was pinned.
+        owner_pid: the process that pinned it; in a forked child nothing is done.
+        owner: keeps the memory alive until now.
+    """
+    if os.getpid() != owner_pid:
+        return
+    runtime = modules.cupy().cuda.runtime
+    try:
+        for device in modules.used_devices():
+            with modules.on_device(device):
+                runtime.deviceSynchronize()
+        runtime.hostUnregister(pointer)
+    except runtime.CUDARuntimeError as error:
+        # The driver goes first when the interpreter exits, and takes its registrations with it.
+        if error.status not in (_CUDART_UNLOADING, _NOT_INITIALIZED):
+            raise

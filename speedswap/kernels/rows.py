@@ -1,0 +1,203 @@
+"""gather_rows and scatter_rows for tensors: ``index_select`` and ``index_copy_`` along dimension 0, made for speed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from speedswap import _C
+from speedswap.errors import DuplicateIdError
+from speedswap.kernels.dtypes import check_dtype
+from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences
+from speedswap.kernels.moves import gather_records, scatter_records
+from speedswap.kernels.records import Part, Records
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = ["gather_rows", "scatter_rows"]
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def gather_rows(source: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Copy rows out of a tensor: ``source[ids]``. Autograd does not see it.
+
+    Args:
+        source: shape (rows, dim), any dtype with a fixed item size, any strides, on the CPU or a GPU.
+        ids: int32 or int64, shape (n,), on any device.
+        out: where to put the rows: shape (n, dim), source's dtype, on any device. A new tensor by default, on the
+            ids' device for a source on the CPU, on the source's for one on a GPU.
+
+    Returns:
+        The rows, shape (n, dim): ``out`` itself where it was given.
+
+    Raises:
+        IdError: an id is negative or not below source's rows. Nothing was copied.
+        TypeError, ValueError: an argument has the wrong dtype, shape or device. Nothing was copied.
+
+    >>> gather_rows(torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([1, 1, 0]))
+    tensor([[3., 4.],
+            [3., 4.],
+            [1., 2.]])
+    """
+    _require_matrix(source, "source")
+    _require_vector(ids)
+    shape = (len(ids), source.shape[1])
+    if out is None:
+        check_ids(ids, source.shape[0], "source")
+        out = torch.empty(
+            shape, dtype=source.dtype, device=ids.device if source.device.type == "cpu" else source.device
+        )
+    else:
+        _require_rows(out, "out", shape, source, "source")
+        _require_apart(out, "out", source, "source")
+        check_ids(ids, source.shape[0], "source")
+    if out.numel():
+        _gather(source, ids, out)
+        _written(out)
+    return out
+
+
+def scatter_rows(target: Tensor, ids: Tensor, values: Tensor, *, duplicates: str = "error") -> None:
+    """Copy rows into a tensor: ``target[ids] = values``. Autograd does not see it.
+
+    Args:
+        target: shape (rows, dim), any dtype with a fixed item size, any strides without overlap, on the CPU or a GPU.
+        ids: int32 or int64, shape (n,), on any device.
+        values: shape (n, dim), target's dtype, on any device.
+        duplicates: what to do where an id occurs twice: ``"error"``, or ``"last"``: the last of its rows is written.
+
+    Raises:
+        IdError: an id is negative or not below target's rows. Nothing was written.
+        DuplicateIdError: an id occurs twice and duplicates is "error". Nothing was written.
+        TypeError, ValueError: an argument has the wrong dtype, shape or device. Nothing was written.
+
+    >>> target = torch.zeros(3, 2)
+    >>> scatter_rows(target, torch.tensor([2, 0]), torch.tensor([[1., 2.], [3., 4.]]))
+    >>> target
+    tensor([[3., 4.],
+            [0., 0.],
+            [1., 2.]])
+    """
+    _require_matrix(target, "target")
+    _require_vector(ids)
+    _require_rows(values, "values", (len(ids), target.shape[1]), target, "target")
+    _require_apart(values, "values", target, "target")
+    if target.stride(1) == 1 and target.shape[0] > 1 and target.stride(0) < target.shape[1]:
+        raise ValueError(f"target's rows overlap (strides {target.stride()}); scatter into target.clone()")
+    if duplicates not in ("error", "last"):
+        raise ValueError(f'duplicates is {duplicates!r}; choose "error" or "last"')
+    check_ids(ids, target.shape[0], "target")
+    position = first_duplicate(ids, target.shape[0])
+    if position >= 0:
+        if duplicates == "error":
+            raise DuplicateIdError(
+                f"ids[{position}] is {int(ids[position])}, which occurs before it in ids; "
+                'make the ids unique, or pass duplicates="last" to keep the last row of each'
+            )
+        last = last_occurrences(ids)
+        ids, values = ids[last], gather_rows(values, last)
+    if values.numel():
+        _scatter(target, ids, values)
+        _written(target)
+
+
+def _gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
+    if source.stride(1) != 1:
+        same_size = _SAME_SIZE[source.element_size()]
+        rows = torch.index_select(source.detach().view(same_size), 0, ids.to(source.device))
+        out.detach().view(same_size).copy_(rows)
+    elif source.device.type == "cpu" and out.device.type == "cpu" and out.stride(1) == 1:
+        ids = ids.cpu().contiguous()
+        parts = [(0, _row_bytes(out), out.data_ptr(), out.stride(0) * out.element_size())]
+        _C.gather(*_pitch(source), ids.data_ptr(), ids.element_size(), len(ids), parts, get_num_threads())
+    elif out.is_contiguous():
+        gather_records(_records(source), ids, [Part(0, out)])
+    else:
+        rows = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        gather_records(_records(source), ids, [Part(0, rows)])
+        out.detach().copy_(rows)
+
+
+def _scatter(target: Tensor, ids: Tensor, values: Tensor) -> None:
+    if target.stride(1) != 1:
+        same_size = _SAME_SIZE[target.element_size()]
+        near = values.detach().view(same_size).to(target.device)
+        target.detach().view(same_size).index_copy_(0, ids.to(target.device, torch.int64), near)
+    elif target.device.type == "cpu" and values.device.type == "cpu" and values.stride(1) == 1:
+        ids = ids.cpu().contiguous()
+        parts = [(0, _row_bytes(values), values.data_ptr(), values.stride(0) * values.element_size())]
+        _C.scatter(*_pitch(target), ids.data_ptr(), ids.element_size(), len(ids), parts, get_num_threads())
+    else:
+        scatter_records(_records(target), ids, [Part(0, values.contiguous())])
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    return matrix.shape[1] * matrix.element_size()
+
+
+def _pitch(matrix: Tensor) -> tuple[int, int]:
+    return matrix.data_ptr(), matrix.stride(0) * matrix.element_size()
+
+
+def _records(matrix: Tensor) -> Records:
+    pinned = matrix.device.type == "cpu" and matrix.is_pinned()
+    return Records(*_pitch(matrix), matrix.shape[0], matrix.device, pinned, matrix)
+
+
+def _written(tensor: Tensor) -> None:
+    # Autograd must notice a write that went past it.
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _require_matrix(matrix: Tensor, name: str) -> None:
+    if not isinstance(matrix, Tensor):
+        raise TypeError(f"{name} is a {type(matrix).__name__}; pass a tensor of shape (rows, dim)")
+    if matrix.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(matrix.shape)}; pass one of shape (rows, dim)")
+    _require_plain(matrix, name)
+
+
+def _require_vector(ids: Tensor) -> None:
+    if isinstance(ids, Tensor) and ids.ndim != 1:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; pass ids.reshape(-1)")
+    if isinstance(ids, Tensor) and ids.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"ids is on {ids.device}; move it to the CPU or a CUDA device")
+
+
+def _require_plain(tensor: Tensor, name: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; make it dense with {name}.to_dense()")
+    if tensor.is_quantized:
+        check_dtype(tensor.dtype)
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{name} is a lazily conjugated view; make it plain with {name}.resolve_conj().resolve_neg()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"{name} is on {tensor.device}; move it to the CPU or a CUDA device")
+
+
+def _require_rows(rows: Tensor, name: str, shape: tuple[int, int], matrix: Tensor, matrix_name: str) -> None:
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"{name} is a {type(rows).__name__}; pass a tensor of shape {shape}")
+    if rows.dtype != matrix.dtype:
+        raise TypeError(f"{name} has dtype {rows.dtype}, but {matrix_name} has {matrix.dtype}; convert one of them")
+    if tuple(rows.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(rows.shape)}; it must be {shape}: a row of {matrix_name} for each id"
+        )
+    _require_plain(rows, name)
+
+
+def _require_apart(rows: Tensor, name: str, matrix: Tensor, matrix_name: str) -> None:
+    if rows.device == matrix.device and rows.numel() and matrix.numel():
+        if rows.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr():
+            return
+        first, last = _span(rows)
+        matrix_first, matrix_last = _span(matrix)
+        if first < matrix_last and matrix_first < last:
+            raise ValueError(f"{name} shares memory with {matrix_name}; pass {name}.clone()")
+
+
+def _span(matrix: Tensor) -> tuple[int, int]:
+    items = (matrix.shape[0] - 1) * matrix.stride(0) + (matrix.shape[1] - 1) * matrix.stride(1) + 1
+    return matrix.data_ptr(), matrix.data_ptr() + items * matrix.element_size()

@@ -1,0 +1,374 @@
+"""What one training step needs, from the gradient's arrival to the scatter.
+
+A :class:`RowStep` belongs to one embedding. Its parameter ``weight`` is a placeholder of one row that an optimizer can
+hold. The backward pass hands it the batch's rows and their gradient; just before the optimizer's own step the rows'
+state joins them in ``optimizer.state``; just after it, weight and state go to the table in one scatter. The table
+changes there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedswap import kernels
+from speedswap.errors import LostUpdateError, OptimizerError
+from speedswap.swapping.probe import RowState, probe
+from speedswap.tables import Block, Column, Table
+
+__all__ = ["RowStep"]
+
+# Rows compared with the table to see whether something changed them behind torch's back.
+_SAMPLE_ROWS = 64
+# Key of a table's attributes under which scalars of the optimizer's state (step) are kept.
+_ATTRIBUTE = "optimizer"
+
+
+class _Status(enum.Enum):
+    IDLE = "no gradient"
+    READY = "a gradient waits for the optimizer's step"
+    STEPPING = "inside the optimizer's step"
+    STEPPED = "the rows are in the table; their gradient may still be looked at"
+
+
+class RowStep:
+    """Rows, gradient and state of an embedding's current training step.
+
+    Args:
+        table: the full rows.
+        weight: the placeholder parameter.
+        padding_idx: a row that gets no gradient.
+    """
+
+    steps_anywhere = 0  # steps of any optimizer in this process
+
+    def __init__(self, table: Table, weight: nn.Parameter, padding_idx: int | None) -> None:
+        self.table = table
+        self.weight = weight
+        self.padding_idx = padding_idx
+        self.in_closure = False
+        self._status = _Status.IDLE
+        self._rows: Tensor | None = None
+        self._state: dict[str, Tensor] = {}
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._row_state = RowState((), {})
+        self._first_step = True  # torch initializes the state of the rows itself
+        self._saved_scalars: dict[str, Any] = {}
+        self._grad_version = 0
+        self._weight_version = 0
+        self._table_version = 0
+        self._steps_seen = 0
+        by_weight[id(weight)] = self
+        table.before_saving.append(weakref.WeakMethod(self._note_scalars))
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def before_forward(self) -> None:
+        """Check that the previous training step reached the table.
+
+        Raises:
+            LostUpdateError: it did not, and never will.
+        """
+        if self._status is _Status.STEPPING and not self.in_closure:
+            self.abandon()  # the optimizer's step raised
+        if self._status is _Status.READY:
+            if self._changed_outside():
+                raise LostUpdateError(
+                    f"the rows of table {self.table.name!r} were changed on the device without the optimizer's "
+                    "hooks, so the update did not reach the table; step with one of torch.optim, or with a subclass of "
+                    "torch.optim.Optimizer that calls super().__init__"
+                )
+            stepped = RowStep.steps_anywhere != self._steps_seen
+            if stepped and self.optimizer is None and not self._find_optimizer():
+                raise LostUpdateError(
+                    f"the weight of the embedding over table {self.table.name!r} is in no optimizer, so its gradient "
+                    "reaches no table; pass model.parameters() to the optimizer, or freeze it with "
+                    "embedding.weight.requires_grad_(False)"
+                )
+        elif self._status is _Status.STEPPED and self.weight.grad is None:
+            self._release()
+
+    def receive(self, block: Block, version: int, leaf: Tensor) -> None:
+        """Take the gradient that a backward pass has summed up in a forward's leaf.
+
+        Args:
+            block: the rows that the forward looked up.
+            version: the table's, when it gathered them.
+            leaf: the rows' weights, with their gradient.
+        """
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        grad = grad.detach()
+        if self.padding_idx is not None:
+            grad.masked_fill_((block.rows == self.padding_idx).unsqueeze(1), 0)
+        if self._status is _Status.STEPPING and not self.in_closure:
+            self.abandon()
+        lingering = self.weight.grad
+        if self._rows is not None and lingering is not None and not self._is_zeroed(lingering):
+            block, grad = self._merged(self._rows, lingering, block.rows, grad)
+        elif version != self.table.version:
+            block = self._gather(block.rows, grad.device)  # other steps were taken between forward and backward
+        self._adopt(block, grad)
+        self._status = _Status.READY
+        self._steps_seen = RowStep.steps_anywhere
+
+    def _merged(self, rows: Tensor, grad: Tensor, new_rows: Tensor, new_grad: Tensor) -> tuple[Block, Tensor]:
+        """The rows of two lookups, with the sum of their gradients."""
+        union, places = kernels.unique(torch.cat([rows.to(new_rows.device), new_rows]))
+        old, new = places[: len(rows)], places[len(rows) :]
+        total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=new_grad.device)
+        total.index_copy_(0, old, grad.to(total.device))
+        total.index_copy_(0, new, total.index_select(0, new) + new_grad)
+        return self._gather(union, total.device), total
+
+    def _adopt(self, block: Block, grad: Tensor | None) -> None:
+        """Let the placeholder stand for these rows."""
+        self._rows = block.rows
+        self._state = {name: tensor for name, tensor in block.columns.items() if name != "weight"}
+        self.weight.grad = None  # a gradient of another shape would not let the data change
+        self.weight.data = block.weight.detach()
+        self.weight.grad = grad
+        self._weight_version = self.weight._version
+        self._grad_version = grad._version if grad is not None else 0
+        self._table_version = self.table.version
+
+    def _gather(self, rows: Tensor, device: torch.device) -> Block:
+        return self.table.gather(rows, device=device)
+
+    # ------------------------------------------------------------------ the optimizer's step
+
+    def swap_in(self, optimizer: Optimizer) -> None:
+        """Just before the optimizer's own step: its state for the weight becomes that of the rows."""
+        grad = self.weight.grad
+        if self._rows is None or grad is None:
+            return
+        if self._status is _Status.STEPPING:
+            self._restore_scalars()  # the step before raised; this one starts over
+        if self._status is not _Status.READY and self._is_zeroed(grad):
+            self.weight.grad = None  # lazily: rows without a gradient are not touched
+            return
+        if self._status is not _Status.READY or self._table_version != self.table.version:
+            # A second step with one gradient, or after one that raised, or the table has changed: it has the truth.
+            self._adopt(self._gather(self._rows, grad.device), grad)
+        if len(grad) != len(self._rows):
+            raise LostUpdateError(
+                f"the gradient of the embedding over table {self.table.name!r} was replaced by one of {len(grad)} "
+                f"rows, but the batch has {len(self._rows)}; change it in place, or keep its shape"
+            )
+        state = optimizer.state[self.weight]
+        self._saved_scalars = {key: _copied(value) for key, value in state.items()}
+        if not self._first_step:
+            for key, value in self._row_state.scalars.items():
+                if key not in state:
+                    state[key] = _copied(value)
+            for column in self._row_state.columns:
+                state[column.name] = self._state[column.name]
+        self._status = _Status.STEPPING
+
+    def swap_out(self, optimizer: Optimizer) -> None:
+        """Just after it: weight and state go to the table, and only scalars stay in the optimizer."""
+        if self._status is not _Status.STEPPING or self._rows is None:
+            return
+        state = optimizer.state[self.weight]
+        if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
+            self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
+        values = {c.name: state[c.name] for c in self._row_state.columns if isinstance(state.get(c.name), Tensor)}
+        self.table._scatter(self._rows, {"weight": self.weight.data, **values})
+        for key in values:
+            del state[key]
+        if values or not self._row_state.columns:
+            self._first_step = False
+        self._state = {}
+        self._saved_scalars = {}
+        self._weight_version = self.weight._version
+        if self.weight.grad is not None:
+            self._grad_version = self.weight.grad._version
+        self._status = _Status.STEPPED
+
+    def with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure that does what ``closure`` does and then swaps the state in: its backward pass comes first."""
+
+        def evaluated() -> Any:
+            self.in_closure = True
+            try:
+                loss = closure()
+            finally:
+                self.in_closure = False
+            self.swap_in(optimizer)
+            return loss
+
+        return evaluated
+
+    def abandon(self) -> None:
+        """Forget a step that was not completed; the table is as it was after the one before."""
+        self._restore_scalars()
+        self._release()
+
+    def _restore_scalars(self) -> None:
+        optimizer = self.optimizer
+        if optimizer is not None and self.weight in optimizer.state:
+            optimizer.state[self.weight] = dict(self._saved_scalars)
+
+    def _release(self) -> None:
+        """Back to a placeholder of one row."""
+        self._rows = None
+        self._state = {}
+        self.weight.grad = None
+        self.weight.data = self.weight.data.new_zeros(1, self.table.embedding_dim)
+        self._status = _Status.IDLE
+
+    # ------------------------------------------------------------------ which optimizer
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer whose state for these rows lives in the table."""
+        return self._optimizer() if self._optimizer is not None else None
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's row state live in the table from now on.
+
+        Raises:
+            OptimizerError: the optimizer cannot train rows.
+        """
+        if self.optimizer is optimizer:
+            return
+        for other in list(by_weight.values()):
+            if other is not self and other.table is self.table and other.optimizer is not None:
+                raise OptimizerError(
+                    f"table {self.table.name!r} is trained through another embedding already, and two would undo each "
+                    "other's updates; look up both with one embedding"
+                )
+        before, self._optimizer = self._optimizer, weakref.ref(optimizer)
+        try:
+            existing = self._declare(optimizer)
+        except BaseException:
+            self._optimizer = before
+            raise
+        noted = self.table.attributes.get(_ATTRIBUTE, {})
+        resumes = before is None and bool(existing) and noted.get("class") == type(optimizer).__name__
+        self._first_step = not resumes
+        if resumes:
+            self._recall_scalars(optimizer, noted["scalars"])
+        else:
+            self.table.reset_columns(existing)
+        self._take_state_of(optimizer)
+
+    def _declare(self, optimizer: Optimizer) -> list[Column]:
+        """Give the table a column for each of the optimizer's; which of them it had already."""
+        row_state = probe(optimizer, self.weight, self.table.embedding_dim, self.table.dtype)
+        have = self.table.columns
+        for column in row_state.columns:
+            old = have.get(column.name)
+            if old is not None and (old.row_shape, old.dtype) != (column.row_shape, column.dtype):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps {column.name!r} as {column.row_shape} of {column.dtype} a row, "
+                    f"but table {self.table.name!r} has it as {old.row_shape} of {old.dtype} from another optimizer; "
+                    "read its weights into a new table"
+                )
+        self.table.add_columns([column for column in row_state.columns if column.name not in have])
+        self._row_state = row_state
+        return [column for column in row_state.columns if column.name in have]
+
+    def _note_scalars(self) -> None:
+        """Keep the optimizer's scalars with the table, so that a reopened one goes on from there."""
+        optimizer = self.optimizer
+        if optimizer is None or self._first_step:
+            return
+        state = optimizer.state.get(self.weight, {})
+        scalars = {key: state[key] for key in self._row_state.scalars if key in state}
+        noted = {key: value.item() if isinstance(value, Tensor) else value for key, value in scalars.items()}
+        self.table.attributes[_ATTRIBUTE] = {"class": type(optimizer).__name__, "scalars": noted}
+
+    def _recall_scalars(self, optimizer: Optimizer, noted: dict[str, Any]) -> None:
+        state = optimizer.state[self.weight]
+        for key, value in noted.items():
+            if key in self._row_state.scalars and key not in state:
+                initial = self._row_state.scalars[key]
+                state[key] = torch.full_like(initial, value) if isinstance(initial, Tensor) else value
+
+    def _take_state_of(self, optimizer: Optimizer) -> None:
+        """Leave only scalars in the optimizer: what it holds by row goes to the table, or was the placeholder's."""
+        state = optimizer.state.get(self.weight)
+        if not state:
+            return
+        for column in self._row_state.columns:
+            value = state.get(column.name)
+            if self.table.num_embeddings > 1 and isinstance(value, Tensor) and value.shape == (1, *column.row_shape):
+                # Made for the placeholder when the optimizer was (Adagrad): the table's rows start with that value.
+                del state[column.name]
+                self._first_step = False
+        self.write_state(state)
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        """Take the columns of a whole table out of a parameter's state and write them.
+
+        Raises:
+            ValueError: a tensor's shape is not that of the table. Nothing was written.
+        """
+        found = {column: state[column.name] for column in self._row_state.columns if column.name in state}
+        for column, value in found.items():
+            wanted = (self.table.num_embeddings, *column.row_shape)
+            if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"{column.name!r} in the optimizer's state_dict has shape {shape}, but table {self.table.name!r} "
+                    f"needs {wanted}; load a state_dict of an optimizer for a table of this size"
+                )
+        for column, value in found.items():
+            self.table.write(0, value.to(column.dtype), column=column.name)
+            del state[column.name]
+        if found:
+            self._first_step = False
+
+    def read_state(self) -> dict[str, Tensor]:
+        """Every state column, whole.
+
+        Raises:
+            TableTooLargeError: they do not fit into memory.
+        """
+        if self._first_step:
+            return {}
+        return {column.name: self.table.read(column=column.name) for column in self._row_state.columns}
+
+    # ------------------------------------------------------------------ was an update lost?
+
+    def _is_zeroed(self, grad: Tensor) -> bool:
+        """Whether ``zero_grad(set_to_none=False)`` has been here: then its rows are no longer in the step."""
+        return grad._version != self._grad_version and not bool(grad.any())
+
+    def _changed_outside(self) -> bool:
+        if self.weight._version != self._weight_version:
+            return True
+        if self._rows is None or self._table_version != self.table.version:
+            return False  # nothing to compare with
+        ours = self.weight.data[:_SAMPLE_ROWS].contiguous()
+        table = self.table.gather(self._rows[:_SAMPLE_ROWS], columns=["weight"], device=ours.device).weight
+        return not torch.equal(ours.view(torch.uint8), table.view(torch.uint8))
+
+    def _find_optimizer(self) -> bool:
+        """Look for a live optimizer that holds the weight and has not stepped yet, and attach to it."""
+        for thing in gc.get_objects():
+            # By type: asking a lazy object for its __class__ may run anything.
+            if issubclass(type(thing), Optimizer) and holds(thing, self.weight):
+                self.attach(thing)
+                return True
+        return False
+
+
+by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
+
+
+def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
+    """Whether a parameter is in one of the optimizer's groups."""
+    return any(parameter is weight for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,190 @@
+"""A table's memory that is a file, and how it is written without ever meeting a full disk half-way."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.errors import TableFullError
+from speedswap.tables.storage import Memory, physical_bytes
+
+__all__ = ["FileMemory", "says_if_full", "write_file"]
+
+# As large as any page that the system's file cache uses: a store needs room on disk for the whole of one.
+_PIECE_BYTES = 2 * 2**20
+
+_log = logging.getLogger("speedswap")
+
+
+class FileMemory(Memory):
+    """A shared mapping of one file of raw records.
+
+    A store into a hole of a mapped file ends the process with SIGBUS if the disk has no room. So a store goes only to
+    pieces of the file that have room: it is reserved when a row in them is first written, where the whole table would
+    take at most half of the disk. In a larger table, or on a disk that has become too full for whole pieces, rows are
+    written through ``pwrite``, which takes room for the rows alone and says so when there is none; all of them are
+    written once with what they hold before any of them is changed. Where files are memory (tmpfs), even reading a hole
+    takes room, so there all of a writable file is reserved at once. On file systems that write every block to a new
+    place (btrfs) no reservation is safe; keep some of the disk free there.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, create: bool, writable: bool) -> None:
+        self._path = path
+        self._writable = writable
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
+        try:
+            if create:
+                with says_if_full(path):
+                    os.truncate(self._fd, nbytes)
+            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            self._mapping = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
+        except OSError:
+            os.close(self._fd)
+            raise
+        if nbytes > physical_bytes() // 2:
+            # Read-ahead around random rows would fetch 32 pages for one.
+            self._mapping.madvise(mmap.MADV_RANDOM)
+        with warnings.catch_warnings():
+            # torch warns of read-only buffers; a table opened for reading refuses writes itself.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+            self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._close_fd = weakref.finalize(self, os.close, self._fd)
+        disk = os.fstatvfs(self._fd)
+        self._reserves = nbytes <= disk.f_bavail * disk.f_frsize // 2
+        allocated = os.fstat(self._fd).st_blocks * 512
+        self._reserved = np.full(-(-nbytes // _PIECE_BYTES), allocated >= nbytes)
+        if writable and _file_system(self._fd) in ("tmpfs", "ramfs"):
+            try:
+                self._reserve_pieces(np.flatnonzero(~self._reserved))
+            except TableFullError:
+                self.close()
+                raise
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]:
+        end = 0
+        while end < self.nbytes:
+            try:
+                start = os.lseek(self._fd, end, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # only a hole is left
+                    return
+                raise
+            end = os.lseek(self._fd, start, os.SEEK_HOLE)
+            yield start, min(end, self.nbytes)
+
+    def reserve(self, rows: Tensor | slice, stride: int) -> Tensor | None:
+        if isinstance(rows, slice):
+            pieces = np.arange(rows.start * stride // _PIECE_BYTES, -(-rows.stop * stride // _PIECE_BYTES))
+            self._reserve_pieces(pieces[~self._reserved[pieces]])
+            return None
+        begin = rows.cpu().numpy().astype(np.int64) * stride
+        first, last = begin // _PIECE_BYTES, (begin + stride - 1) // _PIECE_BYTES
+        missing = ~(self._reserved[first] & self._reserved[last])
+        if missing.any() and self._reserves:
+            pieces = np.unique(np.concatenate([first[missing], last[missing]]))
+            try:
+                self._reserve_pieces(pieces[~self._reserved[pieces]])
+            except TableFullError as error:
+                _log.debug("rows are written through from now on: %s", error)
+                self._reserves = False
+            missing = ~(self._reserved[first] & self._reserved[last])
+        if not missing.any():
+            return None
+        with says_if_full(self._path):
+            for offset in np.sort(begin[missing]).tolist():
+                _write(self._fd, os.pread(self._fd, stride, offset), offset)
+        return torch.from_numpy(missing)
+
+    def write_through(self, records: kernels.Records, rows: Tensor, parts: Sequence[kernels.Part]) -> None:
+        """Scatter rows for which there is room, but not in whole pieces."""
+        rows, order = torch.sort(rows.cpu())
+        buffer = torch.empty(len(rows), records.stride, dtype=torch.uint8)
+        every = torch.arange(len(rows))
+        whole = kernels.Records(buffer.data_ptr(), records.stride, len(rows), buffer.device, False, buffer)
+        kernels.gather_records(records, rows, [kernels.Part(0, buffer)])
+        kernels.scatter_records(whole, every, [kernels.Part(offset, block.cpu()[order]) for offset, block in parts])
+        for row, data in zip(rows.tolist(), buffer.numpy(), strict=True):
+            _write(self._fd, data.data, row * records.stride)
+
+    def _reserve_pieces(self, pieces: np.ndarray) -> None:
+        for run in np.split(pieces, np.flatnonzero(np.diff(pieces) != 1) + 1):
+            if run.size:
+                begin = int(run[0]) * _PIECE_BYTES
+                end = min((int(run[-1]) + 1) * _PIECE_BYTES, self.nbytes)
+                with says_if_full(self._path):
+                    os.posix_fallocate(self._fd, begin, end - begin)
+                self._reserved[run] = True
+
+    def flush(self) -> None:
+        if self._writable:
+            self._mapping.flush()
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        super().close()
+        self._close_fd()
+
+
+def write_file(path: Path, memory: Memory) -> None:
+    """Write all of a memory to a new file and make it durable; untouched zeros stay holes."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with says_if_full(path):
+            os.truncate(fd, memory.nbytes)
+            for start, stop in memory.data_ranges():
+                for offset in range(start, stop, 32 * _PIECE_BYTES):
+                    piece = memory.bytes[offset : min(offset + 32 * _PIECE_BYTES, stop)]
+                    _write(fd, piece.cpu().numpy().data, offset)
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+@contextmanager
+def says_if_full(path: Path) -> Iterator[None]:
+    """Say what a full disk means for a table."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise TableFullError(
+            error.errno,
+            f"no room on the disk of {path.parent} ({os.strerror(error.errno or 0)}); no row was changed: free space "
+            "there, or keep the table on another disk",
+        ) from error
+
+
+def _file_system(fd: int) -> str:
+    """The type of the file system that an open file lies on; empty if it cannot be told."""
+    device = os.fstat(fd).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:
+                mount, _, system = line.partition(" - ")
+                if mount.split()[2] == number:
+                    return system.split()[0]
+    except OSError as error:
+        _log.debug("mounts cannot be read: %s", error)
+    return ""

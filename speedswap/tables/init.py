@@ -1,0 +1,262 @@
+"""Initial values of a table's rows.
+
+``uniform`` and ``normal`` are counter-based (Philox4x32-10, Salmon et al. 2011): each value is a function of the
+table's seed, the column, the row and the element alone, so that it has the same bits at any thread count, on every
+device and however the rows are divided. Any function of ``torch.nn.init`` can be given as well: it is applied to chunks
+of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+
+__all__ = [
+    "ColumnMemory",
+    "CopyOf",
+    "Initializer",
+    "constant",
+    "copy_of",
+    "from_json",
+    "from_torch",
+    "normal",
+    "uniform",
+    "zeros",
+]
+
+CHUNK_ROWS = 65_536
+# These look at all rows of the matrix at once: applied to chunks they would give something else.
+_NEEDS_WHOLE_MATRIX = ("dirac_", "eye_", "orthogonal_", "sparse_")
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """What a column's rows hold before they are first written."""
+
+    kind: ClassVar[str] = ""
+
+    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
+        """Write the initial values of ``num_rows`` rows from ``first_row`` on."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how it fills rows")
+
+    def to_json(self) -> dict[str, Any]:
+        """The initializer as plain data, for a table's manifest."""
+        return {"kind": self.kind, **asdict(self)}
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether fresh memory, which is zero, needs no writing at all."""
+        return False
+
+
+@dataclass(frozen=True)
+class ColumnMemory:
+    """Where one column of a table lies, as an initializer sees it."""
+
+    records: kernels.Records
+    offset: int
+    view: Tensor  # (num_embeddings, *row_shape), strided, over the table's own memory
+    num_embeddings: int
+    seed: int
+    key: int
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.view.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Constant(Initializer):
+    value: float
+    kind: ClassVar[str] = "constant"
+
+    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
+        target.view[first_row : first_row + num_rows] = self.value
+
+    @property
+    def is_zero(self) -> bool:
+        return self.value == 0 and math.copysign(1.0, self.value) > 0
+
+
+@dataclass(frozen=True)
+class _Random(Initializer):
+    def _draw(
+        self, records: kernels.Records, offset: int, dtype: torch.dtype, target: ColumnMemory, row: int, n: int
+    ) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has to say how it draws")
+
+    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
+        dtype = target.view.dtype
+        if dtype in (torch.float32, torch.float64):
+            self._draw(target.records, target.offset, dtype, target, first_row, num_rows)
+            return
+        # Half precision is the float32 value rounded to nearest: drawn in a chunk, then converted.
+        chunk = torch.empty(num_rows, target.width, dtype=torch.float32, device=target.view.device)
+        # The chunk stands for rows first_row ... of a table that would begin `first_row` records before it.
+        origin = chunk.data_ptr() - first_row * target.width * 4
+        records = kernels.Records(origin, target.width * 4, first_row + num_rows, chunk.device, False, chunk)
+        self._draw(records, 0, torch.float32, target, first_row, num_rows)
+        target.view[first_row : first_row + num_rows] = chunk.view(num_rows, *target.view.shape[1:]).to(dtype)
+
+
+@dataclass(frozen=True)
+class _Uniform(_Random):
+    low: float
+    high: float
+    kind: ClassVar[str] = "uniform"
+
+    def _draw(
+        self, records: kernels.Records, offset: int, dtype: torch.dtype, target: ColumnMemory, row: int, n: int
+    ) -> None:
+        kernels.fill_uniform(
+            records, offset, dtype, target.width, row, n, self.low, self.high, seed=target.seed, column_key=target.key
+        )
+
+
+@dataclass(frozen=True)
+class _Normal(_Random):
+    mean: float
+    std: float
+    kind: ClassVar[str] = "normal"
+
+    def _draw(
+        self, records: kernels.Records, offset: int, dtype: torch.dtype, target: ColumnMemory, row: int, n: int
+    ) -> None:
+        kernels.fill_normal(
+            records, offset, dtype, target.width, row, n, self.mean, self.std, seed=target.seed, column_key=target.key
+        )
+
+
+@dataclass(frozen=True)
+class CopyOf(Initializer):
+    """The values of another column; the table does the copying."""
+
+    column: str
+    kind: ClassVar[str] = "copy_of"
+
+
+class _RowsOfTable(torch.Tensor):
+    """A chunk of rows that answers ``size()`` for the whole table, so that fans are those of the whole matrix."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    num_embeddings: int
+
+    def size(self, dim: int | None = None) -> Any:
+        whole = torch.Size((self.num_embeddings, *self.shape[1:]))
+        return whole if dim is None else whole[dim]
+
+
+@dataclass(frozen=True)
+class _FromTorch(Initializer):
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    kind: ClassVar[str] = "torch"
+
+    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for start in range(first_row, first_row + num_rows, CHUNK_ROWS):
+                rows = min(CHUNK_ROWS, first_row + num_rows - start)
+                torch.manual_seed((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1))
+                chunk = torch.empty(rows, *target.view.shape[1:], dtype=target.view.dtype).as_subclass(_RowsOfTable)
+                chunk.num_embeddings = target.num_embeddings
+                self.function(chunk, *self.args, **dict(self.kwargs))
+                target.view[start : start + rows] = chunk.as_subclass(torch.Tensor).to(target.view.device)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "function": getattr(self.function, "__name__", repr(self.function))}
+
+
+def zeros() -> Initializer:
+    """All rows zero. In a fresh file or fresh memory this costs nothing."""
+    return _Constant(0.0)
+
+
+def constant(value: float) -> Initializer:
+    """Every element ``value``."""
+    return _Constant(float(value))
+
+
+def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
+    """Uniform on [low, high).
+
+    Raises:
+        ValueError: the interval is empty or not finite.
+    """
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"low is {low} and high is {high}; give finite numbers with low < high")
+    return _Uniform(float(low), float(high))
+
+
+def normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
+    """Normal with the given mean and standard deviation (Box and Muller 1958, from counter-based uniforms).
+
+    Raises:
+        ValueError: ``std`` is negative, or one of the two is not finite.
+    """
+    if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
+        raise ValueError(f"mean is {mean} and std is {std}; give finite numbers with std >= 0")
+    return _Normal(float(mean), float(std))
+
+
+def from_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Initializer:
+    """Any in-place initializer of ``torch.nn.init``, applied to chunks of rows.
+
+    Fans are those of the whole table, and the values depend on the table's seed alone.
+
+    Args:
+        function: takes a tensor of shape (rows, embedding_dim) and fills it in place.
+        args, kwargs: passed to ``function`` after the tensor.
+
+    Raises:
+        ValueError: the function looks at the whole matrix at once (``orthogonal_``, ``eye_``, ``dirac_``, ``sparse_``).
+
+    Example:
+        >>> import torch, speedswap
+        >>> init = speedswap.init.from_torch(torch.nn.init.xavier_uniform_, gain=0.5)
+        >>> table = speedswap.Table.create(1000, 8, init=init)
+    """
+    name = getattr(function, "__name__", repr(function))
+    if name in _NEEDS_WHOLE_MATRIX:
+        raise ValueError(
+            f"init is torch.nn.init.{name}, which looks at all rows at once and cannot be applied in chunks; "
+            "fill a tensor with it and write that with Table.write"
+        )
+    return _FromTorch(function, args, tuple(sorted(kwargs.items())))
+
+
+def copy_of(column: str) -> Initializer:
+    """The values that another column of the same table has when this one is added."""
+    return CopyOf(column)
+
+
+def resolve(init: Initializer | Callable[..., Any] | None) -> Initializer:
+    """What the ``init=`` argument of tables and embeddings stands for."""
+    if init is None:
+        return zeros()
+    if isinstance(init, Initializer):
+        return init
+    if callable(init):
+        return from_torch(init)
+    raise TypeError(f"init is {init!r}; give one of speedswap.init or a function of torch.nn.init")
+
+
+def from_json(data: dict[str, Any]) -> Initializer | None:
+    """The initializer that :meth:`Initializer.to_json` described; None for one that cannot be rebuilt."""
+    kind = data.get("kind")
+    if kind == "constant":
+        return constant(data["value"])
+    if kind == "uniform":
+        return uniform(data["low"], data["high"])
+    if kind == "normal":
+        return normal(data["mean"], data["std"])
+    if kind == "copy_of":
+        return copy_of(str(data["column"]))
+    return None

@@ -1,0 +1,92 @@
+"""A row is a record: how the columns of one row lie side by side in the table's memory."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from speedswap.tables.init import Initializer
+
+__all__ = ["Column", "RecordLayout"]
+
+# A record starts on a cache line where that costs at most an eighth of the table, else on the largest smaller power of
+# two that does.
+_LINE_BYTES = (128, 64, 32, 16, 8, 4, 2, 1)
+_WORD_BYTES = 16
+_MAX_PADDING = 8
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named part of a record.
+
+    Args:
+        name: ``weight``, or the name under which the optimizer keeps the state.
+        row_shape: shape of one row: ``(embedding_dim,)`` for the weight, ``(1,)`` or ``()`` for row-wise state.
+        dtype: any torch dtype with a fixed item size.
+        init: initial values of the rows.
+        zero_row: a row that starts as zeros whatever ``init`` says (the padding row).
+    """
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    init: Initializer
+    zero_row: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Items in one row."""
+        return math.prod(self.row_shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, without padding."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def key(self) -> int:
+        """64 bits from the name: two columns of one table draw different initial values."""
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where each column begins within a record, and how far apart records are, in bytes."""
+
+    columns: tuple[Column, ...]
+    offsets: tuple[int, ...]
+    stride: int
+
+    @classmethod
+    def of(cls, columns: Sequence[Column]) -> RecordLayout:
+        """Lay out columns in the given order with at most 1/8 of padding (item alignment may force more)."""
+        payload = sum(column.row_bytes for column in columns)
+        item_bytes = max(column.dtype.itemsize for column in columns)
+        for line in _LINE_BYTES:
+            word = max(min(line, _WORD_BYTES), item_bytes)
+            offsets, end = [], 0
+            for column in columns:
+                offset = _round_up(end, word)
+                offsets.append(offset)
+                end = offset + column.row_bytes
+            stride = _round_up(end, max(line, item_bytes))
+            if (stride - payload) * _MAX_PADDING <= stride or line <= item_bytes:
+                break
+        return cls(tuple(columns), tuple(offsets), stride)
+
+    def index(self, name: str) -> int:
+        """The place of a column among the columns."""
+        return next(i for i, column in enumerate(self.columns) if column.name == name)
+
+    def offset(self, name: str) -> int:
+        """Byte at which a column begins within a record."""
+        return self.offsets[self.index(name)]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

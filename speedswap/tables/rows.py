@@ -1,0 +1,89 @@
+"""Gather and scatter for tensors and tables alike."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.tables.table import Table
+
+__all__ = ["gather_rows", "scatter_rows"]
+
+
+def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Copy rows out of a 2-D tensor, or the weights out of a table.
+
+    Args:
+        source: shape (rows, embedding_dim), any dtype with a fixed item size, on any device; or a :class:`Table`.
+        ids: int32 or int64, shape (n,), on any device; an id may occur more than once.
+        out: where the rows go, shape (n, embedding_dim), of the source's dtype, on any device.
+
+    Returns:
+        ``out``, or a new tensor (n, embedding_dim): on the ids' device for a source in host memory, else on the
+        source's.
+
+    Raises:
+        IdError: an id is negative or not below the number of rows. Nothing was copied.
+        TypeError, ValueError: dtype, shape or device does not fit.
+
+    Example:
+        >>> import torch, speedswap
+        >>> source = torch.arange(12.0).view(4, 3)
+        >>> speedswap.gather_rows(source, torch.tensor([3, 0]))
+        tensor([[ 9., 10., 11.],
+                [ 0.,  1.,  2.]])
+    """
+    if not isinstance(source, Table):
+        return kernels.gather_rows(source, ids, out=out)
+    block = source.gather(ids, columns=["weight"], device=out.device if out is not None else None).weight
+    return block if out is None else _copy_into(out, block)
+
+
+def scatter_rows(
+    target: Tensor | Table, ids: Tensor, values: Tensor, *, duplicates: Literal["error", "last"] = "error"
+) -> None:
+    """Copy rows into a 2-D tensor, or into the weights of a table.
+
+    Args:
+        target: shape (rows, embedding_dim), any dtype with a fixed item size, on any device; or a :class:`Table`.
+        ids: int32 or int64, shape (n,), on any device.
+        values: shape (n, embedding_dim), of the target's dtype, on any device.
+        duplicates: what to do where an id occurs more than once: refuse (``"error"``), or let the last occurrence win
+            (``"last"``), which is deterministic.
+
+    Raises:
+        IdError: an id is negative or not below the number of rows.
+        DuplicateIdError: an id occurs twice and ``duplicates`` is ``"error"``.
+        TypeError, ValueError: dtype, shape or device does not fit. In all cases nothing was written.
+
+    Example:
+        >>> import torch, speedswap
+        >>> target = torch.zeros(4, 2)
+        >>> speedswap.scatter_rows(target, torch.tensor([2, 0]), torch.ones(2, 2))
+        >>> target.sum(dim=1)
+        tensor([2., 0., 2., 0.])
+    """
+    if not isinstance(target, Table):
+        kernels.scatter_rows(target, ids, values, duplicates=duplicates)
+        return
+    if duplicates not in ("error", "last"):
+        raise ValueError(f"duplicates is {duplicates!r}; give 'error' or 'last'")
+    if duplicates == "last":
+        target.check_rows(ids)
+        if values.dim() == 0 or len(values) != len(ids):
+            raise ValueError(
+                f"values has shape {tuple(values.shape)}, but there are {len(ids)} ids; give a row for each id"
+            )
+        positions = kernels.last_occurrences(ids)
+        ids, values = ids[positions], values[positions.to(values.device)]
+    target.scatter(ids, values)
+
+
+def _copy_into(out: Tensor, rows: Tensor) -> Tensor:
+    if out.dtype != rows.dtype:
+        raise TypeError(f"out is {out.dtype}, but the table is {rows.dtype}; give an out of the table's dtype")
+    if out.shape != rows.shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, but {tuple(rows.shape)} is needed")
+    return out.copy_(rows)

@@ -1,0 +1,182 @@
+"""The memory that holds a table's records: on the device, pinned, pageable, or a file.
+
+Memory is taken exactly: anonymous mappings of just the size asked for, never a pool that rounds up to a power of two.
+Pinned memory is such a mapping, faulted in and then registered with CUDA; a file mapping is never registered.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.errors import SpeedswapWarning, TableTooLargeError
+from speedswap.kernels import pinning
+
+__all__ = ["DeviceMemory", "HostMemory", "Memory", "Storage", "allocate", "available_bytes", "resolve_storage"]
+
+Storage = Literal["device", "pinned", "pageable", "memmap"]
+STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
+
+_log = logging.getLogger("speedswap")
+_said: set[str] = set()
+_said_lock = threading.Lock()
+
+
+def warn_once(message: str) -> None:
+    """Say it the first time in this process."""
+    with _said_lock:
+        if message in _said:
+            return
+        _said.add(message)
+    warnings.warn(message, SpeedswapWarning, stacklevel=4)
+
+
+def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storage:
+    """Check the ``storage`` argument and decide what ``auto`` means here.
+
+    ``auto`` is a file where a path is given, pinned memory where there is a CUDA device, and pageable memory otherwise.
+
+    Raises:
+        ValueError: an unknown storage, or a path without (or missing from) a memmap.
+    """
+    if storage not in STORAGES:
+        raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
+    if storage == "auto":
+        storage = "memmap" if path is not None else "pinned" if kernels.cuda_ready()[0] else "pageable"
+    if storage == "memmap" and path is None:
+        raise ValueError("storage is 'memmap' but path is None; give the directory that will hold the table")
+    if storage != "memmap" and path is not None:
+        raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; only 'memmap' tables live in a file")
+    return storage  # type: ignore[return-value]
+
+
+class Memory:
+    """Bytes that hold records.
+
+    Attributes:
+        bytes: all of them as one uint8 tensor.
+        device: where the bytes are, as torch says it.
+        pinned: whether CUDA kernels may read and write them directly although they are host memory.
+    """
+
+    bytes: Tensor
+    pinned = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.bytes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes.numel()
+
+    def data_ranges(self) -> Iterator[tuple[int, int]]:
+        """First and last byte (exclusive) of the pieces that hold more than untouched zeros."""
+        yield 0, self.nbytes
+
+    def reserve(self, rows: Tensor | slice, stride: int) -> Tensor | None:
+        """Make sure that writing these rows, ``stride`` bytes each, cannot fail; only files need it.
+
+        Returns:
+            Which of the rows must be written with :meth:`write_through`; None for none of them.
+        """
+        return None
+
+    def flush(self) -> None:
+        """Make what was written durable; only files need it."""
+
+    def close(self) -> None:
+        """Give the memory back. Views of it must no longer be used."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class DeviceMemory(Memory):
+    """Memory of a CUDA device, or ordinary memory where there is none."""
+
+    def __init__(self, nbytes: int) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+class HostMemory(Memory):
+    """An anonymous mapping, pinned if asked for and possible."""
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        mapping = _anonymous(nbytes)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        pointer = self.bytes.data_ptr()
+        if not pin:
+            return
+        ready, reason = kernels.cuda_ready()
+        if not ready:
+            warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
+            return
+        mapping.madvise(mmap.MADV_DONTFORK)
+        pinning.prefault(pointer, nbytes)
+        failure = pinning.pin(pointer, nbytes)
+        if failure is not None:
+            warn_once(
+                f"storage 'pinned' works as 'pageable' here: {nbytes / 2**30:.2f} GiB could not be registered with "
+                f"CUDA ({failure}); `speedswap info` shows the limits"
+            )
+            return
+        self.pinned = True
+        self._unpin = weakref.finalize(self, pinning.unpin, pointer, os.getpid(), mapping)
+
+    def close(self) -> None:
+        if self.pinned:
+            self._unpin()
+            self.pinned = False
+        super().close()
+
+
+def allocate(storage: Storage, nbytes: int) -> Memory:
+    """Zeroed memory for a table that does not live in a file.
+
+    Raises:
+        TableTooLargeError: the memory cannot be had.
+    """
+    try:
+        if storage == "device":
+            return DeviceMemory(nbytes)
+        return HostMemory(nbytes, pin=storage == "pinned")
+    except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+        raise TableTooLargeError(
+            f"{nbytes / 2**30:.2f} GiB of {storage} memory cannot be had ({error}); "
+            "use storage='memmap' with a path, or fewer or narrower rows"
+        ) from error
+
+
+def available_bytes() -> int:
+    """Host memory that can be taken without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError as error:
+        _log.debug("MemAvailable cannot be read: %s", error)
+    return physical_bytes()
+
+
+def physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:  # a kernel without transparent huge pages
+        _log.debug("huge pages are not to be had: %s", error)
+    return mapping

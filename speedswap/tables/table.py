@@ -1,0 +1,595 @@
+"""The full rows: a table of records, read and written a batch of rows at a time."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableTooLargeError
+from speedswap.tables import init as initializers
+from speedswap.tables import storage as storages
+from speedswap.tables.directory import TableDirectory
+from speedswap.tables.init import Initializer
+from speedswap.tables.manifest import Manifest, SegmentEntry
+from speedswap.tables.progress import progress
+from speedswap.tables.record import Column, RecordLayout
+from speedswap.tables.segment import Segment
+from speedswap.tables.storage import Storage
+
+__all__ = ["Block", "Table"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A batch's rows on the compute device: one contiguous tensor for each column, in the order of ``rows``.
+
+    Attributes:
+        rows: int64, shape (n,).
+        columns: by name, tensors of shape (n, ...).
+    """
+
+    rows: Tensor
+    columns: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows' weights, shape (n, embedding_dim)."""
+        return self.columns["weight"]
+
+
+class Table:
+    """``num_embeddings`` rows of weights and, once an optimizer is attached, of its state.
+
+    Made by :meth:`create` or :meth:`open`. A table is a context manager; leaving it closes it.
+
+    Attributes:
+        num_embeddings: rows.
+        storage: where they live.
+        seed: of the initial values.
+        name: for messages.
+        version: goes up whenever rows or columns change.
+        attributes: plain data kept with a table's files, such as an optimizer's step count.
+        before_saving: methods called before ``attributes`` are written to a file.
+
+    Example:
+        >>> import torch, speedswap
+        >>> with speedswap.Table.create(1000, 8, init=speedswap.init.normal(std=0.1)) as table:
+        ...     rows = torch.tensor([3, 997])
+        ...     block = table.gather(rows)
+        ...     table.scatter(rows, block.weight * 2)
+        >>> block.weight.shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        *,
+        storage: Storage,
+        seed: int,
+        name: str,
+        written: bool = False,
+        directory: TableDirectory | None = None,
+    ) -> None:
+        """A table without columns yet; :meth:`create` and :meth:`open` make whole ones."""
+        self.num_embeddings = num_embeddings
+        self.storage = storage
+        self.seed = seed
+        self.name = name
+        self._directory = directory
+        self._segments: list[Segment] = []
+        self._written = written  # whether rows may differ from their initial values
+        self.version = 0
+        self.attributes: dict[str, Any] = {}
+        self.before_saving: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._closed = False
+        self._lock = threading.RLock()
+        self._owner_pid = os.getpid()
+
+    # ------------------------------------------------------------------ making one
+
+    @classmethod
+    def create(
+        cls,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        storage: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        init: Initializer | Callable[..., Any] | None = None,
+        seed: int = 0,
+        name: str | None = None,
+        zero_row: int | None = None,
+    ) -> Table:
+        """A new table, filled with its initial values.
+
+        Args:
+            num_embeddings: rows, at least 1.
+            embedding_dim: items in a row's weight, at least 1.
+            dtype: of the weights; any torch dtype with a fixed item size.
+            storage: ``device`` (GPU memory), ``pinned`` (host memory that the GPU reads directly), ``pageable``
+                (ordinary memory), ``memmap`` (a directory with the rows in a file), or ``auto``: memmap where a path is
+                given, else pinned where there is a GPU, else pageable. Where there is no GPU, ``pinned`` works as
+                ``pageable`` and says so once.
+            path: the directory of a memmap table; it must not exist yet.
+            init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
+            seed: of the initial values; the same seed gives the same bits everywhere.
+            name: for messages; the path's last part, or ``table``, by default.
+            zero_row: a row that starts as zeros whatever ``init`` says.
+
+        Raises:
+            ValueError: a number out of range, an unknown storage, a path where none belongs.
+            FileExistsError: ``path`` exists.
+            TableFullError: the disk has no room for the initial values. Nothing is left behind.
+            TableTooLargeError: the memory cannot be had.
+        """
+        num_embeddings = _count("num_embeddings", num_embeddings)
+        embedding_dim = _count("embedding_dim", embedding_dim)
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed is {seed}; give a whole number from 0 to 2**64 - 1")
+        if zero_row is not None and not 0 <= zero_row < num_embeddings:
+            raise ValueError(f"zero_row is {zero_row}, but the table has rows 0 to {num_embeddings - 1}")
+        if str(dtype).startswith("torch.q"):
+            raise TypeError(
+                f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
+            )
+        kind = storages.resolve_storage(storage, path)
+        weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row)
+        directory = TableDirectory.create(Path(path)) if path is not None else None
+        name = name or (directory.path.name if directory is not None else "table")
+        table = cls(num_embeddings, storage=kind, seed=seed, name=name, directory=directory)
+        try:
+            table._segments = [table._new_segment([weight])]
+            table._save_manifest()
+        except BaseException:
+            if directory is not None:
+                directory.remove()
+            raise
+        return table
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Table:
+        """Open a memmap table, or one that :meth:`save` wrote.
+
+        Args:
+            path: the table's directory.
+            mode: ``r+`` to read and write, as the only writer; ``r`` to read.
+
+        Raises:
+            FileNotFoundError: there is nothing at ``path``.
+            TableFormatError: what is there is damaged, or is not a table.
+            TableBusyError: another process, or another Table of this one, has it open for writing.
+        """
+        if mode not in ("r", "r+"):
+            raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
+        directory, manifest = TableDirectory.open(Path(path), writable=mode == "r+")
+        table = cls(
+            manifest.num_embeddings,
+            storage="memmap",
+            seed=manifest.seed,
+            name=manifest.name,
+            written=manifest.written,
+            directory=directory,
+        )
+        try:
+            table.attributes = manifest.attributes
+            for entry in manifest.segments:
+                memory = directory.open_data(entry.file, entry.layout, table.num_embeddings)
+                table._segments.append(Segment(entry.layout, memory, table.num_embeddings, entry.file))
+        except BaseException:
+            directory.release()
+            raise
+        return table
+
+    # ------------------------------------------------------------------ what it is
+
+    def __len__(self) -> int:
+        return self.num_embeddings
+
+    @property
+    def embedding_dim(self) -> int:
+        """Items in a row's weight."""
+        return self.columns["weight"].width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.columns["weight"].dtype
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, ``weight`` first."""
+        return {column.name: column for segment in self._segments for column in segment.layout.columns}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows as stored: every column, with the padding between records."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    @property
+    def path(self) -> Path | None:
+        """The directory of a memmap table."""
+        return self._directory.path if self._directory is not None else None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether CUDA kernels read and write this host memory directly."""
+        return any(segment.memory.pinned for segment in self._segments)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.storage
+        columns = "".join(f" + {name}" for name in self.columns if name != "weight")
+        dtype = str(self.dtype).removeprefix("torch.")
+        size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**27 else f"{self.nbytes / 2**30:.2g} GiB"
+        return f"Table({self.name!r}, {self.num_embeddings:,} × {self.embedding_dim} {dtype}{columns}, {state}, {size})"
+
+    # ------------------------------------------------------------------ batches of rows
+
+    def gather(
+        self, rows: Tensor, *, columns: Sequence[str] | None = None, device: torch.device | str | None = None
+    ) -> Block:
+        """Copy rows out of the table onto the compute device.
+
+        Args:
+            rows: ids, int64 or int32, shape (n,), on any device.
+            columns: which columns; all of them by default.
+            device: where the block goes; by default the device of ``rows``, or of the table if that is the GPU.
+
+        Returns:
+            A block: one contiguous tensor (n, ...) for each column, in the order of ``rows``. A copy to the GPU is
+            queued on torch's current stream.
+
+        Raises:
+            IdError: an id is negative or not below ``num_embeddings``. Nothing was copied.
+        """
+        self.check_rows(rows)
+        return self._gather(rows, columns, device)
+
+    def _gather(self, rows: Tensor, columns: Sequence[str] | None, device: torch.device | str | None) -> Block:
+        """Gather rows whose ids have been checked."""
+        self._check_open()
+        names = list(self.columns) if columns is None else columns
+        if device is None:
+            home = self._segments[0].memory.device
+            device = home if home.type != "cpu" else rows.device
+        blocks: dict[str, Tensor] = {}
+        for segment, found in self._by_segment(names):
+            parts = []
+            for column in found:
+                block = torch.empty(len(rows), *column.row_shape, dtype=column.dtype, device=device)
+                blocks[column.name] = block
+                parts.append(kernels.Part(segment.layout.offset(column.name), block))
+            kernels.gather_records(segment.records(), rows, parts)
+        return Block(rows, {name: blocks[name] for name in names})
+
+    def scatter(self, rows: Tensor, values: Block | Tensor | Mapping[str, Tensor]) -> None:
+        """Copy rows into the table.
+
+        Args:
+            rows: unique ids, int64 or int32, shape (n,), on any device.
+            values: a block, or a tensor of weights (n, embedding_dim), or tensors by column name; each of the column's
+                dtype and row shape, on any device.
+
+        Raises:
+            IdError: an id is negative or not below ``num_embeddings``.
+            DuplicateIdError: an id occurs twice.
+            ValueError, TypeError: a tensor's shape, dtype or column does not fit.
+            TableFullError: the disk has no room. In all cases nothing was written.
+        """
+        self._check_open(writing=True)
+        self.check_rows(rows)
+        position = kernels.first_duplicate(rows, self.num_embeddings)
+        if position >= 0:
+            raise DuplicateIdError(
+                f"rows[{position}] is {int(rows[position])}, which occurs before it; each row of table {self.name!r} "
+                "can be written once: sum or select the values of equal ids first"
+            )
+        self._scatter(rows, self._columns_of(values, len(rows)))
+
+    def _scatter(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
+        """Scatter rows that are checked and unique, from tensors that fit."""
+        self._check_open(writing=True)
+        if len(rows) == 0:
+            return
+        with self._lock:
+            by_segment = self._by_segment(values)
+            through = [segment.memory.reserve(rows, segment.layout.stride) for segment, _ in by_segment]
+            self._mark_written()
+            for (segment, columns), mask in zip(by_segment, through, strict=True):
+                parts = [kernels.Part(segment.layout.offset(c.name), values[c.name].contiguous()) for c in columns]
+                segment.scatter(rows, parts, through=mask)
+
+    def check_rows(self, ids: Tensor) -> None:
+        """Check one-dimensional ids against the table before anything moves.
+
+        Raises:
+            TypeError: not int32 or int64.
+            ValueError: not one-dimensional.
+            IdError: an id is negative or not below ``num_embeddings``; it names the position and the value.
+        """
+        if ids.dim() != 1:
+            raise ValueError(f"rows has shape {tuple(ids.shape)}; give one-dimensional ids, rows.flatten()")
+        kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
+
+    # ------------------------------------------------------------------ whole columns
+
+    def read(self, start: int = 0, stop: int | None = None, *, column: str = "weight") -> Tensor:
+        """Rows ``start`` to ``stop`` of a column, copied into ordinary memory.
+
+        Raises:
+            TableTooLargeError: they do not fit into the memory that is free; read fewer rows, or use :meth:`save`.
+        """
+        self._check_open()
+        start, stop, _ = slice(start, stop).indices(self.num_embeddings)
+        segment = self._segment_of(column)
+        nbytes = max(0, stop - start) * self.columns[column].row_bytes
+        free = storages.available_bytes()
+        if nbytes > 0.9 * free:
+            raise TableTooLargeError(
+                f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r} are {nbytes / 2**30:.2f} GiB, "
+                f"and {free / 2**30:.2f} GiB of memory are free; read fewer rows, or use Table.save(path)"
+            )
+        return segment.view(column)[start:stop].to("cpu", copy=True).contiguous()
+
+    def write(self, start: int, values: Tensor, *, column: str = "weight") -> None:
+        """Overwrite rows of a column from ``start`` on.
+
+        Args:
+            start: the first row.
+            values: shape (n, ...), of the column's dtype and row shape, on any device.
+
+        Raises:
+            IdError: the rows do not all lie in the table.
+            TypeError, ValueError: dtype or shape does not fit. Nothing was written.
+        """
+        self._check_open(writing=True)
+        self._fit(column, values, len(values))
+        if start < 0 or start + len(values) > self.num_embeddings:
+            raise IdError(
+                f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
+                f"{self.num_embeddings - 1}"
+            )
+        segment = self._segment_of(column)
+        with self._lock:
+            segment.memory.reserve(slice(start, start + len(values)), segment.layout.stride)
+            self._mark_written()
+            segment.view(column)[start : start + len(values)] = values.to(segment.memory.device)
+
+    # ------------------------------------------------------------------ columns
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        """Give every row more columns, at their initial values.
+
+        Before the table is first written they share its records (initial values are simply computed again); afterwards
+        they start records of their own beside the others.
+
+        Raises:
+            ValueError: a column of that name exists already.
+        """
+        self._check_open(writing=True)
+        for column in columns:
+            if column.name in self.columns:
+                raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
+        if not columns:
+            return
+        with self._lock:
+            self.version += 1
+            if self._written:
+                self._segments.append(self._new_segment(columns))
+            else:
+                self._relayout([*self.columns.values(), *columns])
+            self._save_manifest()
+            if self._directory is not None:
+                self._directory.discard_data(keep=[segment.file for segment in self._segments])
+
+    def _relayout(self, columns: Sequence[Column]) -> None:
+        """Rebuild a table that still holds its initial values, with all columns in one record."""
+        old = self._segments
+        if self._directory is None:
+            # Given back first, so that the peak is the new table alone.
+            layouts = [segment.layout for segment in old]
+            for segment in old:
+                segment.memory.close()
+            try:
+                self._segments = [self._new_segment(columns)]
+            except BaseException:
+                self._segments = [self._new_segment(layout.columns) for layout in layouts]
+                raise
+        else:
+            self._segments = [self._new_segment(columns)]
+            for segment in old:
+                segment.memory.close()
+
+    def _new_segment(self, columns: Sequence[Column]) -> Segment:
+        """Memory for these columns, filled with their initial values."""
+        layout = RecordLayout.of(columns)
+        if self._directory is None:
+            memory = storages.allocate(self.storage, self.num_embeddings * layout.stride)
+            segment = Segment(layout, memory, self.num_embeddings)
+        else:
+            file, file_memory = self._directory.create_data(self.num_embeddings * layout.stride)
+            segment = Segment(layout, file_memory, self.num_embeddings, file)
+        try:
+            # Fresh memory is zero already.
+            self._fill(segment, [column for column in columns if not column.init.is_zero])
+        except BaseException:
+            segment.memory.close()
+            if self._directory is not None:
+                self._directory.discard_data(keep=[s.file for s in self._segments])
+            raise
+        return segment
+
+    def reset_columns(self, columns: Sequence[Column]) -> None:
+        """Give columns that exist their initial values again, in every row.
+
+        Args:
+            columns: name and initial values; the rest is that of the table's own column.
+        """
+        self._check_open(writing=True)
+        with self._lock:
+            self.version += 1
+            for column in columns:
+                self._fill(self._segment_of(column.name), [column])
+
+    def _fill(self, segment: Segment, columns: Sequence[Column]) -> None:
+        holders = {column.name: s for s in [*self._segments, segment] for column in s.layout.columns}
+        with progress(self.num_embeddings, f"rows of {self.name}", shown=self.storage == "memmap") as advance:
+            segment.fill(columns, self.seed, holders, advance)
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the whole table to a directory that :meth:`open` reads; rows go through in chunks.
+
+        Args:
+            path: the directory; it appears there complete or not at all.
+            overwrite: replace a table that is there already.
+
+        Raises:
+            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself.
+            TableFullError: the disk has no room. What was there before is unchanged.
+        """
+        self._check_open()
+        target = Path(path)
+        if self.path is not None and target.exists() and target.samefile(self.path):
+            raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
+        with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
+            entries = []
+            for segment in self._segments:
+                entries.append(SegmentEntry(directory.save_data(segment.memory), segment.layout))
+            directory.write_manifest(self._manifest(entries))
+
+    def flush(self) -> None:
+        """Make everything written so far durable (memmap tables; nothing to do for others)."""
+        self._check_open()
+        if self._directory is None or not self._directory.writable:
+            return
+        with self._lock:
+            for segment in self._segments:
+                segment.memory.flush()
+            self._save_manifest()
+
+    def close(self) -> None:
+        """Flush, and give memory, file and lock back. Closing twice is harmless."""
+        if self._closed:
+            return
+        try:
+            if os.getpid() == self._owner_pid:
+                self.flush()
+        finally:
+            self._closed = True
+            if os.getpid() == self._owner_pid:
+                for segment in self._segments:
+                    segment.memory.close()
+                if self._directory is not None:
+                    self._directory.release()
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.path is None:
+            raise TypeError(
+                f"table {self.name!r} is {self.storage} memory and cannot be pickled; save it with Table.save(path) "
+                "and open it with Table.open(path, mode='r') in the other process"
+            )
+        return (Table.open, (str(self.path), "r"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Table:
+        raise TypeError(f"table {self.name!r} is not copied implicitly; use Table.save(path) and Table.open(path)")
+
+    def _manifest(self, entries: Sequence[SegmentEntry]) -> Manifest:
+        # Values that cannot be computed again count as written.
+        fixed = any(initializers.from_json(column.init.to_json()) is None for column in self.columns.values())
+        for method in (reference() for reference in self.before_saving):
+            if method is not None:
+                method()
+        written = self._written or fixed
+        return Manifest(self.name, self.num_embeddings, self.seed, written, self.attributes, tuple(entries))
+
+    def _save_manifest(self) -> None:
+        if self._directory is not None:
+            entries = [SegmentEntry(str(segment.file), segment.layout) for segment in self._segments]
+            self._directory.write_manifest(self._manifest(entries))
+
+    # ------------------------------------------------------------------ checks
+
+    def _mark_written(self) -> None:
+        self.version += 1
+        if not self._written:
+            self._written = True
+            self._save_manifest()
+
+    def _check_open(self, *, writing: bool = False) -> None:
+        if self._closed:
+            raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
+        if os.getpid() != self._owner_pid and (writing or self.pinned):
+            raise TableClosedError(
+                f"table {self.name!r} belongs to process {self._owner_pid}; a forked process can "
+                + ("not see its pinned memory" if self.pinned else "only read it")
+                + "; pass a memmap table's path instead and open it there with mode='r'"
+            )
+        if writing and self._directory is not None and not self._directory.writable:
+            raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
+
+    def _columns_of(self, values: Block | Tensor | Mapping[str, Tensor], num_rows: int) -> Mapping[str, Tensor]:
+        if isinstance(values, Block):
+            values = values.columns
+        elif isinstance(values, Tensor):
+            values = {"weight": values}
+        for name, tensor in values.items():
+            self._fit(name, tensor, num_rows)
+        return values
+
+    def _fit(self, name: str, values: Tensor, num_rows: int) -> None:
+        if name not in self.columns:
+            raise ValueError(f"column {name!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
+        column = self.columns[name]
+        if values.dtype != column.dtype:
+            raise TypeError(
+                f"values of column {name!r} are {values.dtype}, the table's are {column.dtype}; convert them"
+            )
+        if tuple(values.shape) != (num_rows, *column.row_shape):
+            raise ValueError(
+                f"values of column {name!r} have shape {tuple(values.shape)}; they must have "
+                f"{(num_rows, *column.row_shape)}"
+            )
+
+    def _segment_of(self, column: str) -> Segment:
+        for segment in self._segments:
+            if any(c.name == column for c in segment.layout.columns):
+                return segment
+        raise ValueError(f"column {column!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
+
+    def _by_segment(self, names: Iterable[str]) -> list[tuple[Segment, list[Column]]]:
+        """The named columns, grouped by the segment that holds them."""
+        wanted = set(names)
+        groups = [(s, [c for c in s.layout.columns if c.name in wanted]) for s in self._segments]
+        return [(segment, columns) for segment, columns in groups if columns]
+
+
+def _count(name: str, value: int) -> int:
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
+    return count

@@ -1,0 +1,30 @@
+"""What every test may use: the devices there are, and the real data where it is at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the batch's rows are computed with: the CPU, and a GPU where there is one."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real data beside the project, which is not part of it."""
+    path = Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip("needs the text and ratings of ../shared/data, which are not part of the project")
+    return path

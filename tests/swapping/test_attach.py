@@ -1,0 +1,510 @@
+"""Which optimizers are attached, which are refused, and what keeps an update from being lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import speedswap
+from speedswap.errors import IdError, LostUpdateError, OptimizerError, TableTooLargeError
+from speedswap.swapping.probe import probe
+
+ROWS, DIM = 20, 4
+
+
+@pytest.fixture
+def items() -> speedswap.Embedding:
+    return speedswap.Embedding(ROWS, DIM, dtype=torch.float64, name="items")
+
+
+def train(module: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
+    for step in range(steps):
+        ids = torch.randint(ROWS, (8,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        module(ids).square().sum().backward()
+        optimizer.step()
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+class ToyLamb(Optimizer):
+    """Scales each update by the norm of the whole parameter, as LAMB does (You et al. 2020)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() / (parameter.grad.norm() + 1e-6)
+                    parameter.sub_(group["lr"] * ratio * parameter.grad)
+
+
+class MeanOfBatch(ToyLamb):
+    """Divides by the number of rows: no row's gradient matters to another, but how many there are does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad / len(parameter))
+
+
+class TransposedState(ToyLamb):
+    """Keeps state that has no rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("seen", []).append(1)
+                    parameter.sub_(parameter.grad)
+
+
+class StartsFromWeight(ToyLamb):
+    """Starts each row's state with a function of the row's weight."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.state[parameter]["twice"] = 2 * parameter.detach()
+                    parameter.sub_(parameter.grad * self.state[parameter]["twice"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (torch.optim.Muon if hasattr(torch.optim, "Muon") else ToyLamb, "mixes rows"),
+        (torch.optim.Adafactor, "mixes rows"),
+        (torch.optim.LBFGS, "mixes rows"),
+        (ToyLamb, "mixes rows: one row's update changes"),
+        (MeanOfBatch, "mixes rows: a row's update depends on how many other rows"),
+        (TransposedState, "keeps 'seen' as a list"),
+        (StartsFromWeight, "starts its state 'twice' with values that differ from row to row"),
+        (torch.optim.SparseAdam, "sparse gradients only.*use torch.optim.Adam"),
+    ],
+)
+def test_unfit_optimizers_are_refused_with_the_reason(
+    cls: type[Optimizer], reason: str, items: speedswap.Embedding
+) -> None:
+    before = items.table.read()
+    optimizer = cls(items.parameters())
+    with pytest.raises(OptimizerError, match=f"^{cls.__name__} .*{reason}"):
+        speedswap.attach(optimizer, items)
+    assert list(items.table.columns) == ["weight"]
+    items(torch.tensor([1])).sum().backward()
+    if cls is not torch.optim.LBFGS:
+        with pytest.raises(OptimizerError, match=cls.__name__):
+            optimizer.step()  # and as it would attach itself
+    assert torch.equal(items.table.read(), before)
+
+
+def test_probing_changes_neither_the_optimizer_nor_its_other_parameters() -> None:
+    model = nn.Sequential(speedswap.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.tensor([1, 2])).sum().backward()
+    linear = model[1]
+    before = [parameter.detach().clone() for parameter in linear.parameters()]
+    grads = [parameter.grad.clone() for parameter in linear.parameters()]
+    random = torch.get_rng_state()
+    speedswap.attach(optimizer, model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert optimizer.state == {}
+    for parameter, value, grad in zip(linear.parameters(), before, grads, strict=True):
+        assert torch.equal(parameter, value)
+        assert torch.equal(parameter.grad, grad)
+
+
+def test_probe_finds_columns_initial_values_and_scalars(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.Rprop(items.parameters(), lr=0.25)
+    found = probe(optimizer, items.weight, DIM, torch.float64)
+    values = {column.name: column.init.to_json()["value"] for column in found.columns}
+    assert values == {"prev": 0.0, "step_size": 0.25}
+    assert found.scalars == {"step": torch.tensor(0.0)}
+
+
+def test_a_scheduler_that_wraps_step_does_not_step_the_real_optimizer_while_probing() -> None:
+    items = speedswap.Embedding(ROWS, DIM, dtype=torch.float64)
+    optimizer = torch.optim.Adam(items.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = items.table.read()
+    items(torch.tensor([1])).sum().backward()
+    speedswap.attach(optimizer, items)
+    assert torch.equal(items.table.read(), before)
+    assert items.weight.grad is not None
+
+
+def test_row_wise_state_is_a_column_of_one_item(items: speedswap.Embedding) -> None:
+    class RowwiseAdagrad(ToyLamb):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        if not state:
+                            state["sum"] = torch.full_like(parameter[:, :1], 0.1)
+                        state["sum"] += parameter.grad.square().mean(dim=1, keepdim=True)
+                        parameter.sub_(group["lr"] * parameter.grad / state["sum"].sqrt())
+
+    optimizer = RowwiseAdagrad(items.parameters())
+    train(items, optimizer)
+    assert items.table.columns["sum"].row_shape == (1,)
+    seen = torch.cat([torch.randint(ROWS, (8,), generator=torch.Generator().manual_seed(s)) for s in range(3)])
+    untouched = [row for row in range(ROWS) if row not in seen]
+    assert torch.equal(
+        items.table.read(column="sum")[untouched], torch.full((len(untouched), 1), 0.1, dtype=torch.float64)
+    )
+
+
+def test_state_that_starts_as_the_weight_is_copied_from_it(items: speedswap.Embedding) -> None:
+    class Anchored(ToyLamb):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], Any] | None = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        state = self.state[parameter]
+                        if not state:
+                            state["anchor"] = parameter.detach().clone()
+                        parameter.sub_(0.1 * parameter.grad + 0.1 * (parameter - state["anchor"]))
+
+    start = items.table.read()
+    train(items, Anchored(items.parameters()))
+    assert torch.equal(items.table.read(column="anchor"), start)
+    assert not torch.equal(items.table.read(), start)
+
+
+# ---------------------------------------------------------------------------- attaching
+
+
+def test_attach_takes_a_model_or_a_table_and_refuses_others(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.Adam(items.parameters())
+    speedswap.attach(optimizer, items.table)
+    assert "exp_avg" in items.table.columns
+    with pytest.raises(ValueError, match=r"without a speedswap\.Embedding"):
+        speedswap.attach(optimizer, nn.Linear(2, 2))
+    other = speedswap.Embedding(3, 2, name="other")
+    with pytest.raises(ValueError, match=r"'other' is not in optimizer Adam; pass model\.parameters"):
+        speedswap.attach(optimizer, other)
+
+
+def test_a_new_optimizer_starts_with_fresh_state(items: speedswap.Embedding) -> None:
+    train(items, torch.optim.Adam(items.parameters()))
+    assert items.table.read(column="exp_avg").any()
+    second = torch.optim.Adam(items.parameters())
+    speedswap.attach(second, items)
+    assert not items.table.read(column="exp_avg").any()
+    train(items, second, steps=1)
+    assert second.state[items.weight]["step"] == 1
+
+
+def test_two_embeddings_cannot_train_one_table(items: speedswap.Embedding) -> None:
+    twin = speedswap.Embedding(ROWS, DIM, table=items.table)
+    ids = torch.tensor([2, 3])
+    assert torch.equal(twin(ids), items(ids))
+    optimizer = torch.optim.SGD([items.weight, twin.weight], lr=0.1)
+    with pytest.raises(OptimizerError, match="'items' is trained through another embedding"):
+        speedswap.attach(optimizer, nn.ModuleList([items, twin]))
+
+
+# ---------------------------------------------------------------------------- lost updates
+
+
+def test_a_weight_in_no_optimizer_is_an_error_at_the_next_forward(items: speedswap.Embedding) -> None:
+    head = nn.Linear(DIM, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    ids = torch.tensor([1, 2])
+    head(items(ids)).sum().backward()
+    optimizer.step()
+    with pytest.raises(LostUpdateError, match=r"'items' is in no optimizer.*pass model\.parameters"):
+        items(ids)
+    with torch.no_grad():
+        items(ids)  # looking up is no training
+    optimizer.add_param_group({"params": items.parameters()})
+    head(items(ids)).sum().backward()
+    optimizer.step()
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_found(items: speedswap.Embedding) -> None:
+    head = nn.Linear(DIM, 1, dtype=torch.float64)
+    first, second = torch.optim.SGD(head.parameters(), lr=0.1), torch.optim.SGD(items.parameters(), lr=0.1)
+    before = items.table.read()
+    for _ in range(3):  # the embedding's optimizer waits for three backward passes
+        head(items(torch.tensor([1, 2]))).sum().backward()
+        first.step()
+    second.step()
+    assert (items.table.read() != before).any(dim=1).nonzero().flatten().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("way", ["no_grad", "data"])
+def test_an_update_by_hand_is_an_error_at_the_next_forward(way: str, items: speedswap.Embedding) -> None:
+    ids = torch.tensor([1, 2])
+    items(ids).sum().backward()
+    if way == "data":
+        items.weight.data -= 0.1 * items.weight.grad
+    else:
+        with torch.no_grad():
+            items.weight -= 0.1 * items.weight.grad
+    with pytest.raises(LostUpdateError, match="changed on the device without the optimizer's hooks"):
+        items(ids)
+
+
+def test_an_optimizer_without_torchs_hooks_is_an_error_at_the_next_forward(items: speedswap.Embedding) -> None:
+    class Unhooked(torch.optim.SGD):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            return value.__func__.__wrapped__.__get__(self) if name == "step" else value
+
+    optimizer = Unhooked(items.parameters(), lr=0.1)
+    items(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    with pytest.raises(LostUpdateError, match="changed on the device"):
+        items(torch.tensor([1, 2]))
+
+
+def test_accumulating_forwards_are_no_lost_updates(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    for _ in range(4):
+        items(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    for _ in range(4):
+        items(torch.tensor([2, 3])).sum().backward()
+
+
+def test_writing_the_table_between_backward_and_step_is_seen(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    ids = torch.tensor([1, 2])
+    items(ids).sum().backward()
+    items.table.scatter(ids, torch.ones(2, DIM, dtype=torch.float64))
+    optimizer.step()
+    torch.testing.assert_close(items.table.read(1, 3), torch.full((2, DIM), 0.9, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------------------- exceptions
+
+
+class Interrupted(torch.optim.Adam):
+    """Raises when told to, after it has changed weights and state."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step.__wrapped__(self, closure)  # type: ignore[attr-defined]
+        if self.fails:
+            raise KeyboardInterrupt
+        return result
+
+
+@pytest.mark.parametrize("place", ["forward", "loss", "backward", "step"])
+def test_an_exception_anywhere_leaves_the_table_as_after_the_last_step(place: str, items: speedswap.Embedding) -> None:
+    optimizer = Interrupted(items.parameters())
+    speedswap.attach(optimizer, items)
+    ids = torch.tensor([1, 2, 5])
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    def one_step(fail: bool) -> None:
+        optimizer.zero_grad()
+        out = items(torch.tensor([99]) if fail and place == "forward" else ids)
+        if fail and place == "loss":
+            raise KeyboardInterrupt
+        if fail and place == "backward":
+            out = Fails.apply(out)
+        out.square().sum().backward()
+        optimizer.fails = fail and place == "step"
+        optimizer.step()
+
+    one_step(False)
+    one_step(False)
+    before = {name: items.table.read(column=name) for name in items.table.columns}
+    with pytest.raises((KeyboardInterrupt, IdError)):
+        one_step(True)
+    for name, value in before.items():
+        assert torch.equal(items.table.read(column=name), value)
+    one_step(False)  # and training goes on
+    assert optimizer.state[items.weight]["step"] == 3
+    assert not torch.equal(items.table.read(), before["weight"])
+
+
+def test_ids_out_of_range_are_refused_before_anything_is_read(items: speedswap.Embedding, device: str) -> None:
+    for bad in (-1, ROWS, 2**31, 2**62, -(2**63)):
+        ids = torch.tensor([[1, 2], [bad, 3]], device=device)
+        with pytest.raises(IdError, match=rf"ids\[1, 0\] is {bad}, but table 'items' has rows 0 to 19"):
+            items(ids)
+    with pytest.raises(TypeError, match="float32"):
+        items(torch.tensor([1.0], device=device))
+
+
+# ---------------------------------------------------------------------------- state_dict
+
+
+@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("load_first", [True, False], ids=["before-attaching", "after-attaching"])
+def test_state_dicts_round_trip_into_another_storage(storage: str, load_first: bool, tmp_path: Path) -> None:
+    def build(storage: str, path: Path | None, seed: int) -> tuple[nn.Module, Optimizer]:
+        model = nn.Sequential(
+            speedswap.Embedding(ROWS, DIM, storage=storage, path=path, seed=seed, dtype=torch.float64),
+            nn.Linear(DIM, 1, dtype=torch.float64),
+        )
+        return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+    model, optimizer = build("pageable", None, 1)
+    train(model, optimizer, steps=5)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
+
+    path = tmp_path / "table" if storage == "memmap" else None
+    other, other_optimizer = build(storage, path, 2)
+    if not load_first:
+        speedswap.attach(other_optimizer, other)
+    checkpoint = torch.load(tmp_path / "checkpoint", weights_only=True)
+    other.load_state_dict(checkpoint["model"])
+    other_optimizer.load_state_dict(checkpoint["optimizer"])
+    for module, opt in ((model, optimizer), (other, other_optimizer)):
+        train(module, opt, steps=5)
+    mine, theirs = model[0].table, other[0].table
+    assert theirs.storage == storage
+    for name in mine.columns:
+        assert torch.equal(mine.read(column=name), theirs.read(column=name))
+    theirs.close()
+
+
+def test_state_dict_is_that_of_nn_embedding(items: speedswap.Embedding) -> None:
+    twin = nn.Embedding(ROWS, DIM, dtype=torch.float64)
+    twin.load_state_dict(items.state_dict())
+    assert torch.equal(twin.weight.detach(), items.table.read())
+    nn.init.ones_(twin.weight)
+    items.load_state_dict(twin.state_dict())
+    assert torch.equal(items.table.read(), torch.ones(ROWS, DIM, dtype=torch.float64))
+    with pytest.raises(RuntimeError, match=r"mismatch for weight: the checkpoint has \(3, 4\), the table \(20, 4\)"):
+        items.load_state_dict({"weight": torch.zeros(3, 4)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        items.load_state_dict({})
+
+
+def test_optimizer_state_of_another_size_is_refused(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.Adam(items.parameters())
+    speedswap.attach(optimizer, items)
+    small = speedswap.Embedding(3, DIM, dtype=torch.float64)
+    small_optimizer = torch.optim.Adam(small.parameters())
+    small(torch.tensor([1])).sum().backward()
+    small_optimizer.step()
+    with pytest.raises(ValueError, match=r"'exp_avg'.* has shape \(3, 4\), but table 'items' needs \(20, 4\)"):
+        optimizer.load_state_dict(small_optimizer.state_dict())
+
+
+def test_a_table_too_large_for_memory_points_to_save(tmp_path: Path) -> None:
+    rows = 2**40 // (4 * 1024)  # 1 TiB, in a file without blocks
+    huge = speedswap.Embedding(rows, 1024, path=tmp_path / "huge", init=speedswap.init.zeros(), seed=0)
+    with pytest.raises(TableTooLargeError, match=r"1024\.00 GiB.*Table\.save"):
+        huge.state_dict()
+    huge(torch.tensor([rows - 1])).sum()
+    huge.table.close()
+
+
+def test_a_reopened_table_goes_on_with_weights_state_and_step_count(tmp_path: Path) -> None:
+    def run(steps: list[range], path: Path | None) -> Tensor:
+        table = None
+        for part in steps:
+            torch.manual_seed(0)
+            if table is None:
+                module = speedswap.Embedding(ROWS, DIM, path=path, seed=3, dtype=torch.float64)
+            else:
+                module = speedswap.Embedding(ROWS, DIM, table=speedswap.Table.open(path))
+            table = module.table
+            optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+            for step in part:
+                optimizer.zero_grad()
+                ids = torch.randint(ROWS, (8,), generator=torch.Generator().manual_seed(step))
+                module(ids).square().sum().backward()
+                optimizer.step()
+            weights = table.read()
+            if path is not None:
+                table.close()
+        return weights
+
+    whole = run([range(10)], None)
+    assert torch.equal(run([range(4), range(4, 10)], tmp_path / "table"), whole)
+
+
+# ---------------------------------------------------------------------------- the module
+
+
+def test_the_module_is_freed_with_its_table() -> None:
+    import weakref
+
+    module = speedswap.Embedding(ROWS, DIM)
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer)
+    table, step = weakref.ref(module.table), weakref.ref(module._step)
+    del module, optimizer
+    gc.collect()
+    assert table() is None
+    assert step() is None
+
+
+def test_copies_and_dtype_changes_are_refused_with_the_remedy(items: speedswap.Embedding) -> None:
+    import copy
+    import pickle
+
+    with pytest.raises(TypeError, match=r"Table\.save"):
+        copy.deepcopy(items)
+    with pytest.raises(TypeError, match=r"Table\.save"):
+        pickle.dumps(items)
+    with pytest.raises(TypeError, match="float64 and stay so; give dtype="):
+        items.float()
+    assert items.double() is items
+    with pytest.raises(TypeError, match="int64"):
+        speedswap.Embedding(3, 2, dtype=torch.int64)
+
+
+def test_constructor_arguments_are_checked() -> None:
+    with pytest.raises(ValueError, match="padding_idx is 5"):
+        speedswap.Embedding(5, 2, padding_idx=5)
+    assert speedswap.Embedding(5, 2, padding_idx=-1).padding_idx == 4
+    table = speedswap.Table.create(5, 2)
+    with pytest.raises(ValueError, match="give the table's own"):
+        speedswap.Embedding(5, 3, table=table)
+    assert speedswap.Embedding(5, 2, table=table).table is table
+
+
+def test_rows_are_drawn_from_torchs_generator_unless_a_seed_is_given() -> None:
+    torch.manual_seed(5)
+    first, second = speedswap.Embedding(ROWS, DIM), speedswap.Embedding(ROWS, DIM)
+    torch.manual_seed(5)
+    again = speedswap.Embedding(ROWS, DIM)
+    assert torch.equal(first.table.read(), again.table.read())
+    assert not torch.equal(first.table.read(), second.table.read())
+    seeded = [speedswap.Embedding(ROWS, DIM, seed=9).table.read() for _ in range(2)]
+    assert torch.equal(*seeded)
+
+
+def test_from_pretrained_freezes_by_default() -> None:
+    rows = torch.randn(ROWS, DIM)
+    frozen = speedswap.Embedding.from_pretrained(rows)
+    out = frozen(torch.tensor([3]))
+    assert torch.equal(out, rows[3:4])
+    assert not out.requires_grad
+    assert speedswap.Embedding.from_pretrained(rows, freeze=False)(torch.tensor([3])).requires_grad
