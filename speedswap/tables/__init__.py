@@ -5,8 +5,9 @@ part of a record; ``init`` has the initial values; :func:`gather_rows` and :func
 """
 
 from speedswap.tables import init
+from speedswap.tables.block import Block
 from speedswap.tables.record import Column
 from speedswap.tables.rows import gather_rows, scatter_rows
-from speedswap.tables.table import Block, Table
+from speedswap.tables.table import Table
 
 __all__ = ["Block", "Column", "Table", "gather_rows", "init", "scatter_rows"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -85,11 +86,14 @@ class TableDirectory:
         try:
             yield directory
             directory.release()
-            if previous is not None:
+            if previous is None:
+                os.rename(temporary, path)
+            else:
                 previous.release()
-                shutil.rmtree(path)
-            os.rename(temporary, path)
+                _exchange(temporary, path)
             fsync_directory(path.parent)
+            if previous is not None:
+                shutil.rmtree(temporary)
         except BaseException:
             directory.remove()
             raise
@@ -155,3 +159,18 @@ class TableDirectory:
                 "mode='r'",
             ) from None
         owner.write_text(f"{os.getpid()} on {socket.gethostname()}\n")
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Let two directories change names at one instant: at no time is there none under either name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    if libc.renameat2(at_cwd, os.fsencode(first.absolute()), at_cwd, os.fsencode(second.absolute()), exchange):
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(number, os.strerror(number), str(second))
+        # This file system cannot: one after the other.
+        aside = second.with_name(f".{second.name}.before")
+        os.rename(second, aside)
+        os.rename(first, second)
+        os.rename(aside, first)

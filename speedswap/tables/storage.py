@@ -93,6 +93,9 @@ class Memory:
         """
         return None
 
+    def settle(self) -> None:
+        """Wait until the host may touch the bytes: a GPU may still be at them; only pinned memory needs it."""
+
     def flush(self) -> None:
         """Make what was written durable; only files need it."""
 
@@ -133,6 +136,10 @@ class HostMemory(Memory):
             return
         self.pinned = True
         self._unpin = weakref.finalize(self, pinning.unpin, pointer, os.getpid(), mapping)
+
+    def settle(self) -> None:
+        if self.pinned:
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         if self.pinned:

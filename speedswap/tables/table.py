@@ -6,8 +6,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,13 @@ from speedswap import kernels
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableTooLargeError
 from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
+from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
 from speedswap.tables.init import Initializer
-from speedswap.tables.manifest import Manifest, SegmentEntry
-from speedswap.tables.progress import progress
-from speedswap.tables.record import Column, RecordLayout
-from speedswap.tables.segment import Segment
-from speedswap.tables.storage import Storage
+from speedswap.tables.record import Column
+from speedswap.tables.segments import Segments
 
-__all__ = ["Block", "Table"]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A batch's rows on the compute device: one contiguous tensor for each column, in the order of ``rows``.
-
-    Attributes:
-        rows: int64, shape (n,).
-        columns: by name, tensors of shape (n, ...).
-    """
-
-    rows: Tensor
-    columns: dict[str, Tensor]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.columns[name]
-
-    @property
-    def weight(self) -> Tensor:
-        """The rows' weights, shape (n, embedding_dim)."""
-        return self.columns["weight"]
+__all__ = ["Table"]
 
 
 class Table:
@@ -74,26 +50,15 @@ class Table:
         torch.Size([2, 8])
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        *,
-        storage: Storage,
-        seed: int,
-        name: str,
-        written: bool = False,
-        directory: TableDirectory | None = None,
-    ) -> None:
-        """A table without columns yet; :meth:`create` and :meth:`open` make whole ones."""
-        self.num_embeddings = num_embeddings
-        self.storage = storage
-        self.seed = seed
-        self.name = name
-        self._directory = directory
-        self._segments: list[Segment] = []
-        self._written = written  # whether rows may differ from their initial values
+    def __init__(self, segments: Segments, attributes: dict[str, Any]) -> None:
+        """Over memory that there is; :meth:`create` and :meth:`open` make it."""
+        self._segments = segments
+        self.num_embeddings = segments.num_embeddings
+        self.storage = segments.storage
+        self.seed = segments.seed
+        self.name = segments.name
         self.version = 0
-        self.attributes: dict[str, Any] = {}
+        self.attributes = attributes
         self.before_saving: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
         self._lock = threading.RLock()
@@ -151,15 +116,15 @@ class Table:
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row)
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
-        table = cls(num_embeddings, storage=kind, seed=seed, name=name, directory=directory)
+        segments = Segments(num_embeddings, kind, seed, name, directory)
         try:
-            table._segments = [table._new_segment([weight])]
-            table._save_manifest()
+            segments.add([weight])
+            segments.save_manifest({})
         except BaseException:
             if directory is not None:
                 directory.remove()
             raise
-        return table
+        return cls(segments, {})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Table:
@@ -177,23 +142,15 @@ class Table:
         if mode not in ("r", "r+"):
             raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
         directory, manifest = TableDirectory.open(Path(path), writable=mode == "r+")
-        table = cls(
-            manifest.num_embeddings,
-            storage="memmap",
-            seed=manifest.seed,
-            name=manifest.name,
-            written=manifest.written,
-            directory=directory,
+        segments = Segments(
+            manifest.num_embeddings, "memmap", manifest.seed, manifest.name, directory, written=manifest.written
         )
         try:
-            table.attributes = manifest.attributes
-            for entry in manifest.segments:
-                memory = directory.open_data(entry.file, entry.layout, table.num_embeddings)
-                table._segments.append(Segment(entry.layout, memory, table.num_embeddings, entry.file))
+            segments.open(manifest.segments)
         except BaseException:
-            directory.release()
+            segments.close()
             raise
-        return table
+        return cls(segments, manifest.attributes)
 
     # ------------------------------------------------------------------ what it is
 
@@ -213,7 +170,7 @@ class Table:
     @property
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
-        return {column.name: column for segment in self._segments for column in segment.layout.columns}
+        return self._segments.columns
 
     @property
     def nbytes(self) -> int:
@@ -223,7 +180,8 @@ class Table:
     @property
     def path(self) -> Path | None:
         """The directory of a memmap table."""
-        return self._directory.path if self._directory is not None else None
+        directory = self._segments.directory
+        return directory.path if directory is not None else None
 
     @property
     def pinned(self) -> bool:
@@ -264,10 +222,12 @@ class Table:
         self._check_open()
         names = list(self.columns) if columns is None else columns
         if device is None:
-            home = self._segments[0].memory.device
+            home = self._segments.of("weight").memory.device
             device = home if home.type != "cpu" else rows.device
         blocks: dict[str, Tensor] = {}
-        for segment, found in self._by_segment(names):
+        for segment, found in self._segments.grouped(names):
+            if torch.device(device).type == "cpu":
+                segment.memory.settle()
             parts = []
             for column in found:
                 block = torch.empty(len(rows), *column.row_shape, dtype=column.dtype, device=device)
@@ -298,7 +258,7 @@ class Table:
                 f"rows[{position}] is {int(rows[position])}, which occurs before it; each row of table {self.name!r} "
                 "can be written once: sum or select the values of equal ids first"
             )
-        self._scatter(rows, self._columns_of(values, len(rows)))
+        self._scatter(rows, fitting(values, self.columns, len(rows), self.name))
 
     def _scatter(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
         """Scatter rows that are checked and unique, from tensors that fit."""
@@ -306,11 +266,13 @@ class Table:
         if len(rows) == 0:
             return
         with self._lock:
-            by_segment = self._by_segment(values)
+            by_segment = self._segments.grouped(values)
             through = [segment.memory.reserve(rows, segment.layout.stride) for segment, _ in by_segment]
             self._mark_written()
             for (segment, columns), mask in zip(by_segment, through, strict=True):
                 parts = [kernels.Part(segment.layout.offset(c.name), values[c.name].contiguous()) for c in columns]
+                if parts[0].block.device.type == "cpu":
+                    segment.memory.settle()
                 segment.scatter(rows, parts, through=mask)
 
     def check_rows(self, ids: Tensor) -> None:
@@ -335,7 +297,7 @@ class Table:
         """
         self._check_open()
         start, stop, _ = slice(start, stop).indices(self.num_embeddings)
-        segment = self._segment_of(column)
+        segment = self._segments.of(column)
         nbytes = max(0, stop - start) * self.columns[column].row_bytes
         free = storages.available_bytes()
         if nbytes > 0.9 * free:
@@ -343,6 +305,7 @@ class Table:
                 f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r} are {nbytes / 2**30:.2f} GiB, "
                 f"and {free / 2**30:.2f} GiB of memory are free; read fewer rows, or use Table.save(path)"
             )
+        segment.memory.settle()
         return segment.view(column)[start:stop].to("cpu", copy=True).contiguous()
 
     def write(self, start: int, values: Tensor, *, column: str = "weight") -> None:
@@ -357,16 +320,17 @@ class Table:
             TypeError, ValueError: dtype or shape does not fit. Nothing was written.
         """
         self._check_open(writing=True)
-        self._fit(column, values, len(values))
+        fitting({column: values}, self.columns, len(values), self.name)
         if start < 0 or start + len(values) > self.num_embeddings:
             raise IdError(
                 f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
                 f"{self.num_embeddings - 1}"
             )
-        segment = self._segment_of(column)
+        segment = self._segments.of(column)
         with self._lock:
             segment.memory.reserve(slice(start, start + len(values)), segment.layout.stride)
             self._mark_written()
+            segment.memory.settle()
             segment.view(column)[start : start + len(values)] = values.to(segment.memory.device)
 
     # ------------------------------------------------------------------ columns
@@ -388,50 +352,9 @@ class Table:
             return
         with self._lock:
             self.version += 1
-            if self._written:
-                self._segments.append(self._new_segment(columns))
-            else:
-                self._relayout([*self.columns.values(), *columns])
+            self._segments.add(columns)
             self._save_manifest()
-            if self._directory is not None:
-                self._directory.discard_data(keep=[segment.file for segment in self._segments])
-
-    def _relayout(self, columns: Sequence[Column]) -> None:
-        """Rebuild a table that still holds its initial values, with all columns in one record."""
-        old = self._segments
-        if self._directory is None:
-            # Given back first, so that the peak is the new table alone.
-            layouts = [segment.layout for segment in old]
-            for segment in old:
-                segment.memory.close()
-            try:
-                self._segments = [self._new_segment(columns)]
-            except BaseException:
-                self._segments = [self._new_segment(layout.columns) for layout in layouts]
-                raise
-        else:
-            self._segments = [self._new_segment(columns)]
-            for segment in old:
-                segment.memory.close()
-
-    def _new_segment(self, columns: Sequence[Column]) -> Segment:
-        """Memory for these columns, filled with their initial values."""
-        layout = RecordLayout.of(columns)
-        if self._directory is None:
-            memory = storages.allocate(self.storage, self.num_embeddings * layout.stride)
-            segment = Segment(layout, memory, self.num_embeddings)
-        else:
-            file, file_memory = self._directory.create_data(self.num_embeddings * layout.stride)
-            segment = Segment(layout, file_memory, self.num_embeddings, file)
-        try:
-            # Fresh memory is zero already.
-            self._fill(segment, [column for column in columns if not column.init.is_zero])
-        except BaseException:
-            segment.memory.close()
-            if self._directory is not None:
-                self._directory.discard_data(keep=[s.file for s in self._segments])
-            raise
-        return segment
+            self._segments.discard_stale_files()
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give columns that exist their initial values again, in every row.
@@ -443,12 +366,7 @@ class Table:
         with self._lock:
             self.version += 1
             for column in columns:
-                self._fill(self._segment_of(column.name), [column])
-
-    def _fill(self, segment: Segment, columns: Sequence[Column]) -> None:
-        holders = {column.name: s for s in [*self._segments, segment] for column in s.layout.columns}
-        with progress(self.num_embeddings, f"rows of {self.name}", shown=self.storage == "memmap") as advance:
-            segment.fill(columns, self.seed, holders, advance)
+                self._segments.fill(self._segments.of(column.name), [column])
 
     # ------------------------------------------------------------------ files
 
@@ -468,15 +386,13 @@ class Table:
         if self.path is not None and target.exists() and target.samefile(self.path):
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
         with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
-            entries = []
-            for segment in self._segments:
-                entries.append(SegmentEntry(directory.save_data(segment.memory), segment.layout))
-            directory.write_manifest(self._manifest(entries))
+            self._note_attributes()
+            self._segments.save_to(directory, self.attributes)
 
     def flush(self) -> None:
         """Make everything written so far durable (memmap tables; nothing to do for others)."""
         self._check_open()
-        if self._directory is None or not self._directory.writable:
+        if self._segments.directory is None or not self._segments.directory.writable:
             return
         with self._lock:
             for segment in self._segments:
@@ -493,10 +409,7 @@ class Table:
         finally:
             self._closed = True
             if os.getpid() == self._owner_pid:
-                for segment in self._segments:
-                    segment.memory.close()
-                if self._directory is not None:
-                    self._directory.release()
+                self._segments.close()
 
     def __enter__(self) -> Table:
         return self
@@ -515,26 +428,22 @@ class Table:
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         raise TypeError(f"table {self.name!r} is not copied implicitly; use Table.save(path) and Table.open(path)")
 
-    def _manifest(self, entries: Sequence[SegmentEntry]) -> Manifest:
-        # Values that cannot be computed again count as written.
-        fixed = any(initializers.from_json(column.init.to_json()) is None for column in self.columns.values())
+    def _save_manifest(self) -> None:
+        if self._segments.directory is not None:
+            self._note_attributes()
+            self._segments.save_manifest(self.attributes)
+
+    def _note_attributes(self) -> None:
         for method in (reference() for reference in self.before_saving):
             if method is not None:
                 method()
-        written = self._written or fixed
-        return Manifest(self.name, self.num_embeddings, self.seed, written, self.attributes, tuple(entries))
-
-    def _save_manifest(self) -> None:
-        if self._directory is not None:
-            entries = [SegmentEntry(str(segment.file), segment.layout) for segment in self._segments]
-            self._directory.write_manifest(self._manifest(entries))
 
     # ------------------------------------------------------------------ checks
 
     def _mark_written(self) -> None:
         self.version += 1
-        if not self._written:
-            self._written = True
+        if not self._segments.written:
+            self._segments.written = True
             self._save_manifest()
 
     def _check_open(self, *, writing: bool = False) -> None:
@@ -546,43 +455,8 @@ class Table:
                 + ("not see its pinned memory" if self.pinned else "only read it")
                 + "; pass a memmap table's path instead and open it there with mode='r'"
             )
-        if writing and self._directory is not None and not self._directory.writable:
+        if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
-
-    def _columns_of(self, values: Block | Tensor | Mapping[str, Tensor], num_rows: int) -> Mapping[str, Tensor]:
-        if isinstance(values, Block):
-            values = values.columns
-        elif isinstance(values, Tensor):
-            values = {"weight": values}
-        for name, tensor in values.items():
-            self._fit(name, tensor, num_rows)
-        return values
-
-    def _fit(self, name: str, values: Tensor, num_rows: int) -> None:
-        if name not in self.columns:
-            raise ValueError(f"column {name!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
-        column = self.columns[name]
-        if values.dtype != column.dtype:
-            raise TypeError(
-                f"values of column {name!r} are {values.dtype}, the table's are {column.dtype}; convert them"
-            )
-        if tuple(values.shape) != (num_rows, *column.row_shape):
-            raise ValueError(
-                f"values of column {name!r} have shape {tuple(values.shape)}; they must have "
-                f"{(num_rows, *column.row_shape)}"
-            )
-
-    def _segment_of(self, column: str) -> Segment:
-        for segment in self._segments:
-            if any(c.name == column for c in segment.layout.columns):
-                return segment
-        raise ValueError(f"column {column!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
-
-    def _by_segment(self, names: Iterable[str]) -> list[tuple[Segment, list[Column]]]:
-        """The named columns, grouped by the segment that holds them."""
-        wanted = set(names)
-        groups = [(s, [c for c in s.layout.columns if c.name in wanted]) for s in self._segments]
-        return [(segment, columns) for segment, columns in groups if columns]
 
 
 def _count(name: str, value: int) -> int:

@@ -378,7 +378,7 @@ def test_pinned_memory_is_registered_and_given_back() -> None:
     from cupy.cuda import runtime
 
     table = Table.create(1000, 128, storage="pinned")
-    pointer = table._segments[0].memory.bytes.data_ptr()
+    pointer = table._segments.of("weight").memory.bytes.data_ptr()
     assert table.pinned
     assert runtime.pointerGetAttributes(pointer).devicePointer == pointer
     table.close()

@@ -1,0 +1,58 @@
+"""A batch's rows on the compute device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from speedswap.tables.record import Column
+
+__all__ = ["Block", "fitting"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A batch's rows on the compute device: one contiguous tensor for each column, in the order of ``rows``.
+
+    Attributes:
+        rows: int64, shape (n,).
+        columns: by name, tensors of shape (n, ...).
+    """
+
+    rows: Tensor
+    columns: dict[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows' weights, shape (n, embedding_dim)."""
+        return self.columns["weight"]
+
+
+def fitting(
+    values: Block | Tensor | Mapping[str, Tensor], columns: Mapping[str, Column], num_rows: int, table: str
+) -> Mapping[str, Tensor]:
+    """Tensors by column name, once they are known to fit the columns.
+
+    Raises:
+        ValueError, TypeError: there is no such column, or a tensor's shape or dtype is not the column's.
+    """
+    if isinstance(values, Block):
+        values = values.columns
+    elif isinstance(values, Tensor):
+        values = {"weight": values}
+    for name, tensor in values.items():
+        if name not in columns:
+            raise ValueError(f"column {name!r} is not in table {table!r}; it has {', '.join(columns)}")
+        wanted = (num_rows, *columns[name].row_shape)
+        if tensor.dtype != columns[name].dtype:
+            raise TypeError(
+                f"values of column {name!r} are {tensor.dtype}, the table's are {columns[name].dtype}; convert them"
+            )
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"values of column {name!r} have shape {tuple(tensor.shape)}; they must have {wanted}")
+    return values
