@@ -321,6 +321,33 @@ def test_a_really_full_disk_never_ends_the_process(small_disk: Path) -> None:
     table.close()
 
 
+def test_a_disk_that_fills_up_later_keeps_the_rows_it_has_room_for(small_disk: Path) -> None:
+    table = Table.create(20_000, 64, path=small_disk / "t")
+    first, last = torch.arange(1000), torch.arange(19_000, 20_000)
+    table.scatter(first, torch.ones(1000, 64))
+    with open(small_disk / "other", "wb", buffering=0) as other:
+        try:
+            while True:
+                other.write(b"x" * 4096)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC  # noqa: PT017
+    table.scatter(first, torch.full((1000, 64), 2.0))
+    try:
+        table.scatter(torch.cat([first, last]), torch.full((2000, 64), 3.0))
+        reserved = True  # files that are memory were reserved at once
+    except TableFullError:
+        reserved = False
+    expected = 3.0 if reserved else 2.0
+    assert torch.equal(table.gather(first).weight, torch.full((1000, 64), expected))
+    assert torch.equal(table.gather(last).weight, torch.full((1000, 64), 3.0 if reserved else 0.0))
+    (small_disk / "other").unlink()
+    table.scatter(last, torch.full((1000, 64), 4.0))
+    table.close()
+    with Table.open(small_disk / "t", "r") as again:
+        assert torch.equal(again.gather(first).weight, torch.full((1000, 64), expected))
+        assert torch.equal(again.gather(last).weight, torch.full((1000, 64), 4.0))
+
+
 # ---------------------------------------------------------------------------- damage
 
 
