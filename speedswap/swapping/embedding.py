@@ -44,7 +44,8 @@ class Embedding(nn.Module):
             ``nn.Embedding``, by default.
         seed: of the initial values; drawn from torch's random generator by default.
         name: of the table, for messages.
-        table: an existing table to use; the arguments above but ``padding_idx`` are then not to be given.
+        table: an existing table to use; of the arguments above only the first three then matter.
+        device: of the placeholder ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
 
     Shape:
         ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device.
@@ -78,6 +79,7 @@ class Embedding(nn.Module):
         seed: int | None = None,
         name: str | None = None,
         table: Table | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if padding_idx is not None:
@@ -107,7 +109,7 @@ class Embedding(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         self.table = table
-        self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype))
+        self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype, device=device))
         self._step = RowStep(table, self.weight, padding_idx)
 
     @classmethod

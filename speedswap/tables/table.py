@@ -192,7 +192,7 @@ class Table:
         state = "closed" if self._closed else self.storage
         columns = "".join(f" + {name}" for name in self.columns if name != "weight")
         dtype = str(self.dtype).removeprefix("torch.")
-        size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes >= 2**27 else f"{self.nbytes / 2**30:.2g} GiB"
+        size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes > 2**30 // 200 else "under 0.01 GiB"
         return f"Table({self.name!r}, {self.num_embeddings:,} × {self.embedding_dim} {dtype}{columns}, {state}, {size})"
 
     # ------------------------------------------------------------------ batches of rows

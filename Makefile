@@ -1,0 +1,88 @@
+# speedswap's commands. Each is safe to run twice, and fast the second time.
+#
+#   make demo        install into .venv and train word2vec on real text; vectors and plot go to demo-output/
+#   make test        install into .venv, then every check and every test
+#   make gpu-check   on a machine with a GPU: build, test, sanitize, measure; needs no network and makes no .venv
+#   make lint | format | bench | clean
+#
+# PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
+# TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
+# SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+TORCH_INDEX ?=
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+OUT ?= benchmarks/results
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH_STAMP := $(VENV)/.stamp-$(subst ==,-,$(TORCH))
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
+CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
+
+.PHONY: demo test lint format bench gpu-check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/speedswap word2vec --output demo-output
+	@echo "The vectors, the loss plot and the figures are in $(CURDIR)/demo-output"
+
+test: lint
+	$(BIN)/python -m pytest --nbmake
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(VENV)/.stamp-dev
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+bench: $(VENV)/.stamp-demo
+	@mkdir -p $(OUT)
+	@set -e; for bench in benchmarks/bench_*.py; do \
+	    name=$$(basename $$bench .py); \
+	    echo "== $$name"; \
+	    $(BIN)/python $$bench --device cpu --json $(OUT)/$${name#bench_}-cpu.json; \
+	done
+
+gpu-check:
+	$(PYTHON) tools/gpu_check.py --out $(OUT)
+
+clean:
+	rm -rf $(VENV) build dist demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# .venv, in steps: each is done once, and again when what it was made from has changed.
+
+$(VENV)/.stamp-made:
+	@$(PYTHON) -c 'import sys; sys.exit("speedswap needs Python 3.10 or newer, e.g.: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) install --quiet 'pip>=23.1'
+	@touch $@
+
+# torch alone and first: on Linux its ordinary wheels bring gigabytes of CUDA libraries, which a machine without an
+# NVIDIA driver has no use for. There the CPU wheels are offered too, and pip prefers them (2.13.0+cpu sorts above
+# 2.13.0); where pip is configured with wheels of its own (find-links), those decide.
+CPU_WHEELS = $(if $(filter-out Linux,$(shell uname))$(shell command -v nvidia-smi)$(findstring find-links,$(shell $(PIP) config list)),,--extra-index-url $(TORCH_CPU_INDEX))
+
+$(TORCH_STAMP): $(VENV)/.stamp-made
+	$(PIP) install $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(CPU_WHEELS))
+	@touch $@
+
+# The install is editable: Python files are read from here, and only a change to the build's inputs runs it again.
+# Where torch was built for CUDA, the CuPy that fits comes along. torch's version is repeated so that nothing moves it.
+CUDA_EXTRA = $(shell $(BIN)/python -W ignore -c 'import torch; v = torch.version.cuda; print(",cuda" + v.split(".")[0] if v else "")')
+
+$(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS)
+	$(PIP) install --quiet --editable '.[demo$(CUDA_EXTRA)]' $(TORCH)
+	@touch $@
+
+$(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS)
+	$(PIP) install --quiet --editable '.[demo,dev$(CUDA_EXTRA)]' $(TORCH)
+	@touch $(VENV)/.stamp-demo $@

@@ -1,0 +1,97 @@
+"""What a stranger gets: the package's promises to pip, a README whose example runs, and imports that go one way."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+import speedswap
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "speedswap"
+
+
+def requirement_name(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0]
+
+
+def test_base_install_needs_nothing_heavy():
+    required = [line for line in importlib.metadata.requires("speedswap") if "extra ==" not in line]
+    assert {requirement_name(line) for line in required} == {"numpy", "torch", "filelock"}
+
+
+@pytest.mark.parametrize(("extra", "package"), [("cuda12", "cupy-cuda12x"), ("cuda13", "cupy-cuda13x")])
+def test_extra_brings_the_cupy_for_its_cuda(extra, package):
+    marked = [line for line in importlib.metadata.requires("speedswap") if re.search(rf"extra == .{extra}\b", line)]
+    assert [requirement_name(line) for line in marked] == [package]
+
+
+def test_installed_version_is_the_packages():
+    assert importlib.metadata.version("speedswap") == speedswap.__version__
+
+
+def test_cuda_sources_are_installed_with_the_package():
+    """NVRTC compiles them at first use, so that an install without them would have no CUDA."""
+    sources = {path.name for path in (ROOT / "csrc").glob("*.cuh")}
+    installed = {Path(file).name for file in importlib.metadata.files("speedswap") if str(file).endswith(".cuh")}
+    assert sources
+    assert sources <= installed
+
+
+def test_build_is_for_every_processor():
+    """Instruction sets are chosen at run time: what is installed may run on another machine than it was built on."""
+    built_by = [ROOT / "CMakeLists.txt", ROOT / "pyproject.toml", ROOT / "Makefile"]
+    assert not [path.name for path in built_by if "march=native" in path.read_text()]
+
+
+def test_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL))
+def test_readme_example_runs(code, capsys):
+    exec(compile("import torch, speedswap\n" + code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text())
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+# What each folder may import of the others: imports go one way.
+ALLOWED = {
+    "kernels": {"_C", "errors"},
+    "tables": {"_C", "errors", "kernels"},
+    "swapping": {"errors", "kernels", "tables"},
+    "compat": {"errors", "kernels", "tables", "swapping"},
+    "apps": {"errors", "kernels", "tables", "swapping"},
+}
+
+
+@pytest.mark.parametrize("folder", ALLOWED)
+def test_imports_go_one_way(folder):
+    wrong = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (PACKAGE / folder).rglob("*.py")
+        for name in imported(path)
+        if name not in ALLOWED[folder] | {folder}
+    }
+    assert not wrong
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of speedswap that a file imports, by their first name below ``speedswap``."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "speedswap":
+            names += [f"speedswap.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return {name.split(".")[1] for name in names if name.startswith("speedswap.")}
