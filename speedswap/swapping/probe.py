@@ -40,10 +40,13 @@ class RowState:
     Attributes:
         columns: state tensors that have a row for each row of the parameter, with their initial values.
         scalars: everything else (``step``), at its initial value.
+        from_gradient: columns that the optimizer makes out of its first gradient, as SGD does its momentum. Rows that
+            come after its first step start them from zero.
     """
 
     columns: tuple[Column, ...]
     scalars: dict[str, Any]
+    from_gradient: tuple[str, ...] = ()
 
 
 @dataclass
@@ -141,13 +144,12 @@ def probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype:
                 f"{name} keeps {key!r} as a {type(value).__name__} that has not a row for each of a parameter's "
                 f"{num_rows} rows; use another optimizer for the embedding"
             )
-    found = RowState(tuple(columns), scalars)
     if derived and not _starts_from_zero(optimizer, weight, plain, exact):
         raise OptimizerError(
             f"{name} starts its state {derived[0]!r} with values that differ from row to row, which rows outside the "
             "first batch would not get; use another optimizer for the embedding"
         )
-    return found
+    return RowState(tuple(columns), scalars, tuple(derived))
 
 
 def _first_value(key: str, sample: _Run, other: _Run) -> init.Initializer | None:
@@ -254,7 +256,7 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
     for key, value in optimizer.state.get(weight, {}).items():
         # State that was made with the optimizer (Adagrad) begins so; state loaded into it goes to the table, every row.
         if isinstance(value, Tensor) and value.dim():
-            row = value[:1] if len(value) == 1 else torch.zeros_like(value[:1])
+            row = value[:1] if bool((value == value[:1]).all()) else torch.zeros_like(value[:1])
             value = row.expand(len(toy), *value.shape[1:])
             value = value.to(toy.dtype if value.is_floating_point() else value.dtype)
         clone.state[toy][key] = (

@@ -333,6 +333,26 @@ class Table:
             segment.memory.settle()
             segment.view(column)[start : start + len(values)] = values.to(segment.memory.device)
 
+    def view(self, column: str = "weight") -> Tensor:
+        """All rows of a column as a tensor over the table's own memory: what is written to it is in the table.
+
+        Nothing guards what is done with it: the table's checks, its version and room on disk are seen to now, once, so
+        that a file takes its full size. It must not be used after the table is closed, nor on the CPU while a GPU is at
+        work on a pinned table.
+
+        Returns:
+            A tensor (num_embeddings, ...), not contiguous where records hold more than this column.
+
+        Raises:
+            TableFullError: the disk has no room for every row.
+        """
+        self._check_open(writing=True)
+        segment = self._segments.of(column)
+        segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
+        self._mark_written()
+        segment.memory.settle()
+        return segment.view(column)
+
     # ------------------------------------------------------------------ columns
 
     def add_columns(self, columns: Sequence[Column]) -> None:
@@ -364,7 +384,7 @@ class Table:
         """
         self._check_open(writing=True)
         with self._lock:
-            self.version += 1
+            self._mark_written()
             for column in columns:
                 self._segments.fill(self._segments.of(column.name), [column])
 

@@ -138,6 +138,14 @@ def test_probe_finds_columns_initial_values_and_scalars(items: speedswap.Embeddi
     assert found.scalars == {"step": torch.tensor(0.0)}
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_probe_keeps_the_values_that_state_is_made_with(rows: int) -> None:
+    weight = nn.Parameter(torch.zeros(rows, DIM))
+    optimizer = torch.optim.Adagrad([weight], initial_accumulator_value=0.25)
+    (column,) = probe(optimizer, weight, DIM, torch.float32).columns
+    assert column.init == speedswap.init.constant(0.25)
+
+
 def test_a_scheduler_that_wraps_step_does_not_step_the_real_optimizer_while_probing() -> None:
     items = speedswap.Embedding(ROWS, DIM, dtype=torch.float64)
     optimizer = torch.optim.Adam(items.parameters())

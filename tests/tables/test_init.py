@@ -136,3 +136,12 @@ def test_columns_are_reset_to_their_initial_values() -> None:
     table.reset_columns([column])
     assert torch.equal(table.read(column="sum"), torch.full((20, 4), 0.5))
     assert torch.equal(table.read(3, 4), torch.ones(1, 4))
+    table.add_columns([Column("late", (1,), torch.float32, init.zeros())])
+    assert torch.equal(table.read(3, 4), torch.ones(1, 4))
+
+
+def test_a_reset_of_a_fresh_table_is_not_undone_by_later_columns() -> None:
+    table = Table.create(5, 3)
+    table.reset_columns([Column("weight", (3,), torch.float32, init.constant(7.0))])
+    table.add_columns([Column("m", (3,), torch.float32, init.zeros())])
+    assert torch.equal(table.read(), torch.full((5, 3), 7.0))

@@ -145,6 +145,18 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
     table.close()
 
 
+def test_a_view_is_the_tables_own_memory(storage: str, tmp_path: Path) -> None:
+    table = make(storage, tmp_path)
+    table.add_columns([Column("sum", (1,), torch.float32, init.zeros())])
+    version = table.version
+    table.view("sum")[7] = 3.0
+    table.view()[7] = 2.0
+    assert table.version > version
+    assert table.read(7, 8).tolist() == [[2.0] * 6]
+    assert table.read(column="sum").sum() == 3.0
+    table.close()
+
+
 # ---------------------------------------------------------------------------- errors
 
 

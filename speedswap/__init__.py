@@ -1,0 +1,25 @@
+"""speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
+
+from speedswap import errors
+from speedswap.kernels import get_num_threads, set_num_threads
+from speedswap.swapping import Embedding, ModelFactory, OptimizerFactory, attach
+from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "Column",
+    "Embedding",
+    "ModelFactory",
+    "OptimizerFactory",
+    "Table",
+    "__version__",
+    "attach",
+    "errors",
+    "gather_rows",
+    "get_num_threads",
+    "init",
+    "scatter_rows",
+    "set_num_threads",
+]

@@ -1,0 +1,1 @@
+"""The predecessors' names, thin, over the rest of the package."""

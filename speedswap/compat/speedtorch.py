@@ -1,0 +1,354 @@
+"""SpeedTorch 0.1.6 under its own names, over :mod:`speedswap`'s switchers and tables.
+
+``import speedswap.compat.speedtorch as SpeedTorch`` in place of ``import SpeedTorch``, and a script runs as it is, on a
+machine with a GPU or without one. All classes and methods of 0.1.6 are here with their argument orders::
+
+    collection      in CuPy memory            in a file             in torch memory, by where
+    weights         ModelFactory              ModelFactoryMM        PytorchModelFactory, GPUPytorch…, CPUPytorch…
+    optimizer       OptimizerFactory          OptimizerFactoryMM    PytorchOptimizerFactory, GPUPytorch…, CPUPytorch…
+    co-occurrence   COM                       COMMM                 PytorchCOM, GPUPytorchCOM, CPUPytorchCOM
+    data            DataGadget                DataGadgetMM
+
+What differs:
+
+* Memory. Collections are tables: pinned memory takes the bytes it holds and no more, CuPy's allocator is left alone,
+  and neither CuPy nor a GPU is needed. ``CPUPinn`` without a GPU is ordinary memory, and ``deviceType='cuda'`` without
+  one works on the CPU; each says so once.
+* Optimizers. Any optimizer that treats rows one by one can be used, SGD too; what it keeps for a row is found by trying
+  it. Rprop needs no backward pass first. The state that is swapped is that of the named variable, wherever it is among
+  the model's parameters. SparseAdam is refused: rows come with dense gradients, so Adam does its work.
+* Names that are wrong raise an error instead of printing one.
+* Indexes are checked: one outside the collection, negative ones included, is an ``IdError`` before anything moves. They
+  may be arrays or tensors of any integer dtype. Where an index occurs twice, the last row is written and a warning says
+  so once.
+* Losses. A loss that is kept does not get in the way of a batch of another size; one that is differentiated after its
+  rows were swapped out is an error.
+* dtypes are the ones asked for, in files too.
+* ``getCupyVar`` and ``getCupyMM`` give the collection itself, not a copy: a CuPy array where CuPy and a GPU are at hand
+  and the collection is in GPU or pinned memory, else a NumPy array; ``getTorchVar`` a torch tensor. What is written to
+  it is written to the collection. For optimizers these, ``getNumpyVersion``, and what is saved, are by name:
+  ``{"exp_avg": …}``.
+* Files. ``saveCupy`` writes ``.npy``, and ``.npz`` for optimizers; nothing is pickled and no pickles are read.
+  ``saveTorch`` writes with ``torch.save`` from the CPU; ``loadTorch`` reads with ``weights_only=True``. A collection of
+  an ``…MM`` class is a directory, ``<diskname><number>.memmap``, with the first number that is free, and its rows are
+  read and written there rather than loaded; ``loadCupy`` of that directory goes on with it. Its pages are never pinned,
+  so ``CPUPinn`` is ignored.
+* ``DataGadgetMM`` maps its ``.npy`` file itself, so that ``insertData`` changes the file. ``insertData`` takes data of
+  the shape that ``getData`` returns for the same indexes, or of another shape with as many elements.
+* Co-occurrence matrices work: ``getCupyVar()`` (also ``CUPYCom``), ``getCupyMM()`` or ``getTorchVar()`` is the matrix
+  to count in.
+* ``PMemory`` and the pinned allocators are not offered, as nothing allocates that way any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from speedswap.compat.gadgets import DataGadget, DataGadgetMM
+from speedswap.compat.views import CupyMethods, DiskMethods, TorchMethods
+from speedswap.errors import SpeedswapWarning
+from speedswap.swapping import arrays, factories
+from speedswap.swapping.collection import Collection, count
+from speedswap.tables import init as initializers
+
+__all__ = [
+    "COM",
+    "COMMM",
+    "CPUPytorchCOM",
+    "CPUPytorchModelFactory",
+    "CPUPytorchOptimizerFactory",
+    "DataGadget",
+    "DataGadgetMM",
+    "GPUPytorchCOM",
+    "GPUPytorchModelFactory",
+    "GPUPytorchOptimizerFactory",
+    "ModelFactory",
+    "ModelFactoryMM",
+    "OptimizerFactory",
+    "OptimizerFactoryMM",
+    "PytorchCOM",
+    "PytorchModelFactory",
+    "PytorchOptimizerFactory",
+]
+
+# ---------------------------------------------------------------------- weights
+
+
+class ModelFactory(CupyMethods, factories.ModelFactory):
+    """:class:`speedswap.ModelFactory` without a file."""
+
+    def __init__(
+        self,
+        model_variable: nn.Module,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype=datatype, CPUPinn=CPUPinn)
+
+
+class ModelFactoryMM(DiskMethods, factories.ModelFactory):
+    """:class:`speedswap.ModelFactory` in a file, always: ``<diskname><number>.memmap``."""
+
+    def __init__(
+        self,
+        model_variable: nn.Module,
+        total_classes: int,
+        embed_dimension: int,
+        diskname: str | os.PathLike[str] = "variable",
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, diskname, datatype, CPUPinn)
+
+
+class PytorchModelFactory(TorchMethods, factories.ModelFactory):
+    """:class:`speedswap.ModelFactory` in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
+
+    def __init__(
+        self,
+        model_variable: nn.Module,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = torch.float,
+        deviceType: str | torch.device = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        storage = _torch_storage(deviceType, pinType)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype=datatype)
+        self._storage = storage
+        self.deviceType = deviceType
+        self.pinType = pinType
+
+
+class GPUPytorchModelFactory(PytorchModelFactory):
+    """:class:`PytorchModelFactory` in GPU memory."""
+
+    def __init__(
+        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cuda")
+
+
+class CPUPytorchModelFactory(PytorchModelFactory):
+    """:class:`PytorchModelFactory` in pinned host memory."""
+
+    def __init__(
+        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cpu", True)
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+class OptimizerFactory(CupyMethods, factories.OptimizerFactory):
+    """:class:`speedswap.OptimizerFactory`."""
+
+
+class OptimizerFactoryMM(DiskMethods, factories.OptimizerFactory):
+    """:class:`speedswap.OptimizerFactory` in a file: ``<variable_name><optimizer><number>.memmap``."""
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, CPUPinn)
+        self._storage = "memmap"
+        self.diskname = variable_name.removesuffix(".weight") + type(given_optimizer).__name__
+
+
+class PytorchOptimizerFactory(TorchMethods, factories.OptimizerFactory):
+    """:class:`speedswap.OptimizerFactory` in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = torch.float,
+        deviceType: str | torch.device = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        storage = _torch_storage(deviceType, pinType)
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
+        self._storage = storage
+        self.deviceType = deviceType
+        self.pinType = pinType
+
+
+class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+    """:class:`PytorchOptimizerFactory` in GPU memory."""
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = torch.float,
+    ) -> None:
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda")
+
+
+class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+    """:class:`PytorchOptimizerFactory` in pinned host memory."""
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = torch.float,
+    ) -> None:
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cpu", True)
+
+
+# ---------------------------------------------------------------------- co-occurrence matrices
+
+
+class _Matrix(Collection):
+    """A matrix of ``total_classes`` × ``total_classes`` zeros to count in."""
+
+    _init_methods = "comInit or loadCupy"
+
+    def __init__(self, total_classes: int, datatype: Any, storage: str) -> None:
+        size = count("total_classes", total_classes)
+        super().__init__(size, (size,), arrays.as_dtype(datatype), storage=storage, name="COM")
+        self.total_classes = total_classes
+        self.datatype = datatype
+
+
+class COM(CupyMethods, _Matrix):
+    """A co-occurrence matrix, ``total_classes`` × ``total_classes``, in GPU or pinned memory.
+
+    >>> matrix = COM(3)
+    >>> matrix.comInit()
+    >>> matrix.getCupyVar()[0, 2] += 1
+    >>> matrix.getNumpyVersion()
+    array([[0, 0, 1],
+           [0, 0, 0],
+           [0, 0, 0]], dtype=uint32)
+    """
+
+    def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
+        super().__init__(total_classes, datatype, "pinned" if CPUPinn else "device")
+        self.CPUPinn = CPUPinn
+
+    def comInit(self, CPUPinn: bool = False) -> None:
+        """Make the matrix, all zeros; in pinned memory if this or the constructor says so."""
+        if CPUPinn:
+            self._storage = "pinned"
+        self._make(initializers.zeros())
+
+    @property
+    def CUPYCom(self) -> Any:
+        """What :meth:`getCupyVar` returns."""
+        return self.getCupyVar()
+
+
+class COMMM(DiskMethods, _Matrix):
+    """A co-occurrence matrix in a file: ``<diskname><number>.memmap``."""
+
+    def __init__(
+        self,
+        total_classes: int,
+        diskname: str | os.PathLike[str] = "COM",
+        datatype: Any = "uint32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(total_classes, datatype, "memmap")
+        self.diskname = diskname
+        self.CPUPinn = CPUPinn
+
+    def comInit(self, CPUPinn: bool = False) -> None:
+        """Make the matrix, all zeros, as a sparse file. A file is not pinned: ``CPUPinn`` has no effect."""
+        self._make(initializers.zeros())
+
+
+class PytorchCOM(TorchMethods, _Matrix):
+    """A co-occurrence matrix in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
+
+    def __init__(
+        self,
+        total_classes: int,
+        datatype: Any = torch.int32,
+        deviceType: str | torch.device = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        super().__init__(total_classes, datatype, _torch_storage(deviceType, pinType))
+        self.deviceType = deviceType
+        self.pinType = pinType
+
+    def comInit(self) -> None:
+        """Make the matrix, all zeros."""
+        self._make(initializers.zeros())
+
+
+class GPUPytorchCOM(PytorchCOM):
+    """:class:`PytorchCOM` in GPU memory."""
+
+    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
+        super().__init__(total_classes, datatype, "cuda")
+
+
+class CPUPytorchCOM(PytorchCOM):
+    """:class:`PytorchCOM` in pinned host memory."""
+
+    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
+        super().__init__(total_classes, datatype, "cpu", True)
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _torch_storage(deviceType: str | torch.device, pinType: bool) -> str:
+    if str(deviceType) not in ("cuda", "cpu"):
+        raise ValueError(f"deviceType is {str(deviceType)!r}; choose 'cuda' or 'cpu'")
+    if str(deviceType) == "cpu":
+        return "pinned" if pinType else "pageable"
+    if pinType:
+        raise ValueError(
+            "pinType is True, but deviceType is 'cuda' and only host memory is pinned; give deviceType='cpu'"
+        )
+    if not torch.cuda.is_available():
+        _say_no_gpu()
+        return "pageable"
+    return "device"
+
+
+@functools.cache
+def _say_no_gpu() -> None:
+    warnings.warn(
+        "deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device. (Said once.)", SpeedswapWarning, stacklevel=4
+    )
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in ("PMemory", "PMemoryMM", "my_pinned_allocator", "my_pinned_allocatorMM"):
+            raise AttributeError(
+                f"speedswap has no {name}: CuPy's allocator is left alone; collections are pinned with CPUPinn=True, "
+                "and speedswap.Table.create(…, storage='pinned') gives pinned rows of any kind"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
