@@ -22,11 +22,17 @@ TORCH_STAMP := $(VENV)/.stamp-$(subst ==,-,$(TORCH))
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
+# torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
+demo test: export OMP_WAIT_POLICY ?= passive
+
 .PHONY: demo test lint format bench gpu-check clean
 .DELETE_ON_ERROR:
 
+# Small corpus, many passes: these settings give it neighbours that make sense.
+DEMO := --epochs 60 --window 10 --sample 1e-4 --batch 1024 --nearest palestinian,afghanistan,fire,cricket,economy,bin
+
 demo: $(VENV)/.stamp-demo
-	$(BIN)/speedswap word2vec --output demo-output
+	$(BIN)/speedswap word2vec $(DEMO) --output demo-output
 	@echo "The vectors, the loss plot and the figures are in $(CURDIR)/demo-output"
 
 test: lint

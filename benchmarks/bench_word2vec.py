@@ -1,0 +1,211 @@
+"""word2vec: words a second and what the vectors are worth, beside gensim in the same run, and where the time goes.
+
+    python benchmarks/bench_word2vec.py CORPUS --eval wordsim-353.txt --eval simlex-999.txt --json word2vec.json
+
+Without CORPUS it trains on synthetic text (random words with Zipf's frequencies), which tells the speed alone. Words a
+second are words of the text, times epochs, over the seconds of training with batch making, as gensim counts them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+import speedswap
+from speedswap.apps.word2vec import Corpus, Settings, WordVectors, figures, train
+from speedswap.apps.word2vec.blocks import BLOCK, Sampler, pair_weights
+from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
+from speedswap.apps.word2vec.optimizer import make_optimizer, suited
+
+WARM_UP_STEPS = 20
+TIMED_STEPS = 100
+GENSIM_ALPHAS = (0.025, 0.05)
+"""gensim's default, and what suits a corpus of 4 million words better."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs="?", help="text, plain or gzip, one sentence a line")
+    parser.add_argument("--eval", type=Path, action="append", default=[], help="word pairs with human similarity")
+    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of speedswap, each with another seed")
+    parser.add_argument("--quick", action="store_true", help="one epoch, and less synthetic text")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        corpus = args.corpus or write_synthetic(Path(folder, "synthetic.txt"), 500_000 if args.quick else 2_000_000)
+        epochs = args.epochs or (1 if args.quick else 5)
+        settings = [Settings(corpus=corpus, device=args.device, epochs=epochs, seed=seed) for seed in range(args.seeds)]
+        report = {
+            "corpus": corpus.name,
+            "machine": machine(),
+            "speedswap": [run_speedswap(one, args.eval) for one in settings],
+            "gensim": [run_gensim(settings[0], args.eval, alpha) for alpha in GENSIM_ALPHAS],
+            "milliseconds_a_step": time_parts(settings[0]),
+        }
+    peers = [peer["words_per_second"] for peer in report["gensim"] if peer]
+    if peers:
+        ours = float(np.median([run["words_per_second"] for run in report["speedswap"]]))
+        report["words_per_second_over_gensim"] = round(ours / max(peers), 2)
+        print(f"speedswap / gensim: {report['words_per_second_over_gensim']}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def write_synthetic(path: Path, words: int, vocabulary: int = 50_000) -> Path:
+    """Random words with Zipf's frequencies, twenty a line."""
+    share = 1 / np.arange(1, vocabulary + 1)
+    text = np.random.default_rng(0).choice(vocabulary, size=(words // 20, 20), p=share / share.sum())
+    path.write_text("\n".join(" ".join(f"w{word}" for word in line) for line in text.tolist()), encoding="utf-8")
+    return path
+
+
+def run_speedswap(settings: Settings, pair_files: list[Path]) -> dict[str, Any]:
+    result = train(settings, progress=False)
+    found = figures(result, [result.vectors.similarity(pairs) for pairs in pair_files])
+    found["settings"]["corpus"] = Path(found["settings"]["corpus"]).name
+    del found["loss"]
+    say("speedswap", f"seed {settings.seed}", found)
+    result.model.close()
+    return found
+
+
+def run_gensim(settings: Settings, pair_files: list[Path], alpha: float) -> dict[str, Any] | None:
+    """The same task by gensim, as many workers as torch has threads; None where gensim is not installed."""
+    try:
+        import gensim
+    except ImportError:
+        print("gensim: not installed")
+        return None
+    workers = torch.get_num_threads()
+    model = gensim.models.Word2Vec(
+        vector_size=settings.dim,
+        window=settings.window,
+        negative=settings.negative,
+        min_count=settings.min_count,
+        sample=settings.sample,
+        alpha=alpha,
+        sg=1,
+        workers=workers,
+        seed=1,
+    )
+    sentences = gensim.models.word2vec.LineSentence(str(settings.corpus))
+    model.build_vocab(sentences)
+    started = time.perf_counter()
+    model.train(sentences, total_examples=model.corpus_count, epochs=settings.epochs)
+    seconds = time.perf_counter() - started
+    vectors = as_word_vectors(model.wv.index_to_key, model.wv.vectors)
+    found = {
+        "alpha": alpha,
+        "workers": workers,
+        "words_per_second": round(model.corpus_total_words * settings.epochs / seconds),
+        "training_seconds": round(seconds, 3),
+        "similarity": [vectors.similarity(pairs)._asdict() for pairs in pair_files],
+    }
+    say("gensim", f"alpha {alpha}", found)
+    return found
+
+
+def as_word_vectors(words: list[str], matrix: np.ndarray) -> WordVectors:
+    """gensim's vectors in a table, so that both are compared by the same code."""
+    table = speedswap.Table.create(*matrix.shape, storage="pageable")
+    table.scatter(torch.arange(len(words)), torch.from_numpy(matrix))
+    return WordVectors(words, table)
+
+
+def say(trainer: str, which: str, found: dict[str, Any]) -> None:
+    quality = "".join(f"  {pairs['name']} {pairs['spearman']:.3f}" for pairs in found["similarity"])
+    print(f"{trainer:10} {which:12} {found['words_per_second']:>9,} words/s{quality}", flush=True)
+
+
+def time_parts(settings: Settings) -> dict[str, float]:
+    """Milliseconds of a training step by part, over TIMED_STEPS steps after a warm-up."""
+    device = settings.compute_device()
+    spent: Counter[str] = Counter()
+    clock = 0.0
+
+    def lap(part: str) -> None:
+        nonlocal clock
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        now = time.perf_counter()
+        spent[part] += now - clock
+        clock = now
+
+    with Corpus(settings.corpus or Path(), min_count=settings.min_count) as corpus:
+        shape = {"window": settings.window, "negative": settings.negative}
+        model = SkipGram(len(corpus.vocabulary), settings.dim, **shape).to(device)
+        optimizer = make_optimizer(settings.optimizer, model.parameters())
+        sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
+        blocks = suited(settings.optimizer).batch // BLOCK
+        batches = (batch for _ in range(100) for part in corpus.passages() for batch in sampler.batches(part, blocks))
+        clock = time.perf_counter()
+        for number, batch in enumerate(batches):
+            if number == WARM_UP_STEPS:
+                spent.clear()
+            if number == WARM_UP_STEPS + TIMED_STEPS:
+                break
+            lap("batch making")
+            batch = batch.to(device)
+            weights = pair_weights(batch.left, batch.right, **shape)
+            lap("pair weights")
+            centers, contexts = model.center(batch.centers), model.context(batch.contexts)
+            lap("lookup (unique, gather, expand)")
+            loss = skip_gram_loss(centers, contexts, weights)
+            lap("scores and loss")
+            loss.backward()
+            lap("backward (products, sum by row)")
+            optimizer.step()
+            optimizer.zero_grad()
+            lap("optimizer and scatter")
+    model.close()
+    parts = {part: round(1000 * seconds / TIMED_STEPS, 3) for part, seconds in spent.items()}
+    total = sum(parts.values())
+    for part, milliseconds in parts.items():
+        print(f"  {part:34} {milliseconds:7.2f} ms  {milliseconds / total:4.0%}")
+    return parts
+
+
+def machine() -> dict[str, Any]:
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "system": platform.platform(),
+        "processor": processor(),
+        "cpus": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": described.stdout.strip() or None,
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What speedswap is for, as programs: the main jobs, and the examples to read first."""

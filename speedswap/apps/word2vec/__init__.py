@@ -1,0 +1,35 @@
+"""word2vec: word vectors from text, with the tables outside the compute device.
+
+As a command, ``speedswap word2vec CORPUS --output DIR``; as a function::
+
+    from speedswap.apps.word2vec import Settings, train
+
+    result = train(Settings(corpus=Path("english.txt.gz"), epochs=5))
+    print(result.vectors.nearest("music"))
+
+A run reads the text once (``text``, ``corpus``), makes window blocks of it (``blocks``), trains two embeddings with any
+optimizer (``model``, ``optimizer``, ``training``) and keeps the vectors (``vectors``, ``output``).
+"""
+
+from speedswap.apps.word2vec.corpus import Corpus
+from speedswap.apps.word2vec.errors import CorpusError, PairsError, SettingsError
+from speedswap.apps.word2vec.optimizer import RowwiseAdagrad
+from speedswap.apps.word2vec.output import figures, save
+from speedswap.apps.word2vec.settings import Settings
+from speedswap.apps.word2vec.training import Result, train
+from speedswap.apps.word2vec.vectors import Similarity, WordVectors
+
+__all__ = [
+    "Corpus",
+    "CorpusError",
+    "PairsError",
+    "Result",
+    "RowwiseAdagrad",
+    "Settings",
+    "SettingsError",
+    "Similarity",
+    "WordVectors",
+    "figures",
+    "save",
+    "train",
+]

@@ -1,0 +1,148 @@
+"""A corpus read once: its vocabulary in memory, its words as numbers in a temporary file.
+
+Every later pass reads the numbers, four bytes a word, and never the text again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
+from os import SEEK_END
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speedswap.apps.word2vec.errors import CorpusError
+from speedswap.apps.word2vec.text import SENTENCE_END, read_words
+
+__all__ = ["Corpus", "Passage"]
+
+CHUNK_WORDS = 1 << 20
+END = 0
+"""The number of ``SENTENCE_END`` in the temporary file."""
+
+
+class Passage(NamedTuple):
+    """A piece of the corpus: its known words, in order."""
+
+    words: NDArray[np.int32]
+    """Positions in the vocabulary, shape (n,)."""
+    sentences: NDArray[np.int32]
+    """The number of each word's sentence, counted from the passage's first, shape (n,)."""
+    corpus_words: int
+    """How many words the text has there, unknown ones included."""
+
+
+class Corpus:
+    """A text's vocabulary, and its words as numbers.
+
+    Args:
+        path: UTF-8 text, plain or gzip, one sentence a line.
+        min_count: words that are rarer are left out.
+        plain_words: lower-case the text and keep only letters and inner apostrophes.
+        max_types: with more different words than this while counting, the rarest so far are forgotten (as in the
+            original word2vec), so that the vocabulary's memory is bounded too.
+        scratch: the directory of the temporary file; the system's by default.
+
+    Attributes:
+        vocabulary: the words, most frequent first.
+        counts: how often each occurs, int64.
+        corpus_words: how many words the text has, unknown ones included.
+
+    Raises:
+        CorpusError: the text cannot be read, or has no two words in one sentence that occur ``min_count`` times.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        min_count: int = 5,
+        plain_words: bool = False,
+        max_types: int = 10_000_000,
+        scratch: Path | None = None,
+    ) -> None:
+        self.path = path
+        self.corpus_words = 0
+        self._numbers: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 (lives as long as the corpus)
+        try:
+            types, counts = self._read(plain_words, max_types)
+            self._keep(types, counts, min_count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, plain_words: bool, max_types: int) -> tuple[dict[str, int], NDArray[np.int64]]:
+        """Number the words in order of appearance and write the numbers down."""
+        new_number = count(END).__next__
+        types: defaultdict[str, int] = defaultdict(new_number)
+        types[SENTENCE_END]
+        counts = np.zeros(1 << 16, np.int64)
+        forgotten = 0
+        for words in read_words(self.path, plain_words=plain_words):
+            numbers = np.fromiter(map(types.__getitem__, words), np.int32, len(words))
+            self._numbers.write(numbers.data)
+            largest = int(numbers.max(initial=END))
+            if largest >= len(counts):
+                counts = np.concatenate([counts, np.zeros(largest, np.int64)])
+            np.add.at(counts, numbers, 1)
+            while len(types) > max_types:
+                forgotten += 1
+                known = {word: number for word, number in types.items() if counts[number] > forgotten}
+                types = defaultdict(new_number, known | {SENTENCE_END: END})
+        del types[SENTENCE_END]
+        self.corpus_words = int(counts.sum() - counts[END])
+        if not types:
+            raise CorpusError(f"corpus {self.path} is empty: it needs text, one sentence a line")
+        if len(types) == 1:
+            raise CorpusError(f"corpus {self.path} has one word only, {next(iter(types))!r}: nothing to predict")
+        return types, counts
+
+    def _keep(self, types: dict[str, int], counts: NDArray[np.int64], min_count: int) -> None:
+        """Make the vocabulary of the words that are frequent enough."""
+        words = list(types)
+        numbers = np.fromiter(types.values(), np.int64, len(types))
+        order = np.argsort(-counts[numbers], kind="stable")
+        kept = order[counts[numbers[order]] >= min_count]
+        if len(kept) < 2:
+            raise CorpusError(
+                f"min_count={min_count} leaves {len(kept)} of the {len(words):,} different words of {self.path}; "
+                f"its second most frequent occurs {counts[numbers[order[1]]]:,} times: lower min_count"
+            )
+        self.vocabulary = [words[i] for i in kept]
+        self.counts = counts[numbers[kept]]
+        self._position = np.full(len(counts), -1, np.int32)
+        self._position[numbers[kept]] = np.arange(len(kept), dtype=np.int32)
+        if not any(np.any(sentences[1:] == sentences[:-1]) for _, sentences, _ in self.passages()):
+            raise CorpusError(
+                f"no line of {self.path} has two words of the vocabulary: nothing to predict; "
+                "write one sentence a line, or lower min_count"
+            )
+
+    def passages(self, size: int = CHUNK_WORDS) -> Iterator[Passage]:
+        """Yield the corpus in pieces of ``size`` words; a piece's end also ends a sentence."""
+        for offset in range(0, self._numbers.seek(0, SEEK_END), size * 4):
+            self._numbers.seek(offset)
+            numbers = np.frombuffer(self._numbers.read(size * 4), np.int32)
+            ends = numbers == END
+            sentences = np.cumsum(ends, dtype=np.int32)
+            words = self._position[numbers]
+            known = words >= 0
+            yield Passage(words[known], sentences[known], len(numbers) - int(ends.sum()))
+
+    def close(self) -> None:
+        """Give the temporary file back."""
+        self._numbers.close()
+
+    def __enter__(self) -> Corpus:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

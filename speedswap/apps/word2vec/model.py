@@ -1,0 +1,91 @@
+"""Skip-gram with negative sampling over window blocks."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import speedswap
+from speedswap.apps.word2vec.blocks import NOISE, Batch, pair_weights
+
+__all__ = ["SkipGram", "skip_gram_loss"]
+
+
+class SkipGram(nn.Module):
+    """Two tables of word vectors, one for words as centers and one for words as contexts.
+
+    Args:
+        words: size of the vocabulary.
+        dim: length of a vector.
+        window, negative: as in ``Settings``.
+        storage: where the tables live, as for ``speedswap.Embedding``. Memmap tables are in a temporary directory that
+            goes with ``close``, or with the model.
+        scratch: where that directory is made; the system's place by default.
+
+    Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        dim: int,
+        *,
+        window: int,
+        negative: int,
+        storage: str = "auto",
+        seed: int = 0,
+        scratch: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self.window = window
+        self.negative = negative
+        folder = None
+        self._remove_folder = None
+        if storage == "memmap":
+            folder = Path(mkdtemp(prefix="speedswap-word2vec-", dir=scratch))
+            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        start = speedswap.init.uniform(-0.5 / dim, 0.5 / dim)
+        self.center = speedswap.Embedding(
+            words, dim, storage=storage, path=folder and folder / "center", init=start, seed=seed, name="center"
+        )
+        self.context = speedswap.Embedding(
+            words,
+            dim,
+            storage=storage,
+            path=folder and folder / "context",
+            init=speedswap.init.zeros(),
+            seed=seed,
+            name="context",
+        )
+
+    def close(self) -> None:
+        """Close the tables, and remove those that were made in a temporary directory."""
+        self.center.table.close()
+        self.context.table.close()
+        if self._remove_folder is not None:
+            self._remove_folder()
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The batch's loss, summed over its pairs: a scalar."""
+        weights = pair_weights(batch.left, batch.right, window=self.window, negative=self.negative)
+        return skip_gram_loss(self.center(batch.centers), self.context(batch.contexts), weights)
+
+
+def skip_gram_loss(centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
+    """Sum of -log σ(score) over the pairs and of -log σ(-score) over the negatives.
+
+    Args:
+        centers: vectors, shape (blocks, BLOCK, dim).
+        contexts: vectors, shape (blocks, words, dim), of which the last NOISE are negatives.
+        weights: what each score counts, shape (blocks, words, BLOCK).
+    """
+    # In this order the contexts' gradient, the larger one, is contiguous: no copy is made of it.
+    scores = contexts @ centers.transpose(1, 2)
+    sign = scores.new_ones(scores.shape[1], 1)
+    sign[:-NOISE] = -1
+    return (F.softplus(scores * sign) * weights).sum()

@@ -1,0 +1,102 @@
+"""Write down what a run gave."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import speedswap
+from speedswap.apps.word2vec.errors import SettingsError
+from speedswap.apps.word2vec.optimizer import suited
+from speedswap.apps.word2vec.training import Result
+from speedswap.apps.word2vec.vectors import Similarity
+
+__all__ = ["check_output", "figures", "save"]
+
+
+def check_output(folder: Path) -> None:
+    """Find out before the work whether its result can be written.
+
+    Raises:
+        SettingsError: the folder cannot be made, or not be written to.
+    """
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise SettingsError(f"output is {str(folder)!r}, but {existing} is a file: give a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise SettingsError(f"output is {str(folder)!r}, but {existing} cannot be written to: give another directory")
+
+
+def save(result: Result, folder: Path, similarities: Sequence[Similarity] = ()) -> list[Path]:
+    """Write ``vectors.txt``, ``run.json`` and, where matplotlib is installed, ``loss.png``.
+
+    Returns:
+        The files written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    vectors, report, plot = folder / "vectors.txt", folder / "run.json", folder / "loss.png"
+    result.vectors.save(vectors)
+    report.write_text(json.dumps(figures(result, similarities), indent=2) + "\n", encoding="utf-8")
+    return [vectors, report, *([plot] if draw_loss(result, plot) else [])]
+
+
+def figures(result: Result, similarities: Sequence[Similarity] = ()) -> dict[str, Any]:
+    """The run's settings and figures, as JSON can hold them."""
+    settings = result.settings
+    return {
+        "settings": {
+            **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()},
+            "lr": result.lr,
+            "batch": settings.batch or suited(settings.optimizer).batch,
+            "device": str(settings.compute_device()),
+        },
+        "corpus_words": result.corpus_words,
+        "vocabulary": len(result.vectors),
+        "vocabulary_seconds": round(result.vocabulary_seconds, 3),
+        "trained_words": round(result.trained_words),
+        "pairs": result.pairs,
+        "training_seconds": round(result.training_seconds, 3),
+        "words_per_second": round(result.words_per_second),
+        "interrupted": result.interrupted,
+        "table": repr(result.vectors.table),
+        "similarity": [item._asdict() | {"spearman": finite(item.spearman)} for item in similarities],
+        "loss": [{"words": round(words), "loss": loss} for words, loss in result.loss],
+        "versions": {
+            "speedswap": speedswap.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def draw_loss(result: Result, path: Path) -> bool:
+    """Plot the loss over the words trained on; without matplotlib say so and return False."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no loss.png without matplotlib: pip install speedswap[demo]")
+        return False
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*result.loss, strict=True))
+    axes.set_xlabel("words trained on")
+    axes.set_ylabel("loss per pair")
+    axes.set_title(f"{len(result.vectors):,} word vectors, {result.settings.optimizer}")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True

@@ -1,0 +1,92 @@
+"""What a run is asked to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from speedswap.apps.word2vec.errors import SettingsError
+from speedswap.apps.word2vec.optimizer import DEFAULT_OPTIMIZER, optimizer_class
+
+__all__ = ["STORAGES", "Settings"]
+
+STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to train word vectors from, and how.
+
+    Args:
+        corpus: UTF-8 text, plain or gzip, one sentence a line; without one, the news corpus that gensim brings.
+        dim: length of a vector.
+        window: the largest distance between the words of a pair.
+        negative: negatives for each pair.
+        min_count: words that are rarer are left out.
+        sample: frequent words are thinned out above this frequency; 0 keeps all.
+        epochs: passes over the corpus.
+        optimizer: ``rowwise_adagrad``, or the name of any optimizer in ``torch.optim`` that works row by row.
+        lr: learning rate; without one, what suits the optimizer. It falls linearly to almost nothing, except with
+            Adagrad and ``rowwise_adagrad``, whose steps shrink by themselves.
+        batch: centers a step, in blocks of 32; without one, what suits the optimizer.
+        storage: where the tables live: ``auto``, ``device``, ``pinned``, ``pageable`` or ``memmap``.
+        device: where the batch's rows are computed with; CUDA where there is one, else the CPU.
+        seed: of everything random; on one machine, the same seed gives the same vectors.
+        plain_words: lower-case the text and keep only letters and inner apostrophes. The demo corpus is always read so.
+        max_types: with more different words than this while counting, the rarest so far are forgotten.
+        scratch: the directory for temporary files (the corpus as numbers, 4 bytes a word, and memmap tables); the
+            system's by default.
+
+    Raises:
+        SettingsError: a value is out of range or unknown.
+    """
+
+    corpus: Path | None = None
+    dim: int = 100
+    window: int = 5
+    negative: int = 5
+    min_count: int = 5
+    sample: float = 1e-3
+    epochs: int = 5
+    optimizer: str = DEFAULT_OPTIMIZER
+    lr: float | None = None
+    batch: int | None = None
+    storage: str = "auto"
+    device: str | None = None
+    seed: int = 0
+    plain_words: bool = False
+    max_types: int = 10_000_000
+    scratch: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "window", "negative", "min_count", "epochs", "batch", "max_types"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name} is {value}: give a whole number of 1 or more")
+        if not 0 <= self.sample < math.inf:
+            raise SettingsError(f"sample is {self.sample}: give a frequency such as 1e-3, or 0 to keep all words")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise SettingsError(f"lr is {self.lr}: give a number above 0")
+        if not 0 <= self.seed < 2**64:
+            raise SettingsError(f"seed is {self.seed}: give a whole number from 0 to 2**64 - 1")
+        if self.storage not in STORAGES:
+            raise SettingsError(f"storage is {self.storage!r}: give one of {', '.join(STORAGES)}")
+        if self.scratch is not None and not self.scratch.is_dir():
+            raise SettingsError(f"scratch is {str(self.scratch)!r}: give a directory that exists")
+        optimizer_class(self.optimizer)
+        self.compute_device()
+
+    def compute_device(self) -> torch.device:
+        """The device that the batch's rows are computed with."""
+        available = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        wrong = f"device is {self.device!r}: give one of {', '.join(available)}"
+        try:
+            device = torch.device(self.device or available[-1])
+        except RuntimeError as error:
+            raise SettingsError(wrong) from error
+        if device.type not in available or (device.index or 0) >= max(torch.cuda.device_count(), 1):
+            raise SettingsError(wrong)
+        return device

@@ -1,0 +1,186 @@
+"""The text is read once, in bounded memory, and comes back as the numbers of its known words."""
+
+from __future__ import annotations
+
+import gzip
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from speedswap.apps.word2vec import Corpus, CorpusError
+from speedswap.apps.word2vec.text import CHUNK_CHARACTERS, SENTENCE_END, demo_corpus, read_words
+
+TEXT = "the cat saw the dog\n\nthe dog ran \t away\nrare the cat"
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def written(tmp_path, words, per_line):
+    path = tmp_path / "many.txt"
+    lines = (" ".join(words[first : first + per_line]) for first in range(0, len(words), per_line))
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def sentences_of(corpus, size):
+    """The corpus as it comes in passages of ``size``: lists of words, one for each sentence of each passage."""
+    found = []
+    for words, sentences, _ in corpus.passages(size):
+        for sentence in np.unique(sentences):
+            found.append([corpus.vocabulary[word] for word in words[sentences == sentence]])
+    return found
+
+
+def test_vocabulary_is_the_frequent_words_most_frequent_first(text):
+    with Corpus(text, min_count=2) as corpus:
+        assert corpus.vocabulary == ["the", "cat", "dog"]
+        assert corpus.counts.tolist() == [4, 2, 2]
+        assert corpus.corpus_words == len(TEXT.split())
+
+
+def test_passages_are_the_known_words_of_each_line(text):
+    with Corpus(text, min_count=2) as corpus:
+        (passage,) = corpus.passages()
+        assert [corpus.vocabulary[word] for word in passage.words] == [
+            "the",
+            "cat",
+            "the",
+            "dog",
+            "the",
+            "dog",
+            "the",
+            "cat",
+        ]
+        assert passage.corpus_words == 12
+        assert sentences_of(corpus, 1 << 20) == [["the", "cat", "the", "dog"], ["the", "dog"], ["the", "cat"]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_passages_of_any_size_hold_the_same_words(text, size):
+    with Corpus(text, min_count=1) as corpus:
+        assert [word for sentence in sentences_of(corpus, size) for word in sentence] == TEXT.split()
+        assert sum(passage.corpus_words for passage in corpus.passages(size)) == corpus.corpus_words
+
+
+def test_two_passes_at_once_do_not_disturb_each_other(text):
+    with Corpus(text, min_count=1) as corpus:
+        together = zip(corpus.passages(3), corpus.passages(3), strict=True)
+        assert all(np.array_equal(left.words, right.words) for left, right in together)
+
+
+@pytest.mark.parametrize("per_line", [7, 10**9], ids=["many lines", "one line"])
+def test_words_are_whole_across_chunks(tmp_path, per_line):
+    """Text of several chunks gives the words and counts of Python's split."""
+    words = [f"word{number % 5003}" for number in range(3 * CHUNK_CHARACTERS // 8)]
+    path = written(tmp_path, words, per_line)
+    read = [word for chunk in read_words(path) for word in chunk if word != SENTENCE_END]
+    assert read == words
+    with Corpus(path, min_count=1) as corpus:
+        assert dict(zip(corpus.vocabulary, corpus.counts.tolist(), strict=True)) == Counter(words)
+
+
+def test_gzip_is_read_as_plain_text_is_whatever_its_name(text, tmp_path):
+    for name in ("text.gz", "text"):
+        packed = tmp_path / name
+        packed.write_bytes(gzip.compress(TEXT.encode()))
+        assert list(read_words(packed)) == list(read_words(text))
+
+
+def test_line_ends_and_byte_order_mark_of_other_systems(tmp_path):
+    path = tmp_path / "windows.txt"
+    path.write_bytes(b"\xef\xbb\xbfone two\r\nthree\r\n")
+    assert next(iter(read_words(path))) == ["one", "two", SENTENCE_END, "three", SENTENCE_END]
+
+
+def test_plain_words_are_lower_case_letters_and_inner_apostrophes(tmp_path):
+    path = tmp_path / "raw.txt"
+    path.write_text("The 4:00pm 'Fire', it isn't O'Brien's... Köln_Bonn\nEND", encoding="utf-8")
+    words = [word for chunk in read_words(path, plain_words=True) for word in chunk]
+    expected = ["the", "pm", "fire", "it", "isn't", "o'brien's", "köln", "bonn", SENTENCE_END, "end", SENTENCE_END]
+    assert words == expected
+
+
+def peak_bytes(path):
+    """The most memory that reading a corpus and one pass over it take."""
+    tracemalloc.start()
+    try:
+        with Corpus(path, max_types=30_000) as corpus:
+            assert sum(passage.corpus_words for passage in corpus.passages(1 << 16)) == corpus.corpus_words
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("per_line", [20, 10**9], ids=["many lines", "one line"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, per_line):
+    """Four times the text takes at most a third more memory: what one chunk takes, and how full it happens to be."""
+    peaks = []
+    for count in (250_000, 1_000_000):
+        words = [f"word{number % 9973}" for number in range(count)]
+        peaks.append(peak_bytes(written(tmp_path, words, per_line)))
+    assert peaks[1] < 1.33 * peaks[0]
+
+
+def test_words_that_never_come_again_take_almost_no_memory(tmp_path):
+    """Beyond ``max_types``, only a word's number is left of it: 32 bytes at most, while the array of counts grows."""
+    peaks = []
+    for count in (100_000, 400_000):
+        words = [word for number in range(count) for word in (f"word{number % 97}", f"a_new_word_{number}")]
+        peaks.append(peak_bytes(written(tmp_path, words, 20)))
+    assert peaks[1] < 1.05 * peaks[0] + 32 * 300_000
+
+
+def test_forgetting_rare_words_keeps_the_counts_of_frequent_ones(tmp_path):
+    words = [word for number in range(150_000) for word in ("often", "always", f"once{number}")]
+    with Corpus(written(tmp_path, words, 20), min_count=5, max_types=50_000) as corpus:
+        assert corpus.vocabulary == ["often", "always"]
+        assert corpus.counts.tolist() == [150_000, 150_000]
+        assert corpus.corpus_words == 450_000
+
+
+@pytest.mark.parametrize(
+    "content, settings, message",
+    [
+        (b"", {}, "is empty"),
+        (b" \n\n \t\n", {}, "is empty"),
+        (gzip.compress(b""), {}, "is empty"),
+        (b"word word word", {}, "one word only, 'word'"),
+        (b"one two three", {}, r"min_count=5 leaves 0 of the 3 different words .* lower min_count"),
+        (b"a a a a a b", {}, "min_count=5 leaves 1 of the 2"),
+        (b"a\nb\na\nb", {"min_count": 1}, "no line .* has two words"),
+        (gzip.compress(b"some text " * 1000)[:-12], {}, "not a whole gzip file"),
+        (gzip.compress(b"some text " * 1000)[:20] + b"damage" * 9, {}, "not a whole gzip file"),
+        (b"\xff\xfe\x00text", {}, "not UTF-8"),
+        (b"x" * (2 * CHUNK_CHARACTERS + 1), {}, "a word of more than 1,048,576 characters"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused(tmp_path, content, settings, message):
+    path = tmp_path / "corpus"
+    path.write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        Corpus(path, **settings)
+
+
+def test_a_file_that_is_not_there_or_not_what_its_name_says(tmp_path):
+    with pytest.raises(CorpusError, match="No such file"):
+        Corpus(tmp_path / "nowhere.txt")
+    with pytest.raises(CorpusError, match="Is a directory"):
+        Corpus(tmp_path)
+    plain = tmp_path / "plain.gz"
+    plain.write_text(TEXT, encoding="utf-8")
+    with pytest.raises(CorpusError, match="not a whole gzip file"):
+        Corpus(plain)
+
+
+def test_demo_corpus_has_sixty_thousand_words():
+    pytest.importorskip("gensim")
+    with Corpus(demo_corpus(), min_count=2, plain_words=True) as corpus:
+        assert 55_000 < corpus.corpus_words < 65_000
+        assert "australia" in corpus.vocabulary

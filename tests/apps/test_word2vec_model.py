@@ -1,0 +1,186 @@
+"""The loss over window blocks is the sum over pairs, and its optimizer works row by row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import speedswap
+from speedswap.apps.word2vec import RowwiseAdagrad, SettingsError
+from speedswap.apps.word2vec.blocks import NOISE, Sampler, pair_weights
+from speedswap.apps.word2vec.corpus import Passage
+from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
+from speedswap.apps.word2vec.optimizer import make_optimizer, optimizer_class
+
+
+def batch_of(words, vocabulary, window, seed=0):
+    """One batch of random text: sentences of nine words."""
+    text = np.random.default_rng(seed).integers(0, vocabulary, words).astype(np.int32)
+    passage = Passage(text, np.arange(words, dtype=np.int32) // 9, words)
+    (batch,) = Sampler(np.bincount(text, minlength=vocabulary), window=window, sample=0, seed=seed).batches(
+        passage, words
+    )
+    return batch
+
+
+def loss_pair_by_pair(center, context, batch, window, negative):
+    """The paper's objective as a double loop; a block's negatives stand for as many as its pairs ask for."""
+    total = torch.zeros((), dtype=center.dtype, device=center.device)
+    for words, around, left, right in zip(*batch[:4], strict=True):
+        for place, word in enumerate(words):
+            reach = range(window + place - int(left[place]), window + place + int(right[place]) + 1)
+            contexts = [column for column in reach if column != window + place]
+            for column in contexts:
+                total = total - F.logsigmoid(center[word] @ context[around[column]])
+            for column in range(-NOISE, 0):
+                share = len(contexts) * negative / NOISE
+                total = total - share * F.logsigmoid(-(center[word] @ context[around[column]]))
+    return total
+
+
+def test_loss_and_gradients_are_those_of_a_double_loop(device):
+    """In float64, equal to 1e-12: loss, and the gradients of both tables."""
+    window, negative, vocabulary = 3, 4, 20
+    batch = batch_of(70, vocabulary, window).to(torch.device(device))
+    tables = torch.randn(2, vocabulary, 6, dtype=torch.float64, device=device)
+    results = []
+    for by_pair in (True, False):
+        center, context = (table.clone().requires_grad_() for table in tables)
+        if by_pair:
+            loss = loss_pair_by_pair(center, context, batch, window, negative)
+        else:
+            weights = pair_weights(batch.left, batch.right, window=window, negative=negative)
+            loss = skip_gram_loss(center[batch.centers], context[batch.contexts], weights)
+        loss.backward()
+        results.append((loss.detach(), center.grad, context.grad))
+    for expected, got in zip(*results, strict=True):
+        assert torch.allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_untrained_model_guesses_every_pair_and_negative(device):
+    """Contexts start at zero, so that every score does: log 2 for each pair and each of its five negatives."""
+    batch = batch_of(64, 20, window=5)
+    model = SkipGram(20, 8, window=5, negative=5).to(device)
+    assert model(batch.to(torch.device(device))).item() == pytest.approx(batch.pairs * 6 * math.log(2), rel=1e-5)
+
+
+def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():
+    model = SkipGram(1000, 50, window=5, negative=5, seed=7)
+    center, context = (part.table.gather(torch.arange(1000)).weight for part in (model.center, model.context))
+    assert not context.any()
+    assert 0.0099 < center.abs().max() <= 0.5 / 50
+    assert abs(center.mean()) < 1e-4
+
+
+def test_rowwise_adagrad_by_hand():
+    """Row (3, 4) has mean squared gradient 12.5: from 0.0, its step is lr · g / √12.5."""
+    weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    weight.grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
+    optimizer = RowwiseAdagrad([weight], lr=0.5, initial_sum=0.0)
+    optimizer.step()
+    assert optimizer.state[weight]["sum"].tolist() == [[pytest.approx(12.5)], [0.0]]
+    expected = [-0.5 * 3 / math.sqrt(12.5), -0.5 * 4 / math.sqrt(12.5)]
+    assert weight.tolist() == [pytest.approx(expected), [0.0, 0.0]]
+
+
+def test_rowwise_adagrad_over_steps_is_numpys():
+    rng = np.random.default_rng(0)
+    start, gradients = rng.normal(size=(4, 3)), rng.normal(size=(6, 4, 3))
+    weight = nn.Parameter(torch.tensor(start))
+    optimizer = RowwiseAdagrad([weight], lr=0.1, initial_sum=0.25)
+    expected, total = start.copy(), np.full((4, 1), 0.25)
+    for gradient in gradients:
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        total += (gradient**2).mean(axis=1, keepdims=True)
+        expected -= 0.1 * gradient / (np.sqrt(total) + 1e-10)
+    assert np.allclose(weight.detach().numpy(), expected, rtol=1e-12, atol=0)
+
+
+def test_rowwise_adagrad_takes_a_closure():
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = RowwiseAdagrad([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 4.0
+    assert weight.max().item() < 1.0
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan")])
+def test_rowwise_adagrad_refuses_a_rate_that_climbs(lr):
+    with pytest.raises(ValueError, match=r"lr=(-1\.0|nan)"):
+        RowwiseAdagrad([nn.Parameter(torch.ones(2, 2))], lr=lr)
+
+
+def test_rowwise_adagrad_on_a_table_is_rowwise_adagrad_on_a_matrix(device):
+    """30 steps of random batches with repeated ids: weights as with nn.Embedding, in float64 to 1e-12."""
+    ours = speedswap.Embedding(50, 4, dtype=torch.float64, seed=1).to(device)
+    theirs = nn.Embedding(50, 4, dtype=torch.float64, device=device)
+    everything = torch.arange(50, device=device)
+    with torch.no_grad():
+        theirs.weight.copy_(ours(everything))
+    optimizers = [RowwiseAdagrad(model.parameters(), lr=0.3) for model in (ours, theirs)]
+    for _ in range(30):
+        ids = torch.randint(50, (20,), device=device)
+        target = torch.randn(20, 4, dtype=torch.float64, device=device)
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            (model(ids) - target).square().sum().backward()
+            optimizer.step()
+    with torch.no_grad():
+        assert torch.allclose(ours(everything), theirs.weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("rowwise_adagrad", RowwiseAdagrad),
+        ("sgd", torch.optim.SGD),
+        ("Adagrad", torch.optim.Adagrad),
+        ("adam", torch.optim.Adam),
+        ("AdamW", torch.optim.AdamW),
+        ("rmsprop", torch.optim.RMSprop),
+        ("sparse-adam", torch.optim.SparseAdam),
+    ],
+)
+def test_optimizers_by_name(name, expected):
+    assert optimizer_class(name) is expected
+
+
+@pytest.mark.parametrize("name", ["", "optimizer", "lr_scheduler", "adamm"])
+def test_an_unknown_optimizer_is_refused_with_the_names_there_are(name):
+    with pytest.raises(SettingsError, match=r"give one of rowwise_adagrad, .*adagrad, adam, .*sgd"):
+        optimizer_class(name)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adadelta"])
+def test_any_row_by_row_optimizer_lowers_the_loss(name):
+    batch = batch_of(256, 30, window=5)
+    model = SkipGram(30, 8, window=5, negative=5)
+    optimizer = make_optimizer(name, model.parameters(), lr=0.001 if name == "sgd" else None)
+    losses = []
+    for _ in range(10):
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_memmap_tables_go_when_the_model_goes(tmp_path):
+    model = SkipGram(30, 8, window=5, negative=5, storage="memmap", scratch=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.iterdir()} == {"center", "context"}
+    model.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,190 @@
+"""Whole runs: what is learned, that a seed decides it, and what is kept of it."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import speedswap
+from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train
+from speedswap.apps.word2vec.training import stop_on_interrupt
+
+FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
+SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Sentences about food and sentences about the sea, of random words."""
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(topic, 8)) for _ in range(400) for topic in (FOOD, SEA)]
+    path = tmp_path / "topics.txt"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def small(corpus, **changes):
+    """Settings for so small a corpus."""
+    return Settings(**{"corpus": corpus, "dim": 16, "sample": 0, "epochs": 3, "batch": 256, "device": "cpu"} | changes)
+
+
+def vectors_of(result):
+    return np.stack([result.vectors[word] for word in result.vectors.words])
+
+
+def test_words_of_a_topic_end_up_together(corpus, device):
+    result = train(small(corpus, device=device, epochs=10), progress=False)
+    assert sorted(result.vectors.words) == sorted(FOOD + SEA)
+    for topic in (FOOD, SEA):
+        for word in topic:
+            assert {near for near, _ in result.vectors.nearest(word, 5)} == set(topic) - {word}
+    assert result.loss[-1][1] < 0.9 * result.loss[0][1]
+
+
+@pytest.mark.parametrize("storage", ["device", "pageable", "memmap"])
+def test_storage_does_not_change_the_vectors(corpus, storage, tmp_path):
+    """To the last bit; what a memmap table leaves in the temporary directory goes with the model."""
+    expected = train(small(corpus, storage="pageable"), progress=False)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    result = train(small(corpus, storage=storage, scratch=scratch), progress=False)
+    assert np.array_equal(vectors_of(result), vectors_of(expected))
+    result.model.close()
+    assert list(scratch.iterdir()) == []
+
+
+def test_seed_decides_the_vectors(corpus, device):
+    first, again, other = (train(small(corpus, device=device, seed=seed), progress=False) for seed in (5, 5, 6))
+    assert np.array_equal(vectors_of(first), vectors_of(again))
+    assert [loss for _, loss in first.loss] == [loss for _, loss in again.loss]
+    assert not np.array_equal(vectors_of(first), vectors_of(other))
+
+
+def test_gzip_trains_as_plain_text_does(corpus):
+    packed = corpus.with_suffix(".txt.gz")
+    packed.write_bytes(gzip.compress(corpus.read_bytes()))
+    results = [train(small(path), progress=False) for path in (corpus, packed)]
+    assert np.array_equal(*map(vectors_of, results))
+
+
+def test_figures_add_up(corpus):
+    """Without subsampling every center's window is drawn from 1 to 5 in its sentence of 8 words: 4.25 pairs a word."""
+    result = train(small(corpus), progress=False)
+    assert result.corpus_words == 6400
+    assert result.trained_words == 3 * 6400
+    assert result.pairs / result.trained_words == pytest.approx(4.25, abs=0.05)
+    assert result.words_per_second == pytest.approx(result.trained_words / result.training_seconds)
+    words, losses = zip(*result.loss, strict=True)
+    assert all(before < after for before, after in itertools.pairwise(words))
+    assert losses[0] == pytest.approx(6 * math.log(2), rel=0.1)
+
+
+def test_both_tables_hold_the_optimizers_state(corpus):
+    result = train(small(corpus, optimizer="adam", epochs=1), progress=False)
+    for part in (result.model.center, result.model.context):
+        assert set(part.table.columns) == {"weight", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_run_leaves_vectors_figures_and_plot(corpus, tmp_path):
+    pytest.importorskip("matplotlib")
+    keyed = pytest.importorskip("gensim.models").KeyedVectors
+    result = train(small(corpus), progress=False)
+    folder = tmp_path / "made" / "here"
+    files = save(result, folder)
+    assert sorted(path.name for path in files) == sorted(path.name for path in folder.iterdir())
+    theirs = keyed.load_word2vec_format(str(folder / "vectors.txt"))
+    assert np.allclose(theirs["honey"], result.vectors["honey"], rtol=1e-5)
+    report = json.loads((folder / "run.json").read_text())
+    assert report["settings"]["corpus"] == str(corpus)
+    assert report["settings"]["lr"] == 0.2
+    assert report["trained_words"] == 3 * 6400
+    assert report["loss"][-1]["loss"] == result.loss[-1][1]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sampling_everything_away_is_an_error(corpus):
+    with pytest.raises(CorpusError, match=r"sample=1e-12 left no two words"):
+        train(small(corpus, sample=1e-12), progress=False)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(corpus):
+    with pytest.raises(SettingsError, match=r"lr=1000000.0 is too large for sgd: the loss became"):
+        train(small(corpus, optimizer="sgd", lr=1e6, epochs=20), progress=False)
+
+
+def test_an_optimizer_that_mixes_rows_is_refused(corpus):
+    with pytest.raises(speedswap.errors.OptimizerError):
+        train(small(corpus, optimizer="adafactor"), progress=False)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dim": 0}, "dim is 0: give a whole number of 1 or more"),
+        ({"window": 0}, "window is 0"),
+        ({"negative": -1}, "negative is -1"),
+        ({"min_count": 0}, "min_count is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"sample": -1.0}, "sample is -1.0"),
+        ({"sample": math.nan}, "sample is nan"),
+        ({"lr": 0.0}, "lr is 0.0"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"seed": -1}, "seed is -1"),
+        ({"storage": "cloud"}, "storage is 'cloud': give one of auto, device"),
+        ({"optimizer": "adamm"}, "optimizer is 'adamm': give one of rowwise_adagrad"),
+        ({"device": "toaster"}, "device is 'toaster': give one of cpu"),
+        ({"device": "meta"}, "device is 'meta': give one of cpu"),
+        ({"device": "cuda:99"}, "device is 'cuda:99'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change, message):
+    with pytest.raises(SettingsError, match=message):
+        Settings(**change)
+
+
+def test_first_interrupt_asks_and_second_interrupts():
+    usual = signal.getsignal(signal.SIGINT)
+    with stop_on_interrupt() as stopped:
+        signal.raise_signal(signal.SIGINT)
+        assert stopped.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_training_in_another_thread_works(corpus):
+    """Only a main thread gets Ctrl-C; others train without."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(small(corpus, epochs=1), progress=False)))
+    thread.start()
+    thread.join()
+    assert results[0].trained_words == 6400
+
+
+def test_one_epoch_on_real_text_finds_likenesses(shared_data, tmp_path):
+    """A tenth of the English corpus in three passes: far from good, but better than chance."""
+    with gzip.open(shared_data / "english.txt.gz", "rt", encoding="utf-8") as text:
+        part = tmp_path / "part.txt"
+        part.write_text("".join(itertools.islice(text, 0, None, 10)), encoding="utf-8")
+    result = train(Settings(corpus=part, epochs=3, batch=1024), progress=False)
+    similarity = result.vectors.similarity(shared_data / "wordsim-353.txt")
+    assert similarity.known > 150
+    assert similarity.spearman > 0.1
+    assert torch.isfinite(result.vectors.table.gather(torch.arange(len(result.vectors))).weight).all()
+
+
+def test_learning_rate_falls_linearly_except_with_adagrad(corpus):
+    """Three epochs of 25 steps: the last step has 1/75 of the rate."""
+    for optimizer, left in (("sgd", 1 / 75), ("adam", 1 / 75), ("adagrad", 1.0), ("rowwise_adagrad", 1.0)):
+        result = train(small(corpus, optimizer=optimizer, lr=0.001), progress=False)
+        assert result.lr == 0.001
+        assert result.optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * left)
