@@ -9,10 +9,6 @@ second are words of the text, times epochs, over the seconds of training with ba
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from _measure import write_json
 
 import speedswap
 from speedswap.apps.word2vec import Corpus, Settings, WordVectors, figures, train
@@ -48,9 +45,9 @@ def main() -> None:
         corpus = args.corpus or write_synthetic(Path(folder, "synthetic.txt"), 500_000 if args.quick else 2_000_000)
         epochs = args.epochs or (1 if args.quick else 5)
         settings = [Settings(corpus=corpus, device=args.device, epochs=epochs, seed=seed) for seed in range(args.seeds)]
-        report = {
+        report: dict[str, Any] = {
             "corpus": corpus.name,
-            "machine": machine(),
+            "torch_threads": torch.get_num_threads(),
             "speedswap": [run_speedswap(one, args.eval) for one in settings],
             "gensim": [run_gensim(settings[0], args.eval, alpha) for alpha in GENSIM_ALPHAS],
             "milliseconds_a_step": time_parts(settings[0]),
@@ -61,8 +58,7 @@ def main() -> None:
         report["words_per_second_over_gensim"] = round(ours / max(peers), 2)
         print(f"speedswap / gensim: {report['words_per_second_over_gensim']}")
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, "word2vec", report)
 
 
 def write_synthetic(path: Path, words: int, vocabulary: int = 50_000) -> Path:
@@ -177,34 +173,6 @@ def time_parts(settings: Settings) -> dict[str, float]:
     for part, milliseconds in parts.items():
         print(f"  {part:34} {milliseconds:7.2f} ms  {milliseconds / total:4.0%}")
     return parts
-
-
-def machine() -> dict[str, Any]:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "system": platform.platform(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "commit": described.stdout.strip() or None,
-    }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "rows_cpu.h"
@@ -43,46 +44,60 @@ std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
     return parts;
 }
 
+// Runs body with the interpreter free for others. Not py::gil_scoped_release: a daemon thread that comes back while the
+// interpreter ends is ended in PyEval_RestoreThread, by an unwinding that must not start in a destructor.
+template <typename Body>
+auto without_gil(Body&& body) {
+    PyThreadState* const state = PyEval_SaveThread();
+    try {
+        if constexpr (std::is_void_v<decltype(body())>) {
+            body();
+            PyEval_RestoreThread(state);
+        } else {
+            auto result = body();
+            PyEval_RestoreThread(state);
+            return result;
+        }
+    } catch (const std::exception&) {
+        PyEval_RestoreThread(state);
+        throw;
+    }
+}
+
 void gather(uintptr_t records, int64_t stride, uintptr_t ids, int id_bytes, int64_t count,
             const std::vector<PartTuple>& parts, int threads) {
     const Ids checked = ids_at(ids, id_bytes, count);
     const std::vector<Part> columns = parts_of(parts);
-    py::gil_scoped_release release;
-    speedswap::gather(at(records), stride, checked, columns, threads);
+    without_gil([&] { speedswap::gather(at(records), stride, checked, columns, threads); });
 }
 
 void scatter(uintptr_t records, int64_t stride, uintptr_t ids, int id_bytes, int64_t count,
              const std::vector<PartTuple>& parts, int threads) {
     const Ids checked = ids_at(ids, id_bytes, count);
     const std::vector<Part> columns = parts_of(parts);
-    py::gil_scoped_release release;
-    speedswap::scatter(at(records), stride, checked, columns, threads);
+    without_gil([&] { speedswap::scatter(at(records), stride, checked, columns, threads); });
 }
 
 int64_t check_ids(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows, int threads) {
     const Ids checked = ids_at(ids, id_bytes, count);
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
-    py::gil_scoped_release release;
-    return speedswap::check_ids(checked, num_rows, threads);
+    return without_gil([&] { return speedswap::check_ids(checked, num_rows, threads); });
 }
 
 int64_t first_duplicate(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows) {
     const Ids checked = ids_at(ids, id_bytes, count);
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
-    py::gil_scoped_release release;
-    return speedswap::first_duplicate(checked, num_rows);
+    return without_gil([&] { return speedswap::first_duplicate(checked, num_rows); });
 }
 
 int64_t last_occurrences(uintptr_t ids, int id_bytes, int64_t count, uintptr_t positions) {
     const Ids checked = ids_at(ids, id_bytes, count);
-    py::gil_scoped_release release;
-    return speedswap::last_occurrences(checked, at<int64_t>(positions));
+    return without_gil([&] { return speedswap::last_occurrences(checked, at<int64_t>(positions)); });
 }
 
 int64_t unique(uintptr_t ids, int id_bytes, int64_t count, uintptr_t rows, uintptr_t local, int threads) {
     const Ids checked = ids_at(ids, id_bytes, count);
-    py::gil_scoped_release release;
-    return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads);
+    return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
 }
 
 template <void (*fill)(const Fill&, int)>
@@ -92,13 +107,12 @@ void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num
     require(first_row >= 0, "first_row", first_row, "0 or more");
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     require(width >= 0, "width", width, "0 or more");
-    py::gil_scoped_release release;
-    fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads);
+    without_gil(
+        [&] { fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads); });
 }
 
 void prefault(uintptr_t pointer, int64_t nbytes, int threads) {
-    py::gil_scoped_release release;
-    speedswap::prefault(at(pointer), nbytes, threads);
+    without_gil([&] { speedswap::prefault(at(pointer), nbytes, threads); });
 }
 
 }  // namespace

@@ -117,19 +117,27 @@ inline void copy_any(char* out, const char* in, int64_t width) {
     return width >= kVector ? copy_wide(out, in, width) : copy_narrow(out, in, width);
 }
 
-// Whole lines past the cache; the parts of lines at both ends through it, since others may own the rest of them.
-inline void stream_any(char* out, const char* in, int64_t width) {
-    const int64_t head = least((kLine - past_line(out)) % kLine, width);
-    copy_any(out, in, head);
-    int64_t k = head;
-    for (; k + kLine <= width; k += kLine)
+inline void stream_lines(char* out, const char* in, int64_t width) {
+    for (int64_t k = 0; k < width; k += kLine)
         for (int64_t v = 0; v < kLine; v += kVector)
             stream(out + k + v, load(in + k + v));
-    copy_any(out + k, in + k, width - k);
+}
+
+// Whole lines past the cache; the parts of lines at both ends through it, since others may own the rest of them.
+inline void stream_any(char* out, const char* in, int64_t width) {
+    const int64_t head = least(-past_line(out) & (kLine - 1), width);
+    const int64_t lines = (width - head) & -kLine;
+    copy_any(out, in, head);
+    stream_lines(out + head, in + head, lines);
+    copy_any(out + head + lines, in + head + lines, width - head - lines);
 }
 
 struct CopyAny {
     void operator()(char* out, const char* in, int64_t width) const { copy_any(out, in, width); }
+};
+
+struct StreamLines {
+    void operator()(char* out, const char* in, int64_t width) const { stream_lines(out, in, width); }
 };
 
 struct StreamAny {
@@ -173,7 +181,8 @@ inline void with_copy_of(int64_t width, Body&& body) {
 
 // Random rows are waited for, not computed on: what counts is how many are on their way at once. They are asked into
 // the second-level cache, which can wait for more lines than the first.
-constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kAheadBytes = 16384;
+constexpr int64_t kStreamingWidth = 256;
 
 inline int64_t rows_ahead(int64_t fetch_bytes) {
     const int64_t rows = kAheadBytes / (fetch_bytes > 0 ? fetch_bytes : 1);
@@ -187,87 +196,105 @@ inline void fetch(const char* begin, int64_t bytes) {
         __builtin_prefetch(line, kForWriting, 2);
 }
 
+// What a loop over rows needs, in variables of its own: the rows' bytes might be anything, for all the compiler knows,
+// and it would read each field again after every store.
+template <typename Index>
+struct Rows {
+    const Index* const ids;
+    char* const column;
+    const int64_t stride, width, block_stride, fetch_bytes, ahead, fetch_end;
+    const char* const fetched;
+    char* block;
+
+    Rows(const Copy& copy, int64_t begin)
+        : ids(static_cast<const Index*>(copy.ids.data)),
+          column(copy.records + copy.part.offset),
+          stride(copy.stride),
+          width(copy.part.width),
+          block_stride(copy.part.block_stride),
+          fetch_bytes(copy.fetch_bytes),
+          ahead(rows_ahead(copy.fetch_bytes)),
+          fetch_end(copy.fetch_end),
+          fetched(copy.records + copy.fetch_offset),
+          block(copy.part.block + begin * copy.part.block_stride) {}
+
+    char* record(int64_t i) const { return column + int64_t(ids[i]) * stride; }
+};
+
 template <typename Index, typename CopyRow>
-void gather_plain(const Copy& copy, int64_t begin, int64_t end, char* out, CopyRow copy_row) {
-    const Index* const ids = static_cast<const Index*>(copy.ids.data);
-    const int64_t ahead = rows_ahead(copy.fetch_bytes);
-    const char* const from = copy.records + copy.part.offset;
-    const char* const fetched = copy.records + copy.fetch_offset;
-    for (int64_t i = begin; i < end; ++i, out += copy.part.block_stride) {
-        if (i + ahead < copy.ids.count) fetch<0>(fetched + int64_t(ids[i + ahead]) * copy.stride, copy.fetch_bytes);
-        copy_row(out, from + int64_t(ids[i]) * copy.stride, copy.part.width);
+void gather_by(const Copy& copy, int64_t begin, int64_t end, CopyRow copy_row) {
+    Rows<Index> rows(copy, begin);
+    for (int64_t i = begin; i < end; ++i, rows.block += rows.block_stride) {
+        if (i + rows.ahead < rows.fetch_end)
+            fetch<0>(rows.fetched + int64_t(rows.ids[i + rows.ahead]) * rows.stride, rows.fetch_bytes);
+        copy_row(rows.block, rows.record(i), rows.width);
     }
-}
-
-// Rows that do not end on lines are put together in the first-level cache, so that only whole lines are streamed.
-template <typename Index>
-void gather_through_scratch(const Copy& copy, int64_t begin, int64_t end) {
-    constexpr int64_t kScratch = 8192;
-    alignas(kLine) char scratch[kScratch + kLine];
-    const int64_t width = copy.part.width;
-    const int64_t rows = kScratch / width;
-    for (int64_t start = begin; start < end; start += rows) {
-        const int64_t stop = least(end, start + rows);
-        char* const out = copy.part.block + start * width;
-        char* const assembled = scratch + past_line(out);
-        with_copy_of(width, [&](auto copy_row) { gather_plain<Index>(copy, start, stop, assembled, copy_row); });
-        stream_any(out, assembled, (stop - start) * width);
-    }
-}
-
-template <typename Index>
-void gather_rows(const Copy& copy, int64_t begin, int64_t end) {
-    const Part& part = copy.part;
-    char* const out = part.block + begin * part.block_stride;
-    const bool whole_lines = (past_line(part.block) | part.block_stride % kLine | part.width % kLine) == 0;
-    if (copy.streaming && !whole_lines && part.block_stride == part.width && part.width <= 2048) {
-        gather_through_scratch<Index>(copy, begin, end);
-    } else if (copy.streaming && part.width >= kLine) {
-        gather_plain<Index>(copy, begin, end, out, StreamAny());
-    } else {
-        with_copy_of(part.width, [&](auto copy_row) { gather_plain<Index>(copy, begin, end, out, copy_row); });
-    }
-    if (copy.streaming) drain();
 }
 
 template <typename Index, typename CopyRow>
-void scatter_plain(const Copy& copy, int64_t begin, int64_t end, CopyRow copy_row) {
-    const Index* const ids = static_cast<const Index*>(copy.ids.data);
-    const int64_t ahead = rows_ahead(copy.fetch_bytes);
-    char* const to = copy.records + copy.part.offset;
-    const char* const fetched = copy.records + copy.fetch_offset;
-    const char* in = copy.part.block + begin * copy.part.block_stride;
-    for (int64_t i = begin; i < end; ++i, in += copy.part.block_stride) {
-        if (i + ahead < copy.ids.count) fetch<1>(fetched + int64_t(ids[i + ahead]) * copy.stride, copy.fetch_bytes);
-        copy_row(to + int64_t(ids[i]) * copy.stride, in, copy.part.width);
+void scatter_by(const Copy& copy, int64_t begin, int64_t end, CopyRow copy_row) {
+    Rows<Index> rows(copy, begin);
+    for (int64_t i = begin; i < end; ++i, rows.block += rows.block_stride) {
+        if (i + rows.ahead < rows.fetch_end)
+            fetch<1>(rows.fetched + int64_t(rows.ids[i + rows.ahead]) * rows.stride, rows.fetch_bytes);
+        copy_row(rows.record(i), rows.block, rows.width);
     }
 }
 
 // Whole lines need no fetching, but their pages' addresses do, and so do the lines that are written in part: the first
 // and last line of each row bring both.
-template <typename Index>
-void scatter_streaming(const Copy& copy, int64_t begin, int64_t end) {
-    const Index* const ids = static_cast<const Index*>(copy.ids.data);
+template <typename Index, typename CopyRow>
+void scatter_streaming(const Copy& copy, int64_t begin, int64_t end, CopyRow copy_row) {
     constexpr int64_t kAhead = 16;
-    char* const to = copy.records + copy.part.offset;
-    const int64_t width = copy.part.width;
-    const char* in = copy.part.block + begin * copy.part.block_stride;
-    for (int64_t i = begin; i < end; ++i, in += copy.part.block_stride) {
-        if (i + kAhead < copy.ids.count) {
-            const char* const first = to + int64_t(ids[i + kAhead]) * copy.stride;
-            const char* const last = first + width;
+    Rows<Index> rows(copy, begin);
+    for (int64_t i = begin; i < end; ++i, rows.block += rows.block_stride) {
+        if (i + kAhead < rows.fetch_end) {
+            const char* const first = rows.record(i + kAhead);
+            const char* const last = first + rows.width;
             __builtin_prefetch(first, 0, 0);
             if (past_line(last) != 0) __builtin_prefetch(last, 1, 2);
         }
-        stream_any(to + int64_t(ids[i]) * copy.stride, in, width);
+        copy_row(rows.record(i), rows.block, rows.width);
+    }
+}
+
+// Past the cache only where rows are long: short ones were measured to be faster through it, whatever they add up to.
+inline bool streams(const Copy& copy) {
+    return copy.streaming && copy.part.width >= kStreamingWidth;
+}
+
+inline bool whole_lines(const char* begin, int64_t stride, int64_t width) {
+    return (past_line(begin) | stride % kLine | width % kLine) == 0;
+}
+
+template <typename Index>
+void gather_rows(const Copy& copy, int64_t begin, int64_t end) {
+    const Part& part = copy.part;
+    if (!streams(copy)) {
+        with_copy_of(part.width, [&](auto copy_row) { gather_by<Index>(copy, begin, end, copy_row); });
+        return;
+    }
+    if (whole_lines(part.block, part.block_stride, part.width)) {
+        gather_by<Index>(copy, begin, end, StreamLines());
+    } else {
+        gather_by<Index>(copy, begin, end, StreamAny());
     }
     drain();
 }
 
 template <typename Index>
 void scatter_rows(const Copy& copy, int64_t begin, int64_t end) {
-    if (copy.streaming && copy.part.width >= 2 * kLine) return scatter_streaming<Index>(copy, begin, end);
-    with_copy_of(copy.part.width, [&](auto copy_row) { scatter_plain<Index>(copy, begin, end, copy_row); });
+    const Part& part = copy.part;
+    if (!streams(copy)) {
+        with_copy_of(part.width, [&](auto copy_row) { scatter_by<Index>(copy, begin, end, copy_row); });
+        return;
+    }
+    if (whole_lines(copy.records + part.offset, copy.stride, part.width)) {
+        scatter_streaming<Index>(copy, begin, end, StreamLines());
+    } else {
+        scatter_streaming<Index>(copy, begin, end, StreamAny());
+    }
+    drain();
 }
 
 void gather(const Copy& copy, int64_t begin, int64_t end) {

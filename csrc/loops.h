@@ -16,7 +16,9 @@ struct Copy {
     // The span of each record to prefetch while this part is copied; 0 bytes where another part has fetched it.
     int64_t fetch_offset;
     int64_t fetch_bytes;
-    // Write past the cache: the output is larger than it.
+    // Rows from here on are another thread's to fetch.
+    int64_t fetch_end;
+    // Write past the cache: what is read and written is larger than it.
     bool streaming;
 };
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 
 #include "loops.h"
 #include "pool.h"
@@ -36,13 +37,20 @@ Choice choose() {
 
 const Choice chosen = choose();
 
-// A piece of work large enough that waking a thread for it pays.
-constexpr int64_t kPieceBytes = 256 << 10;
+// How many rows a thread takes at a time: enough that waking it pays, and that the rows fetched ahead of the first ones
+// do not count; few enough that a thread that is held up holds up no other for long.
+int64_t piece(int64_t rows, int64_t row_bytes, int threads) {
+    constexpr int64_t kPieceBytes = 256 << 10;
+    constexpr int64_t kPiecesPerThread = 8;
+    return std::max(kPieceBytes / row_bytes + 1, rows / (kPiecesPerThread * std::max(threads, 1)) + 1);
+}
 
+// Asked of the kernel: sysconf multiplies it by the number of cores on some processors.
 int64_t last_level_cache() {
     static const int64_t bytes = [] {
-        const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-        return found > 0 ? int64_t(found) : int64_t(32) << 20;
+        int64_t kib = 0;
+        std::ifstream("/sys/devices/system/cpu/cpu0/cache/index3/size") >> kib;
+        return (kib > 0 ? kib : 32 * 1024) << 10;
     }();
     return bytes;
 }
@@ -58,8 +66,9 @@ void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std:
         row_bytes += part.width;
     }
     if (row_bytes == 0) return;
-    const bool streaming = row_bytes * ids.count > last_level_cache();
-    const int64_t grain = std::max<int64_t>(kPieceBytes / row_bytes, 64);
+    // What is read and what is written would share the cache.
+    const bool streaming = 2 * row_bytes * ids.count > last_level_cache();
+    const int64_t grain = piece(ids.count, row_bytes, threads);
     parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
         constexpr int64_t kTile = 32;
         const int64_t tile = parts.size() == 1 ? end - begin : kTile;
@@ -67,7 +76,7 @@ void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std:
             const int64_t stop = std::min(end, start + tile);
             for (const Part& part : parts) {
                 const bool leads = &part == &parts[0];
-                loop({records, stride, ids, part, first, leads ? last - first : 0, streaming}, start, stop);
+                loop({records, stride, ids, part, first, leads ? last - first : 0, end, streaming}, start, stop);
             }
         }
     });
@@ -76,9 +85,8 @@ void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std:
 using FillLoop = void (*)(const Fill& fill, int64_t begin, int64_t end);
 
 void fill_rows(FillLoop loop, const Fill& fill, int threads) {
-    const int64_t row_bytes = std::max<int64_t>(fill.width * fill.item_bytes, 1);
     if (fill.width == 0) return;
-    const int64_t grain = std::max<int64_t>(kPieceBytes / row_bytes, 1);
+    const int64_t grain = piece(fill.num_rows, fill.width * fill.item_bytes, threads);
     parallel_for(fill.num_rows, grain, threads, [&](int64_t begin, int64_t end) { loop(fill, begin, end); });
 }
 
@@ -98,7 +106,7 @@ void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& pa
 
 int64_t check_ids(Ids ids, int64_t num_rows, int threads) {
     std::atomic<int64_t> found{ids.count};
-    const int64_t grain = std::max<int64_t>(kPieceBytes / ids.bytes, (ids.count - 1) / std::max(threads, 1) + 1);
+    const int64_t grain = piece(ids.count, ids.bytes, threads);
     parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
         const int64_t here = chosen.loops->check_ids(ids, num_rows, begin, end);
         if (here < 0) return;

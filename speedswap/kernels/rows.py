@@ -50,6 +50,7 @@ def gather_rows(source: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Te
     else:
         _require_rows(out, "out", shape, source, "source")
         _require_apart(out, "out", source, "source")
+        _require_own_rows(out, "out")
         check_ids(ids, source.shape[0], "source")
     if out.numel():
         _gather(source, ids, out)
@@ -82,8 +83,7 @@ def scatter_rows(target: Tensor, ids: Tensor, values: Tensor, *, duplicates: str
     _require_vector(ids)
     _require_rows(values, "values", (len(ids), target.shape[1]), target, "target")
     _require_apart(values, "values", target, "target")
-    if target.stride(1) == 1 and target.shape[0] > 1 and target.stride(0) < target.shape[1]:
-        raise ValueError(f"target's rows overlap (strides {target.stride()}); scatter into target.clone()")
+    _require_own_rows(target, "target")
     if duplicates not in ("error", "last"):
         raise ValueError(f'duplicates is {duplicates!r}; choose "error" or "last"')
     check_ids(ids, target.shape[0], "target")
@@ -196,6 +196,12 @@ def _require_apart(rows: Tensor, name: str, matrix: Tensor, matrix_name: str) ->
         matrix_first, matrix_last = _span(matrix)
         if first < matrix_last and matrix_first < last:
             raise ValueError(f"{name} shares memory with {matrix_name}; pass {name}.clone()")
+
+
+def _require_own_rows(matrix: Tensor, name: str) -> None:
+    # With items apart, torch's own check finds what overlaps.
+    if matrix.stride(1) == 1 and matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]:
+        raise ValueError(f"{name}'s rows overlap (strides {matrix.stride()}); write to {name}.clone()")
 
 
 def _span(matrix: Tensor) -> tuple[int, int]:

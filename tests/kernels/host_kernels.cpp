@@ -1,0 +1,83 @@
+// rows.cuh for the host: the kernels by name, launched as loops, for ctypes. Compiled by the tests.
+#include <cstring>
+
+#include "host_cuda.h"
+#include "rows.cuh"
+
+using namespace speedswap;
+
+namespace {
+
+struct Move {
+    unsigned int grid, block;
+    void* records;
+    Count words_per_record;
+    const void* ids;
+    Count num_ids;
+    const Columns* columns;
+    int lanes;
+
+    template <typename W, typename Index>
+    int run(void (*kernel)(W*, Count, const Index*, Count, Columns, int)) const {
+        host_cuda::launch(grid, block, kernel, static_cast<W*>(records), words_per_record,
+                          static_cast<const Index*>(ids), num_ids, *columns, lanes);
+        return 0;
+    }
+};
+
+}  // namespace
+
+// Both return 0, or 1 if there is no kernel of that name.
+
+extern "C" int run_move(const char* name, unsigned int grid, unsigned int block, void* records, Count words_per_record,
+                        const void* ids, Count num_ids, const Columns* columns, int lanes) {
+    const Move move = {grid, block, records, words_per_record, ids, num_ids, columns, lanes};
+#define TRY(kernel) \
+    if (std::strcmp(name, #kernel) == 0) return move.run(kernel);
+#define TRY_WORD(bytes)         \
+    TRY(gather_w##bytes##_i32)  \
+    TRY(gather_w##bytes##_i64)  \
+    TRY(scatter_w##bytes##_i32) \
+    TRY(scatter_w##bytes##_i64)
+    TRY_WORD(16)
+    TRY_WORD(8)
+    TRY_WORD(4)
+    TRY_WORD(2)
+    TRY_WORD(1)
+    return 1;
+}
+
+extern "C" int run_fill(const char* name, unsigned int grid, unsigned int block, char* out, Count row_stride,
+                        Count first_row, Count num_rows, Count width, double a, double b, Word64 seed,
+                        Word64 column_key) {
+    const auto run = [&](auto* kernel) {
+        host_cuda::launch(grid, block, kernel, out, row_stride, first_row, num_rows, width, a, b, seed, column_key);
+        return 0;
+    };
+    if (std::strcmp(name, "fill_uniform_f32") == 0) return run(fill_uniform_f32);
+    if (std::strcmp(name, "fill_uniform_f64") == 0) return run(fill_uniform_f64);
+    if (std::strcmp(name, "fill_normal_f32") == 0) return run(fill_normal_f32);
+    if (std::strcmp(name, "fill_normal_f64") == 0) return run(fill_normal_f64);
+    return 1;
+}
+
+// The parts of philox.cuh by themselves.
+
+extern "C" void run_philox(const Word* counter, const Word* key, Word* words) {
+    const PhiloxWords drawn =
+        philox4x32_10({{counter[0], counter[1], counter[2], counter[3]}}, PhiloxKey{key[0], key[1]});
+    std::memcpy(words, drawn.word, sizeof drawn.word);
+}
+
+extern "C" void run_natural_log(const double* values, double* logs, Count count) {
+    for (Count i = 0; i < count; ++i)
+        logs[i] = natural_log(values[i]);
+}
+
+extern "C" void run_cosine_sine(const double* turns, double* cosines, double* sines, Count count) {
+    for (Count i = 0; i < count; ++i) {
+        const Pair pair = cosine_sine_of_turns(turns[i]);
+        cosines[i] = pair.first;
+        sines[i] = pair.second;
+    }
+}

@@ -1,0 +1,76 @@
+"""The CUDA kernels as compiled by the host's compiler (host_kernels.cpp), called with NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+def build(folder: Path, *, sanitize: bool) -> Path:
+    library = folder / ("host_kernels_sanitized.so" if sanitize else "host_kernels.so")
+    sources = ["-I", str(HERE.parents[1] / "csrc"), str(HERE / "host_kernels.cpp"), "-o", str(library)]
+    command = [str(compiler()), *FLAGS, *(SANITIZE if sanitize else []), *sources]
+    subprocess.run(command, check=True)
+    return library
+
+
+def pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+class HostKernels:
+    """The library's functions, with their argument types."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        count, real, key = ctypes.c_longlong, ctypes.c_double, ctypes.c_ulonglong
+        grid, address = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint], ctypes.c_void_p
+        self._library.run_move.argtypes = [*grid, address, count, address, count, address, ctypes.c_int]
+        self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
+
+    def move(
+        self, name: str, grid: int, block: int, records: int, words_per_record: int, ids: np.ndarray,
+        columns: np.ndarray, lanes: int,
+    ) -> None:  # fmt: skip
+        unknown = self._library.run_move(
+            name.encode(), grid, block, records, words_per_record, pointer(ids), len(ids), pointer(columns), lanes
+        )
+        assert not unknown, name
+
+    def fill(
+        self, name: str, grid: int, block: int, out: np.ndarray, first_row: int, a: float, b: float, seed: int,
+        column_key: int,
+    ) -> None:  # fmt: skip
+        num_rows, width = out.shape
+        unknown = self._library.run_fill(
+            name.encode(), grid, block, pointer(out), out.strides[0], first_row, num_rows, width, a, b, seed, column_key
+        )
+        assert not unknown, name
+
+    def philox(self, counter: list[int], key: list[int]) -> list[int]:
+        counters, keys, words = np.array(counter, np.uint32), np.array(key, np.uint32), np.empty(4, np.uint32)
+        self._library.run_philox(pointer(counters), pointer(keys), pointer(words))
+        return words.tolist()
+
+    def natural_log(self, values: np.ndarray) -> np.ndarray:
+        logs = np.empty_like(values)
+        self._library.run_natural_log(pointer(values), pointer(logs), ctypes.c_longlong(len(values)))
+        return logs
+
+    def cosine_sine(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cosines, sines = np.empty_like(turns), np.empty_like(turns)
+        self._library.run_cosine_sine(pointer(turns), pointer(cosines), pointer(sines), ctypes.c_longlong(len(turns)))
+        return cosines, sines

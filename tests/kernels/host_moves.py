@@ -1,0 +1,137 @@
+"""Runs the gather and scatter kernels on the host in every shape that the launcher picks, against NumPy.
+
+A program of its own, because the address sanitizer must be there before Python is: ``host_moves.py LIBRARY`` needs
+NumPy alone and is run by test_cuda_on_host.py. Arrays are as long as they have to be and no longer, so that the
+sanitizer sees every access beside them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from host_library import HostKernels  # noqa: E402
+
+# By its path: the package around it would bring torch, which the sanitizer would watch too.
+_spec = importlib.util.spec_from_file_location("launch", HERE.parents[1] / "speedswap" / "kernels" / "launch.py")
+launch = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(launch)
+
+POISON = 0xA5
+
+
+def misaligned(nbytes: int, offset: int) -> np.ndarray:
+    """Bytes of random content whose address is ``offset`` past a multiple of 16, to the very end of their memory."""
+    view = np.empty(offset + nbytes, np.uint8)[offset:]
+    assert view.ctypes.data % 16 == offset % 16
+    view[:] = RNG.integers(0, 256, nbytes, np.uint8)
+    return view
+
+
+RNG = np.random.default_rng(3)
+
+
+class Layout:
+    """Records with some columns in them, and a block for each column."""
+
+    def __init__(self, num_records: int, widths: list[int], offsets: list[int], stride: int, offset: int) -> None:
+        self.widths, self.offsets, self.stride = widths, offsets, stride
+        # The last record ends with its last column, as that of a table may end with its file.
+        nbytes = (num_records - 1) * stride + max(o + w for o, w in zip(offsets, widths, strict=True))
+        self.records = misaligned(nbytes, offset)
+        self.num_records = num_records
+
+    def blocks(self, num_rows: int, offset: int) -> list[np.ndarray]:
+        blocks = [misaligned(num_rows * width, offset) for width in self.widths]
+        for block in blocks:
+            block[:] = POISON
+        return [block.reshape(num_rows, width) for block, width in zip(blocks, self.widths, strict=True)]
+
+    def column(self, column: int) -> np.ndarray:
+        return np.lib.stride_tricks.as_strided(
+            self.records[self.offsets[column] :], (self.num_records, self.widths[column]), (self.stride, 1)
+        )
+
+
+def layouts() -> Iterator[tuple[Layout, int]]:
+    # One column of every width up to two warps of words, in each word's alignment.
+    for word in launch.WORDS:
+        for words in [*range(1, 36), 63, 64, 65, 127, 128, 129, 200]:
+            width = words * word
+            yield Layout(9, [width], [0], width + word * (words % 3), 0 if word == 16 else word), 0
+    # Several columns, with and without gaps, up to as many as a launch takes.
+    for columns in range(2, launch.COLUMNS_PER_LAUNCH + 1):
+        for word in launch.WORDS:
+            for gap in (0, word, 3 * word):
+                widths = [word * int(RNG.integers(1, 40)) for _ in range(columns)]
+                offsets = [sum(widths[:c]) + c * gap for c in range(columns)]
+                yield Layout(9, widths, offsets, offsets[-1] + widths[-1] + gap, 0), 0 if word == 16 else word
+    # Rows that start inside a 128-byte line, in every place of it.
+    for inside in range(0, 128, 16):
+        yield Layout(9, [1024], [inside], 1280, 0), 0
+
+
+def check(kernels: HostKernels, layout: Layout, num_rows: int, block_offset: int, host: bool, index: type) -> tuple:
+    ids = RNG.permutation(layout.num_records).astype(index)[:num_rows]
+    if num_rows > layout.num_records:
+        ids = RNG.integers(0, layout.num_records, num_rows).astype(index)
+    gathered = layout.blocks(num_rows, block_offset)
+    parts = [
+        launch.BlockPart(offset, width, block.ctypes.data, width)
+        for offset, width, block in zip(layout.offsets, layout.widths, gathered, strict=True)
+    ]
+    address = layout.records.ctypes.data
+    shape = launch.launch_shape(address, layout.stride, num_rows, parts, multiprocessors=1, host=host)
+    columns = launch.columns_argument(parts, shape.word_bytes)
+    words_per_record = layout.stride // shape.word_bytes
+    before = layout.records.copy()
+
+    def move(what: str) -> None:
+        name = f"{what}_w{shape.word_bytes}_i{8 * np.dtype(index).itemsize}"
+        kernels.move(name, shape.grid, shape.block, address, words_per_record, ids, columns, shape.lanes)
+
+    move("gather")
+    for column, block in enumerate(gathered):
+        np.testing.assert_array_equal(block, layout.column(column)[ids], err_msg=f"gather {shape} {parts}")
+    np.testing.assert_array_equal(layout.records, before, err_msg=f"gather wrote to records {shape} {parts}")
+    if len(np.unique(ids)) == len(ids):
+        for column, block in enumerate(gathered):
+            block[:] = RNG.integers(0, 256, block.shape, np.uint8)
+            expected = layout.column(column).copy()
+            expected[ids] = block
+            before_column = Layout.__new__(Layout)
+            before_column.__dict__ = {**layout.__dict__, "records": before}
+            before_column.column(column)[:] = expected
+        move("scatter")
+        np.testing.assert_array_equal(layout.records, before, err_msg=f"scatter {shape} {parts}")
+    return shape.word_bytes, shape.lanes, min(shape.grid, 3)
+
+
+def main() -> None:
+    kernels = HostKernels(Path(sys.argv[1]))
+    seen = set()
+    for case, (layout, block_offset) in enumerate(layouts()):
+        index = (np.int32, np.int64)[case % 2]
+        seen.add(check(kernels, layout, 1 + case % 9, block_offset, bool(case % 3), index))
+    # More rows than threads: each sub-warp walks several rows.
+    for word in launch.WORDS:
+        for words in (1, 2, 3, 5, 9, 17, 33):
+            layout = Layout(50, [words * word], [0], words * word, 0 if word == 16 else word)
+            for num_rows, host in ((300, False), (5000, False), (40_000 // words, True)):
+                seen.add(check(kernels, layout, num_rows, 0, host, np.int64))
+    wanted = {(word, lanes) for word in launch.WORDS for lanes in (1, 2, 4, 8, 16, 32)}
+    missing = wanted - {shape[:2] for shape in seen}
+    assert not missing, missing
+    assert {shape[2] for shape in seen} == {1, 2, 3}, seen
+    print(f"{case + 1} layouts, {len(seen)} kinds of shape")
+
+
+if __name__ == "__main__":
+    main()

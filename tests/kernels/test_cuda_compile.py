@@ -1,0 +1,114 @@
+"""The CUDA kernels compile: with NVRTC, as at first use, and with nvcc, as at build. No GPU is needed for either."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from speedswap.kernels import modules
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+KERNELS = {
+    *(f"{what}_w{word}_i{bits}" for what in ("gather", "scatter") for word in (1, 2, 4, 8, 16) for bits in (32, 64)),
+    *(f"fill_{kind}_f{bits}" for kind in ("uniform", "normal") for bits in (32, 64)),
+}
+
+
+def nvrtc_path() -> Path | None:
+    """libnvrtc of the nvidia-cuda-nvrtc wheel, whichever CUDA it is of."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        for library in sorted(Path(folder).glob("**/libnvrtc.so.*")):
+            return library
+    return None
+
+
+class Nvrtc:
+    """The few calls that compile a program."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def _check(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        assert status == 0, f"{name} gave {status}"
+
+    def architectures(self) -> list[int]:
+        count = ctypes.c_int()
+        self._check("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        archs = (ctypes.c_int * count.value)()
+        self._check("nvrtcGetSupportedArchs", archs)
+        return list(archs)
+
+    def ptx(self, source: str, options: list[str]) -> str:
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        self._check("nvrtcCreateProgram", ctypes.byref(program), source.encode(), b"rows.cu", 0, None, None)
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = self._library.nvrtcCompileProgram(program, len(options), flags)
+        self._check("nvrtcGetProgramLogSize", program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        self._check("nvrtcGetProgramLog", program, log)
+        assert status == 0, log.value.decode()
+        assert "warning" not in log.value.decode()
+        self._check("nvrtcGetPTXSize", program, ctypes.byref(size))
+        ptx = ctypes.create_string_buffer(size.value)
+        self._check("nvrtcGetPTX", program, ptx)
+        self._check("nvrtcDestroyProgram", ctypes.byref(program))
+        return ptx.value.decode()
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    path = nvrtc_path()
+    if path is None:
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    return Nvrtc(path)
+
+
+def test_nvrtc_compiles_every_kernel_for_every_architecture(nvrtc: Nvrtc):
+    """With the very text and options that CuPy gets, and the option that CuPy adds."""
+    architectures = [arch for arch in nvrtc.architectures() if arch in (75, 80, 86, 89, 90, 100, 120)]
+    assert 90 in architectures
+    for arch in architectures:
+        ptx = nvrtc.ptx(modules.source(), [*modules.NVRTC_OPTIONS, f"-arch=compute_{arch}", "-ftz=true"])
+        assert set(re.findall(r"\.entry (\w+)", ptx)) == KERNELS
+
+
+def test_the_ptx_is_what_was_meant(nvrtc: Nvrtc):
+    ptx = nvrtc.ptx(modules.source(), [*modules.NVRTC_OPTIONS, "-arch=compute_90", "-ftz=true"])
+    bodies = dict(re.findall(r"\.entry (\w+)\((.*?)\n}", ptx, re.DOTALL))
+    for bits in (32, 64):
+        for what in ("gather", "scatter"):
+            wide = bodies[f"{what}_w16_i{bits}"]
+            assert len(re.findall(r"ld\.global\.v2\.[ub]64", wide)) == 4  # a turn's loads, 16 bytes each
+            assert len(re.findall(r"st\.global\.v2\.[ub]64", wide)) == 4
+    assert ".local" not in ptx, "the columns were copied to the stack"
+    fills = "".join(body for name, body in bodies.items() if name.startswith("fill"))
+    assert "fma.rn.f64" not in fills, "a multiplication and an addition were fused: other bits than on the host"
+    assert ".ftz" not in fills, "subnormal floats would be flushed to zero: other bits than on the host"
+    assert "sqrt.rn.f64" in fills
+    assert "div.rn.f64" in fills
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_compiles_without_warnings(tmp_path: Path):
+    fatbin = tmp_path / "rows.fatbin"
+    command = ["nvcc", "-fatbin", "-std=c++17", "-fmad=false", "-allow-unsupported-compiler", "-Werror", "all-warnings"]
+    targets = ["-gencode", "arch=compute_90,code=sm_90", "-gencode", "arch=compute_90,code=compute_90"]
+    subprocess.run([*command, *targets, "-x", "cu", str(CSRC / "rows.cuh"), "-o", str(fatbin)], check=True)
+    assert fatbin.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["rows.cuh", "philox.cuh"])
+def test_the_kernels_need_no_header(name: str):
+    """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
+    text = (CSRC / name).read_text()
+    device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
+    assert set(re.findall(r"#include\s+(\S+)", device)) <= {'"philox.cuh"'}
+    assert "#include" not in modules.source().split("#else")[0]

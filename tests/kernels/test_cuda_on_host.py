@@ -1,0 +1,119 @@
+"""The CUDA kernels' own arithmetic, run by the host: every shape the launcher picks, watched by the sanitizers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from host_library import HERE, HostKernels, build, compiler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speedswap.kernels.launch import COLUMNS_PER_LAUNCH, HOST_THREADS, BlockPart, columns_argument, launch_shape
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: set CXX or install g++")
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    return HostKernels(build(tmp_path_factory.mktemp("host_kernels"), sanitize=False))
+
+
+def test_one_row_of_two_columns_lands_where_the_columns_say(kernels: HostKernels):
+    """A tiny case to read: record 1 of 2, four bytes of one column, two of the other."""
+    records = np.arange(16, dtype=np.uint8)
+    wide, narrow = np.zeros(4, np.uint8), np.zeros(2, np.uint8)
+    parts = [BlockPart(0, 4, wide.ctypes.data, 4), BlockPart(6, 2, narrow.ctypes.data, 2)]
+    columns = columns_argument(parts, 2)
+    kernels.move("gather_w2_i64", 1, 32, records.ctypes.data, 4, np.array([1]), columns, 4)
+    assert wide.tolist() == [8, 9, 10, 11]
+    assert narrow.tolist() == [14, 15]
+
+
+def test_every_shape_moves_every_byte_and_no_other(tmp_path: Path):
+    """All layouts of host_moves.py, under the address and undefined-behaviour sanitizers."""
+    library = build(tmp_path, sanitize=True)
+    runtime = subprocess.run(
+        [str(compiler()), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(HERE / "host_moves.py"), str(library)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "layouts" in done.stdout
+
+
+@pytest.mark.parametrize("grid, block", [(1, 1), (1, 32), (3, 64), (7, 256)])
+@pytest.mark.parametrize("num_rows, width", [(1, 1), (5, 3), (4, 8), (33, 7), (2, 130)])
+@pytest.mark.parametrize("item", ["f32", "f64"])
+def test_fill_writes_every_item_in_any_shape(
+    kernels: HostKernels, grid: int, block: int, num_rows: int, width: int, item: str
+):
+    """Any grid gives what one thread gives, and nothing is left as it was."""
+    dtype = {"f32": np.float32, "f64": np.float64}[item]
+    once, again = np.full((num_rows, width), np.nan, dtype), np.full((num_rows, width), np.nan, dtype)
+    kernels.fill(f"fill_normal_{item}", 1, 1, once, 5, 0.0, 1.0, 1, 2)
+    kernels.fill(f"fill_normal_{item}", grid, block, again, 5, 0.0, 1.0, 1, 2)
+    assert np.isfinite(once).all()
+    np.testing.assert_array_equal(again, once)
+
+
+@given(
+    records=st.integers(0, 2**20),
+    stride=st.integers(1, 9000),
+    num_rows=st.integers(1, 2**40),
+    columns=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(1, 9000), st.integers(0, 2**20)),
+        min_size=1,
+        max_size=COLUMNS_PER_LAUNCH,
+    ),
+    multiprocessors=st.integers(1, 200),
+    host=st.booleans(),
+)
+def test_launch_shape_keeps_its_promises(records, stride, num_rows, columns, multiprocessors, host):
+    parts = [BlockPart(offset, width, block, width) for offset, width, block in columns]
+    shape = launch_shape(records, stride, num_rows, parts, multiprocessors=multiprocessors, host=host)
+    numbers = [records, stride, *(number for part in parts for number in part)]
+    assert all(number % shape.word_bytes == 0 for number in numbers)
+    assert shape.word_bytes == 16 or any(number % (2 * shape.word_bytes) for number in numbers)
+    words = sum(part.width for part in parts) // shape.word_bytes
+    assert shape.lanes in (1, 2, 4, 8, 16, 32)
+    assert shape.lanes >= min(words, 32)
+    assert shape.lanes == 1 or shape.lanes < 2 * words
+    assert shape.block % shape.lanes == 0
+    assert shape.block % 32 == 0
+    threads = shape.grid * shape.block
+    assert threads <= max(HOST_THREADS if host else 2048 * multiprocessors, shape.block)
+    assert threads >= min(num_rows * shape.lanes, HOST_THREADS if host else 2048 * multiprocessors)
+    assert shape.grid < 2**31
+
+
+@pytest.mark.parametrize("word", [8, 4, 2, 1])
+@pytest.mark.parametrize("which", range(6))
+def test_every_number_limits_the_word(which: int, word: int):
+    """One address, stride, offset or width that is a multiple of less is enough."""
+    numbers = [4096, 512, 64, 128, 8192, 256]
+    numbers[which] += word
+    records, stride, offset, width, block, block_stride = numbers
+    parts = [BlockPart(0, 64, 1 << 20, 64), BlockPart(offset, width, block, block_stride)]
+    assert launch_shape(records, stride, 10, parts, multiprocessors=132, host=False).word_bytes == word
+    assert launch_shape(4096, 512, 10, parts[:1], multiprocessors=132, host=False).word_bytes == 16
+
+
+def test_more_than_a_warp_of_words_takes_whole_warps():
+    part = BlockPart(0, 512, 4096, 512)
+    assert launch_shape(0, 512, 1000, [part], multiprocessors=132, host=False) == (16, 32, 125, 256)
+    assert launch_shape(0, 512, 10**9, [part], multiprocessors=132, host=False).grid == 132 * 8
+    assert launch_shape(0, 512, 10**9, [part], multiprocessors=132, host=True).grid == HOST_THREADS // 256
+    assert launch_shape(0, 516, 1000, [part], multiprocessors=132, host=False).word_bytes == 4
