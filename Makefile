@@ -50,18 +50,18 @@ format: $(VENV)/.stamp-dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: $(VENV)/.stamp-demo
-	@mkdir -p $(OUT)
+	@mkdir -p bench-output
 	@set -e; for bench in benchmarks/bench_*.py; do \
 	    name=$$(basename $$bench .py); \
 	    echo "== $$name"; \
-	    $(BIN)/python $$bench --device cpu --json $(OUT)/$${name#bench_}-cpu.json; \
+	    $(BIN)/python $$bench --device cpu --json bench-output/$${name#bench_}-cpu.json; \
 	done
 
 gpu-check:
 	$(PYTHON) tools/gpu_check.py --out $(OUT)
 
 clean:
-	rm -rf $(VENV) build dist demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist bench-output demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv, in steps: each is done once, and again when what it was made from has changed.

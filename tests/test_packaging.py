@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import readme_figures
 
 import speedswap
 
@@ -61,6 +62,12 @@ def test_readme_example_runs(code, capsys):
 def test_links_between_pages_lead_somewhere(page):
     targets = re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text())
     assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def test_readme_says_what_was_measured():
+    text = (ROOT / "README.md").read_text()
+    said = text.split(readme_figures.BEGIN)[1].split(readme_figures.END)[0]
+    assert said.strip() == readme_figures.table()
 
 
 # What each folder may import of the others: imports go one way.

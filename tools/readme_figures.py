@@ -1,0 +1,85 @@
+"""README's table of figures, made from the JSON files under ``benchmarks/results``.
+
+    python tools/readme_figures.py          write it between README's two marks
+
+A test holds that README says what the files say.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- figures: tools/readme_figures.py -->", "<!-- end of figures -->"
+
+
+def table() -> str:
+    """The table, with a line below it that says what was measured on."""
+    rows, word2vec = (_read(name) for name in ("rows-cpu.json", "word2vec-cpu.json"))
+    lines = ["| What | speedswap | Beside it | Ratio | Source |", "|---|---|---|---|---|"]
+    for pages, title in (("ordinary_pages", ""), ("huge_pages", ", huge pages")):
+        found = rows["results"][pages]
+        for ours, peer in (("gather_rows", "torch.index_select"), ("scatter_rows", "torch.index_copy_")):
+            ms = {name: 1000 * found["seconds"][name] for name in (ours, peer)}
+            lines.append(
+                f"| `{ours}`, {found['rows']:,} random rows of {found['row_bytes']} B "
+                f"out of {found['table_rows']:,}{title} "
+                f"| {ms[ours]:.2f} ms | `{peer}` {ms[peer]:.2f} ms | {found['times_faster'][ours][peer]:.2f} "
+                "| rows-cpu.json |"
+            )
+    sweep = rows["results"]["sweep_of_ordinary_pages"]
+    for ours, peer in (("gather_rows", "torch.index_select"), ("scatter_rows", "torch.index_copy_")):
+        ratios = [entry["times_faster"][ours][peer] for entry in sweep]
+        widths = [entry["row_bytes"] for entry in sweep]
+        lines.append(
+            f"| `{ours}`, rows of {min(widths)} to {max(widths):,} B | | `{peer}` "
+            f"| {min(ratios):.2f} to {max(ratios):.2f} | rows-cpu.json |"
+        )
+    lines += _word2vec_lines(word2vec["results"])
+    machine = rows["machine"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, "
+            f"torch {machine['torch']}, no GPU; medians or whole runs, peers in the same run. The files are in "
+            "[benchmarks/results](benchmarks/results).",
+        ]
+    )
+
+
+def _word2vec_lines(found: dict[str, Any]) -> list[str]:
+    ours, peer = found["speedswap"], found["gensim"][-1]
+    speed = statistics.median(run["words_per_second"] for run in ours)
+    lines = [
+        f"| word2vec, {ours[0]['corpus_words']:,} words, {ours[0]['settings']['epochs']} epochs, "
+        f"median of {len(ours)} seeds "
+        f"| {speed:,.0f} words/s | gensim, alpha {peer['alpha']}: {peer['words_per_second']:,} words/s "
+        f"| {speed / peer['words_per_second']:.2f} | word2vec-cpu.json |"
+    ]
+    for i, pairs in enumerate(peer["similarity"]):
+        mean = statistics.mean(run["similarity"][i]["spearman"] for run in ours)
+        lines.append(
+            f"| its vectors on {pairs['name']}, Spearman, mean of {len(ours)} seeds | {mean:.3f} "
+            f"| gensim {pairs['spearman']:.3f} | | word2vec-cpu.json |"
+        )
+    return lines
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    return found
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    readme.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
