@@ -55,8 +55,9 @@ from speedswap.compat.gadgets import DataGadget, DataGadgetMM
 from speedswap.compat.views import CupyMethods, DiskMethods, TorchMethods
 from speedswap.errors import SpeedswapWarning
 from speedswap.swapping import arrays, factories
-from speedswap.swapping.collection import Collection, count
+from speedswap.swapping.collection import Collection
 from speedswap.tables import init as initializers
+from speedswap.tables.record import count
 
 __all__ = [
     "COM",

@@ -43,7 +43,11 @@ def ready() -> tuple[bool, str]:
 
 
 def info() -> dict[str, str]:
-    """What the kernels came from, or why there are none; CuPy's version; torch's CUDA version."""
+    """What was built, what the kernels came from or why there are none; CuPy's version; torch's CUDA version."""
+    try:
+        built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
+    except FileNotFoundError as error:
+        built = f"{error}; NVRTC compiles the kernels at first use"
     reason = modules.unavailable()
     if reason is None:
         loaded = modules.load()
@@ -54,7 +58,12 @@ def info() -> dict[str, str]:
         version = str(modules.cupy().__version__)
     except ImportError as error:
         version = str(error)
-    return {"CUDA kernels": kernels, "CuPy": version, "CUDA": torch.version.cuda or "torch was built without CUDA"}
+    return {
+        "fatbin": built,
+        "CUDA kernels": kernels,
+        "CuPy": version,
+        "CUDA": torch.version.cuda or "torch was built without CUDA",
+    }
 
 
 def _index(device: torch.device) -> int:

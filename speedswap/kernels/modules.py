@@ -17,7 +17,7 @@ import torch
 from speedswap import _C
 from speedswap.errors import SpeedswapWarning
 
-__all__ = ["Kernels", "cupy", "load", "on_device", "source", "unavailable", "used_devices"]
+__all__ = ["Kernels", "cupy", "fatbin", "load", "on_device", "source", "unavailable", "used_devices"]
 
 # -fmad=false: the same random bits as on the host (csrc/philox.cuh).
 NVRTC_OPTIONS = ("-std=c++17", "-fmad=false")
@@ -128,11 +128,20 @@ def _load() -> Kernels | Unavailable:
         return Unavailable(f"the kernels cannot be compiled with NVRTC: {error}")
 
 
-def _from_fatbin() -> Any:
+def fatbin() -> Path:
+    """Return where the kernels lie that nvcc compiled at build.
+
+    Raises:
+        FileNotFoundError: none were.
+    """
     path = _beside_engine("rows.fatbin")
     if not path.exists():
         raise FileNotFoundError("no fatbin was built: nvcc was not found, or SPEEDSWAP_CUDA was OFF")
-    return _tried(cupy().RawModule(path=str(path)))
+    return path
+
+
+def _from_fatbin() -> Any:
+    return _tried(cupy().RawModule(path=str(fatbin())))
 
 
 def _from_source() -> Any:

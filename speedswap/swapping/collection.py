@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import shutil
 import warnings
@@ -22,7 +21,7 @@ from speedswap.tables import Table
 from speedswap.tables import init as initializers
 from speedswap.tables.init import Initializer
 
-__all__ = ["Collection", "count", "warn_of_duplicates"]
+__all__ = ["Collection", "warn_of_duplicates"]
 
 
 class Collection:
@@ -228,21 +227,6 @@ def warn_of_duplicates(ids: Tensor, name: str, *, stacklevel: int) -> None:
         DuplicateRowsWarning,
         stacklevel=stacklevel + 1,
     )
-
-
-def count(argument: str, value: Any) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ValueError: it is not.
-    """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{argument} is {value!r}; give a whole number of at least 1")
-    return number
 
 
 def _lives_on_gpu(table: Table) -> bool:

@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError, SpeedswapWarning
 from speedswap.swapping import arrays
-from speedswap.swapping.collection import Collection, count
+from speedswap.swapping.collection import Collection
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.leaf import replace_rows
 from speedswap.swapping.probe import probe
 from speedswap.swapping.step import by_weight, holds
 from speedswap.tables import init as initializers
 from speedswap.tables.init import CopyOf
+from speedswap.tables.record import count
 
 __all__ = ["ModelFactory", "OptimizerFactory"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import torch
 
 from speedswap.tables.init import Initializer
 
-__all__ = ["Column", "RecordLayout"]
+__all__ = ["Column", "RecordLayout", "count"]
 
 # A record starts on a cache line where that costs at most an eighth of the table, else on the largest smaller power of
 # two that does.
@@ -90,3 +91,18 @@ class RecordLayout:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def count(argument: str, value: object) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        ValueError: it is not.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(f"{argument} is {value!r}; give a whole number of at least 1")
+    return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import weakref
@@ -20,7 +19,7 @@ from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
 from speedswap.tables.init import Initializer
-from speedswap.tables.record import Column
+from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
 
 __all__ = ["Table"]
@@ -102,8 +101,8 @@ class Table:
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
             TableTooLargeError: the memory cannot be had.
         """
-        num_embeddings = _count("num_embeddings", num_embeddings)
-        embedding_dim = _count("embedding_dim", embedding_dim)
+        num_embeddings = count("num_embeddings", num_embeddings)
+        embedding_dim = count("embedding_dim", embedding_dim)
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed is {seed}; give a whole number from 0 to 2**64 - 1")
         if zero_row is not None and not 0 <= zero_row < num_embeddings:
@@ -477,13 +476,3 @@ class Table:
             )
         if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
-
-
-def _count(name: str, value: int) -> int:
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1 or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; give a whole number of at least 1")
-    return count
