@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from speedswap.swapping.interrupts import deferred_interrupts
 from speedswap.swapping.probe import is_probing
 from speedswap.swapping.step import RowStep, by_weight, holds
 from speedswap.tables import Table
@@ -95,9 +96,12 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if is_probing():
         return
-    for _, step in _steps_of(optimizer):
-        step.swap_out(optimizer)
     RowStep.steps_anywhere += 1
+    steps = [step for _, step in _steps_of(optimizer)]
+    if steps:
+        with deferred_interrupts():
+            for step in steps:
+                step.swap_out(optimizer)
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -141,6 +142,8 @@ class Embedding(nn.Module):
         module.weight.requires_grad_(not freeze)
         return module
 
+    # The rows come from outside of any graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: Tensor) -> Tensor:
         kernels.check_ids(ids, self.num_embeddings, f"table {self.table.name!r}")
         rows, local = kernels.unique(ids)
@@ -153,6 +156,13 @@ class Embedding(nn.Module):
         receive = functools.partial(self._step.receive, block, self.table.version)
         leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         return F.embedding(local, leaf)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process looks up in the table's files; a table in memory says that it cannot go there.
+        return (_over, (self.table, self.padding_idx, self.training, self.weight.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Embedding:
+        return copy.deepcopy(self.table, memo)  # type: ignore[return-value]  # which says what to do instead
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -192,3 +202,10 @@ class Embedding(nn.Module):
             return
         self._step.abandon()
         self.table.write(0, values.detach().to(self.table.dtype))
+
+
+def _over(table: Table, padding_idx: int | None, training: bool, requires_grad: bool) -> Embedding:
+    """An embedding over a table that there is, as a pickled one is made again."""
+    module = Embedding(table.num_embeddings, table.embedding_dim, padding_idx, table=table)
+    module.weight.requires_grad_(requires_grad)
+    return module.train(training)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -357,6 +359,28 @@ def test_an_exception_anywhere_leaves_the_table_as_after_the_last_step(place: st
     assert not torch.equal(items.table.read(), before["weight"])
 
 
+def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    users, items = (speedswap.Embedding(ROWS, DIM, dtype=torch.float64, name=name) for name in ("users", "items"))
+    optimizer = torch.optim.Adam([*users.parameters(), *items.parameters()])
+    ids = torch.tensor([1, 2])
+
+    def one_step() -> None:
+        optimizer.zero_grad()
+        (users(ids) * items(ids)).sum().backward()
+        optimizer.step()
+
+    one_step()
+    before = [module.table.read() for module in (users, items)]
+    memory = users.table._segments.of("weight").memory
+    monkeypatch.setattr(memory, "reserve", lambda rows, stride: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        one_step()
+    for module, old in zip((users, items), before, strict=True):
+        assert (module.table.read() != old).any(dim=1).nonzero().flatten().tolist() == [1, 2]
+        assert optimizer.state[module.weight]["step"] == 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_ids_out_of_range_are_refused_before_anything_is_read(items: speedswap.Embedding, device: str) -> None:
     for bad in (-1, ROWS, 2**31, 2**62, -(2**63)):
         ids = torch.tensor([[1, 2], [bad, 3]], device=device)
@@ -475,7 +499,6 @@ def test_the_module_is_freed_with_its_table() -> None:
 
 def test_copies_and_dtype_changes_are_refused_with_the_remedy(items: speedswap.Embedding) -> None:
     import copy
-    import pickle
 
     with pytest.raises(TypeError, match=r"Table\.save"):
         copy.deepcopy(items)
@@ -486,6 +509,37 @@ def test_copies_and_dtype_changes_are_refused_with_the_remedy(items: speedswap.E
     assert items.double() is items
     with pytest.raises(TypeError, match="int64"):
         speedswap.Embedding(3, 2, dtype=torch.int64)
+
+
+def test_a_pickled_embedding_looks_up_in_the_tables_files(tmp_path: Path) -> None:
+    items = speedswap.Embedding(ROWS, DIM, 3, path=tmp_path / "items").eval()
+    items.weight.requires_grad_(False)
+    payload = pickle.dumps(nn.Sequential(items))
+    assert len(payload) < 2000
+    (again,) = pickle.loads(payload)
+    ids = torch.tensor([3, 7])
+    assert torch.equal(again(ids), items(ids))
+    assert (again.padding_idx, again.training, again.weight.requires_grad) == (3, False, False)
+    again.table.close()
+    items.table.close()
+
+
+def test_a_compiled_model_trains_the_same() -> None:
+    def losses(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(speedswap.Embedding(ROWS, DIM, seed=1), nn.Linear(DIM, 1))
+        run = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = run(torch.arange(step, step + 5)).square().sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(compiled=True) == losses(compiled=False)
 
 
 def test_constructor_arguments_are_checked() -> None:
