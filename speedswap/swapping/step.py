@@ -58,6 +58,7 @@ class RowStep:
         self._rows: Tensor | None = None
         self._state: dict[str, Tensor] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
+        self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
         self._first_step = True  # torch initializes the state of the rows itself
         self._saved_scalars: dict[str, Any] = {}
@@ -207,8 +208,9 @@ class RowStep:
         return evaluated
 
     def abandon(self) -> None:
-        """Forget a step that was not completed; the table is as it was after the one before."""
-        self._restore_scalars()
+        """Forget rows and gradients, and what a step that was not completed has done to the optimizer's scalars."""
+        if self._status is _Status.STEPPING:
+            self._restore_scalars()
         self._release()
 
     def _restore_scalars(self) -> None:
@@ -239,18 +241,26 @@ class RowStep:
         """
         if self.optimizer is optimizer:
             return
+        if optimizer in self._former:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} was replaced as the optimizer of table {self.table.name!r}, whose "
+                "rows have the state of one optimizer at a time; take the weight out of one of the two"
+            )
         for other in list(by_weight.values()):
             if other is not self and other.table is self.table and other.optimizer is not None:
                 raise OptimizerError(
                     f"table {self.table.name!r} is trained through another embedding already, and two would undo each "
                     "other's updates; look up both with one embedding"
                 )
+        replaced = self.optimizer
         before, self._optimizer = self._optimizer, weakref.ref(optimizer)
         try:
             existing = self._declare(optimizer)
         except BaseException:
             self._optimizer = before
             raise
+        if replaced is not None:
+            self._former.add(replaced)
         noted = self.table.attributes.get(_ATTRIBUTE, {})
         resumes = before is None and bool(existing) and noted.get("class") == type(optimizer).__name__
         self._first_step = not resumes

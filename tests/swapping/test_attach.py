@@ -224,6 +224,26 @@ def test_a_new_optimizer_starts_with_fresh_state(items: speedswap.Embedding) -> 
     assert second.state[items.weight]["step"] == 1
 
 
+def test_two_optimizers_cannot_take_turns(items: speedswap.Embedding) -> None:
+    first, second = torch.optim.Adam(items.parameters()), torch.optim.SGD(items.parameters(), lr=0.1)
+    train(items, first)
+    train(items, second)  # it takes over
+    items(torch.tensor([1])).sum().backward()
+    before = items.table.read()
+    with pytest.raises(OptimizerError, match=r"this Adam was replaced as the optimizer of table 'items'"):
+        first.step()
+    assert torch.equal(items.table.read(), before)
+
+
+def test_loading_weights_keeps_the_optimizers_step_count(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.Adam(items.parameters())
+    train(items, optimizer, steps=3)
+    items.load_state_dict(items.state_dict())
+    assert optimizer.state[items.weight]["step"] == 3
+    train(items, optimizer, steps=1)
+    assert optimizer.state[items.weight]["step"] == 4
+
+
 def test_two_embeddings_cannot_train_one_table(items: speedswap.Embedding) -> None:
     twin = speedswap.Embedding(ROWS, DIM, table=items.table)
     ids = torch.tensor([2, 3])
