@@ -75,26 +75,40 @@ class RowStep:
         """Check that the previous training step reached the table.
 
         Raises:
-            LostUpdateError: it did not, and never will.
+            LostUpdateError: it did not, and never will; its rows and gradients are dropped.
         """
         if self._status is _Status.STEPPING and not self.in_closure:
             self.abandon()  # the optimizer's step raised
-        if self._status is _Status.READY:
-            if self._changed_outside():
-                raise LostUpdateError(
-                    f"the rows of table {self.table.name!r} were changed on the device without the optimizer's "
-                    "hooks, so the update did not reach the table; step with one of torch.optim, or with a subclass of "
-                    "torch.optim.Optimizer that calls super().__init__"
-                )
-            stepped = RowStep.steps_anywhere != self._steps_seen
-            if stepped and self.optimizer is None and not self._find_optimizer():
-                raise LostUpdateError(
-                    f"the weight of the embedding over table {self.table.name!r} is in no optimizer, so its gradient "
-                    "reaches no table; pass model.parameters() to the optimizer, or freeze it with "
-                    "embedding.weight.requires_grad_(False)"
-                )
-        elif self._status is _Status.STEPPED and self.weight.grad is None:
+        lost = self._what_was_lost()
+        if lost is not None:
+            self.abandon()
+            raise LostUpdateError(lost)
+        if self._status is _Status.STEPPED and self.weight.grad is None:
             self._release()
+
+    def _what_was_lost(self) -> str | None:
+        """Why something that was done to the rows did not reach the table, if anything was."""
+        table = f"table {self.table.name!r}"
+        if self._status is _Status.STEPPED and self.weight._version != self._weight_version:
+            return (
+                f"the rows of {table} were changed on the device after the optimizer's step, which does not reach the "
+                "table; change them there, with table.gather and table.scatter"
+            )
+        if self._status is not _Status.READY:
+            return None
+        if self._changed_outside():
+            return (
+                f"the rows of {table} were changed on the device without the optimizer's hooks, so the update did not "
+                "reach the table; step with one of torch.optim, or with a subclass of torch.optim.Optimizer that calls "
+                "super().__init__"
+            )
+        stepped = RowStep.steps_anywhere != self._steps_seen
+        if stepped and self.optimizer is None and not self._find_optimizer():
+            return (
+                f"the weight of the embedding over {table} is in no optimizer, so its gradient reaches no table; pass "
+                "model.parameters() to the optimizer, or freeze it with embedding.weight.requires_grad_(False)"
+            )
+        return None
 
     def receive(self, block: Block, version: int, leaf: Tensor) -> None:
         """Take the gradient that a backward pass has summed up in a forward's leaf.

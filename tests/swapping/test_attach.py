@@ -295,6 +295,16 @@ def test_an_update_by_hand_is_an_error_at_the_next_forward(way: str, items: spee
         items(ids)
 
 
+def test_a_change_after_the_step_is_an_error_at_the_next_forward(items: speedswap.Embedding) -> None:
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    train(items, optimizer)
+    with torch.no_grad():
+        items.weight.clamp_(-0.1, 0.1)
+    with pytest.raises(LostUpdateError, match=r"after the optimizer's step.*table\.gather and table\.scatter"):
+        items(torch.tensor([1]))
+    train(items, optimizer)  # told once, training goes on
+
+
 def test_an_optimizer_without_torchs_hooks_is_an_error_at_the_next_forward(items: speedswap.Embedding) -> None:
     class Unhooked(torch.optim.SGD):
         def __getattribute__(self, name: str) -> Any:
