@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Machines are shared and noisy: an example may take its time. Where a change is judged, the examples are the same ones.
+settings.register_profile("speedswap", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("speedswap")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

@@ -14,7 +14,7 @@ import philox_reference as reference
 import pytest
 import torch
 from host_library import HostKernels, build, compiler
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap import kernels
@@ -203,7 +203,6 @@ def test_logarithm_and_circle_are_within_their_bounds(on_host: HostKernels):
 # ---- the same bits everywhere ----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     width=st.integers(1, 70),
     rows=st.integers(1, 50),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.errors import IdError
@@ -102,7 +102,6 @@ def test_unique_is_numpys(device: str, dtype: torch.dtype, count: int, spread: i
         np.testing.assert_array_equal(local.cpu().numpy(), inverse)
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(0, 20)), max_size=60))
 def test_unique_of_anything(ids: list[int]):
     rows, local = unique(torch.tensor(ids, dtype=torch.int64))
@@ -126,7 +125,6 @@ def test_last_occurrences_of_a_batch(device: str):
     assert last_occurrences(torch.tensor([5, 2, 5, 9, 2], device=device)).tolist() == [4, 2, 3]
 
 
-@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 30), max_size=60), dtype=st.sampled_from(ID_DTYPES))
 def test_last_occurrences_and_first_duplicate_are_numpys(ids: list[int], dtype: torch.dtype):
     ours = torch.tensor(ids, dtype=dtype)

@@ -141,7 +141,7 @@ def test_no_ids_or_no_columns_do_nothing(where: str, device: str):
     np.testing.assert_array_equal(memory.numpy(), before)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_any_columns(data: st.DataObject):
     columns, end = [], 0

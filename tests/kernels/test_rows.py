@@ -146,7 +146,7 @@ def test_every_stride(device: str):
             np.testing.assert_array_equal(raw(target), expected, err_msg=name)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_gather_and_scatter(data: st.DataObject):
     rows, dim = data.draw(st.integers(1, 50)), data.draw(st.integers(0, 50))

@@ -377,7 +377,7 @@ def test_an_empty_batch(indexes: Any) -> None:
     np.testing.assert_array_equal(factory.getNumpyVersion(), all_rows().numpy())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, ROWS - 1), max_size=60), st.lists(st.integers(0, ROWS - 1), max_size=20))
 def test_the_last_of_equal_indexes_wins(positive: list[int], negative: list[int]) -> None:
     factory = switcher(all_rows())

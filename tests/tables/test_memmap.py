@@ -405,7 +405,7 @@ def test_a_data_file_behind_a_link_is_refused(tmp_path: Path) -> None:
         Table.open(tmp_path / "t")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 1000), byte=st.integers(0, 255), cut=st.booleans())
 def test_damaged_manifests_are_errors_and_never_a_crash(position: int, byte: int, cut: bool, tmp_path: Path) -> None:
     path = tmp_path / "t"
@@ -423,7 +423,7 @@ def test_damaged_manifests_are_errors_and_never_a_crash(position: int, byte: int
             Table.open(path)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -60,7 +60,7 @@ def test_rows_come_out_as_they_went_in(storage: str, tmp_path: Path, device: str
     table.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_sequence_of_writes_equals_a_numpy_array(data: st.DataObject) -> None:
     rows, dim = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 9))
