@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from speedswap.swapping.probe import RowState, probe
 from speedswap.tables import Block, Column, Table
 
 __all__ = ["RowStep"]
+
+_log = logging.getLogger("speedswap")
 
 # Rows compared with the table to see whether something changed them behind torch's back.
 _SAMPLE_ROWS = 64
@@ -281,6 +284,14 @@ class RowStep:
         if resumes:
             self._recall_scalars(optimizer, noted["scalars"])
         else:
+            if before is None and existing:
+                _log.warning(
+                    "table %r has state of an earlier run (%s), but not the step count of a %s that goes with it: the "
+                    "state starts over; the weights are kept",
+                    self.table.name,
+                    ", ".join(column.name for column in existing),
+                    type(optimizer).__name__,
+                )
             self.table.reset_columns(existing)
         self._take_state_of(optimizer)
 

@@ -511,6 +511,21 @@ def test_a_reopened_table_goes_on_with_weights_state_and_step_count(tmp_path: Pa
     assert torch.equal(run([range(4), range(4, 10)], tmp_path / "table"), whole)
 
 
+def test_state_without_its_step_count_starts_over_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = speedswap.Embedding(ROWS, DIM, path=tmp_path / "items", seed=0)
+    train(first, torch.optim.Adam(first.parameters()))
+    weights = first.table.read()
+    first.table.close()
+    table = speedswap.Table.open(tmp_path / "items")
+    table.attributes.clear()  # as after a process that never came to flush or close
+    again = speedswap.Embedding(ROWS, DIM, table=table)
+    speedswap.attach(torch.optim.Adam(again.parameters()), again)
+    assert "'items' has state of an earlier run (exp_avg, exp_avg_sq)" in caplog.text
+    assert torch.equal(table.read(), weights)
+    assert not table.read(column="exp_avg").any()
+    table.close()
+
+
 # ---------------------------------------------------------------------------- the module
 
 
