@@ -1,0 +1,180 @@
+"""A module over a table: what ``Embedding`` and ``EmbeddingBag`` have in common."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
+from speedswap import kernels
+from speedswap.swapping.step import RowStep
+from speedswap.tables import Table
+from speedswap.tables import init as initializers
+
+__all__ = ["TableModule"]
+
+_Self = TypeVar("_Self", bound="TableModule")
+
+
+class TableModule(nn.Module):
+    """Owns a table, the placeholder parameter for its rows, and the rows' training step; knows no way to look up.
+
+    The arguments are those of :class:`speedswap.Embedding`.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        storage: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | None = None,
+        init: initializers.Initializer | Callable[..., Any] | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+        table: Table | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
+            padding_idx %= num_embeddings
+        if table is None:
+            table = Table.create(
+                num_embeddings,
+                embedding_dim,
+                dtype=dtype or torch.get_default_dtype(),
+                storage=storage,
+                path=path,
+                init=initializers.normal() if init is None else init,
+                seed=int(torch.randint(2**62, ()).item()) if seed is None else seed,
+                name=name,
+                zero_row=padding_idx,
+            )
+        elif (table.num_embeddings, table.embedding_dim) != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"table is {table!r}, but num_embeddings is {num_embeddings} and embedding_dim is {embedding_dim}; "
+                "give the table's own"
+            )
+        if not table.dtype.is_floating_point and not table.dtype.is_complex:
+            raise TypeError(f"dtype is {table.dtype}; an embedding is trained, so give a floating-point one")
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.table = table
+        self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype, device=device))
+        self._step = RowStep(table, self.weight, padding_idx)
+
+    # The one place where a batch's rows come from.
+    def _swap_in(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Bring a batch's rows to the device of its ids.
+
+        Returns:
+            The weights of the distinct rows, shape (n, embedding_dim): a fresh leaf whose gradient goes to this step
+            where something is to be trained; and each id's place among them, int64, of the ids' shape.
+
+        Raises:
+            IdError: an id is outside the table. Nothing was read.
+            LostUpdateError: the training step before could not reach the table.
+        """
+        kernels.check_ids(ids, self.num_embeddings, f"table {self.table.name!r}")
+        rows, local = kernels.unique(ids)
+        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+            return self.table._gather(rows, ["weight"], ids.device).weight, local
+        self._step.before_forward()
+        block = self.table._gather(rows, None, ids.device)
+        # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
+        leaf = block.weight.detach().requires_grad_()
+        receive = functools.partial(self._step.receive, block, self.table.version)
+        leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+        return leaf, local
+
+    @classmethod
+    def _with_rows(
+        cls: type[_Self], embeddings: Tensor, freeze: bool, padding_idx: int | None, **settings: Any
+    ) -> _Self:
+        """A module over a new table with the given rows, shape (num_embeddings, embedding_dim)."""
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; give (num_embeddings, embedding_dim)")
+        module = cls(
+            len(embeddings),
+            embeddings.shape[1],
+            padding_idx=padding_idx,
+            dtype=embeddings.dtype,
+            init=initializers.zeros(),
+            seed=0,
+            **settings,
+        )
+        module.table.write(0, embeddings.detach())
+        module.weight.requires_grad_(not freeze)
+        return module
+
+    def _settings(self) -> dict[str, Any]:
+        """The arguments, beside the table, that make a module like this one."""
+        return {"padding_idx": self.padding_idx}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process looks up in the table's files; a table in memory says that it cannot go there.
+        return (_over, (type(self), self.table, self._settings(), self.training, self.weight.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.table, memo)  # which says what to do instead
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, table={self.table!r}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if fn(torch.zeros(1, dtype=self.table.dtype)).dtype != self.table.dtype:
+            raise TypeError(
+                f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when the "
+                "embedding is made, or convert what it returns"
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.table.read()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+            return
+        values = state_dict[key]
+        wanted = (self.num_embeddings, self.embedding_dim)
+        if tuple(values.shape) != wanted:
+            error_msgs.append(f"size mismatch for {key}: the checkpoint has {tuple(values.shape)}, the table {wanted}")
+            return
+        self._step.abandon()
+        self.table.write(0, values.detach().to(self.table.dtype))
+
+
+def _over(
+    cls: type[TableModule], table: Table, settings: dict[str, Any], training: bool, requires_grad: bool
+) -> TableModule:
+    """A module over a table that there is, as a pickled one is made again."""
+    module = cls(table.num_embeddings, table.embedding_dim, table=table, **settings)
+    module.weight.requires_grad_(requires_grad)
+    return module.train(training)
