@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "rows_cpu.h"
+#include "segments.h"
 
 namespace py = pybind11;
 
@@ -111,6 +112,63 @@ void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num
         [&] { fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads); });
 }
 
+using speedswap::Matrix;
+using speedswap::Segments;
+using SegmentsTuple = std::tuple<uintptr_t, uintptr_t, int64_t>;
+using MatrixTuple = std::tuple<uintptr_t, int64_t, int64_t>;
+
+Segments segments_of(const SegmentsTuple& tuple) {
+    const auto [index, offsets, num_segments] = tuple;
+    require(num_segments >= 0, "num_segments", num_segments, "0 or more");
+    return {at<const int64_t>(index), at<const int64_t>(offsets), num_segments};
+}
+
+Matrix matrix_of(const MatrixTuple& tuple, int item_bytes) {
+    const auto [data, stride, width] = tuple;
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
+    require(width >= 0, "width", width, "0 or more");
+    return {at(data), stride, width, item_bytes};
+}
+
+void group(uintptr_t local, int64_t count, int64_t num_rows, uintptr_t order, uintptr_t offsets) {
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    without_gil(
+        [&] { speedswap::group(at<const int64_t>(local), count, num_rows, at<int64_t>(order), at<int64_t>(offsets)); });
+}
+
+void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, uintptr_t weights, const MatrixTuple& out,
+                  int item_bytes, int threads) {
+    const Segments over = segments_of(segments);
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(out, item_bytes);
+    without_gil([&] { speedswap::sum_segments(over, from, at<const void>(weights), to, threads); });
+}
+
+void dot_segments(const SegmentsTuple& segments, const MatrixTuple& values, const MatrixTuple& others,
+                  uintptr_t products, int item_bytes, int threads) {
+    const Segments over = segments_of(segments);
+    const Matrix left = matrix_of(values, item_bytes), right = matrix_of(others, item_bytes);
+    without_gil([&] { speedswap::dot_segments(over, left, right, at<void>(products), threads); });
+}
+
+void max_segments(const SegmentsTuple& segments, const MatrixTuple& values, const MatrixTuple& out, uintptr_t taken,
+                  int item_bytes, int threads) {
+    const Segments over = segments_of(segments);
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(out, item_bytes);
+    without_gil([&] { speedswap::max_segments(over, from, to, at<int64_t>(taken), threads); });
+}
+
+void sum_taken(const SegmentsTuple& segments, uintptr_t entries, const MatrixTuple& values, uintptr_t taken,
+               const MatrixTuple& out, int item_bytes, int threads) {
+    const Segments over = segments_of(segments);
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(out, item_bytes);
+    without_gil(
+        [&] { speedswap::sum_taken(over, at<const int64_t>(entries), from, at<const int64_t>(taken), to, threads); });
+}
+
+void advise_huge_pages(uintptr_t pointer, int64_t nbytes) {
+    speedswap::advise_huge_pages(at(pointer), nbytes);
+}
+
 void prefault(uintptr_t pointer, int64_t nbytes, int threads) {
     without_gil([&] { speedswap::prefault(at(pointer), nbytes, threads); });
 }
@@ -135,5 +193,15 @@ PYBIND11_MODULE(_C, module) {
     module.def("fill_normal", &fill_rows<&speedswap::fill_normal>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
                arg("column_key"), arg("threads"));
+    module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
+    module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("weights"), arg("out"),
+               arg("item_bytes"), arg("threads"));
+    module.def("dot_segments", &dot_segments, arg("segments"), arg("values"), arg("others"), arg("products"),
+               arg("item_bytes"), arg("threads"));
+    module.def("max_segments", &max_segments, arg("segments"), arg("values"), arg("out"), arg("taken"),
+               arg("item_bytes"), arg("threads"));
+    module.def("sum_taken", &sum_taken, arg("segments"), arg("entries"), arg("values"), arg("taken"), arg("out"),
+               arg("item_bytes"), arg("threads"));
+    module.def("advise_huge_pages", &advise_huge_pages, arg("pointer"), arg("nbytes"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
 }

@@ -7,24 +7,44 @@ from speedswap.kernels.info import cuda_ready, engine_info
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
 from speedswap.kernels.rows import gather_rows, scatter_rows
+from speedswap.kernels.segments import (
+    Groups,
+    dot_segments,
+    expand,
+    group,
+    max_segments,
+    sum_rows,
+    sum_segments,
+    sum_taken,
+    summable,
+)
 from speedswap.kernels.threads import get_num_threads, set_num_threads
 
 __all__ = [
+    "Groups",
     "Part",
     "Records",
     "check_dtype",
     "check_ids",
     "cuda_ready",
+    "dot_segments",
     "engine_info",
+    "expand",
     "fill_normal",
     "fill_uniform",
     "first_duplicate",
     "gather_records",
     "gather_rows",
     "get_num_threads",
+    "group",
     "last_occurrences",
+    "max_segments",
     "scatter_records",
     "scatter_rows",
     "set_num_threads",
+    "sum_rows",
+    "sum_segments",
+    "sum_taken",
+    "summable",
     "unique",
 ]

@@ -1,0 +1,241 @@
+// The inner loops over segments. Compiled once for each instruction set, into the namespace SPEEDSWAP_ISA, and like
+// loops.cpp with no function that another file could define too.
+#include "segment_loops.h"
+
+#include <cstring>
+#include <type_traits>
+
+namespace speedswap {
+namespace SPEEDSWAP_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int64_t kVectorBytes = 32;
+#else
+constexpr int64_t kVectorBytes = 16;
+#endif
+
+template <typename Item, int64_t kBytes>
+struct VectorOf {
+    typedef Item type __attribute__((vector_size(kBytes)));
+};
+template <typename Item>
+using Vector = typename VectorOf<Item, kVectorBytes>::type;
+
+template <typename Item>
+constexpr int64_t kItems = kVectorBytes / int64_t(sizeof(Item));
+
+constexpr int64_t kLine = 64;
+// As many bytes of rows as gather has on their way (loops.cpp).
+constexpr int64_t kAheadBytes = 16384;
+
+inline int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+// The rows of a segment's entries, and which part of them to fetch ahead.
+template <typename Item>
+struct Rows {
+    const int64_t* const index;
+    const char* const data;
+    const int64_t stride, fetch_offset, fetch_bytes, ahead, fetch_end;
+
+    Rows(const Segments& segments, const Matrix& values, Share share)
+        : index(segments.index),
+          data(values.data),
+          stride(values.stride),
+          fetch_offset(share.column_begin * int64_t(sizeof(Item))),
+          fetch_bytes((share.column_end - share.column_begin) * int64_t(sizeof(Item))),
+          ahead(rows_ahead(fetch_bytes)),
+          fetch_end(segments.offsets[share.end]) {}
+
+    static int64_t rows_ahead(int64_t bytes) {
+        const int64_t rows = kAheadBytes / (bytes > 0 ? bytes : 1);
+        return rows < 4 ? 4 : least(rows, 32);
+    }
+
+    const Item* at(int64_t k) const { return reinterpret_cast<const Item*>(data + index[k] * stride); }
+
+    void fetch_after(int64_t k) const {
+        if (k + ahead >= fetch_end) return;
+        const char* const row = data + index[k + ahead] * stride + fetch_offset;
+        for (int64_t line = 0; line < fetch_bytes; line += kLine)
+            __builtin_prefetch(row + line, 0, 2);
+        // A row that does not begin with a line has one more.
+        __builtin_prefetch(row + fetch_bytes - 1, 0, 2);
+    }
+};
+
+// ---- sums ----------------------------------------------------------------------------------------------------------
+
+// kVectors vectors' width of one segment, in registers. The first such piece of a row fetches for all of them.
+template <typename Item, int kVectors, bool kWeighted>
+inline void sum_piece(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
+                      bool fetches, Item* out) {
+    Vector<Item> sum[kVectors] = {};
+    for (int64_t k = begin; k < end; ++k) {
+        if (fetches) rows.fetch_after(k);
+        const Item* const row = rows.at(k) + column;
+        Vector<Item> items[kVectors];
+        std::memcpy(items, row, sizeof items);
+        for (int v = 0; v < kVectors; ++v) {
+            if constexpr (kWeighted) {
+                sum[v] += weights[k] * items[v];
+            } else {
+                sum[v] += items[v];
+            }
+        }
+    }
+    std::memcpy(out + column, sum, sizeof sum);
+}
+
+template <typename Item, bool kWeighted>
+inline void sum_item(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
+                     Item* out) {
+    Item sum = 0;
+    for (int64_t k = begin; k < end; ++k) {
+        if constexpr (kWeighted) {
+            sum += weights[k] * rows.at(k)[column];
+        } else {
+            sum += rows.at(k)[column];
+        }
+    }
+    out[column] = sum;
+}
+
+template <typename Item, bool kWeighted>
+void sum_rows(const Segments& segments, const Matrix& values, const Item* weights, const Matrix& out, Share share) {
+    const Rows<Item> rows(segments, values, share);
+    const int64_t* const offsets = segments.offsets;
+    const auto piece = [&](auto vectors, int64_t begin, int64_t end, int64_t& column, Item* sums) {
+        constexpr int kVectors = decltype(vectors)::value;
+        while (column + kVectors * kItems<Item> <= share.column_end) {
+            const bool fetches = column == share.column_begin;
+            sum_piece<Item, kVectors, kWeighted>(rows, weights, begin, end, column, fetches, sums);
+            column += kVectors * kItems<Item>;
+        }
+    };
+    for (int64_t s = share.begin; s < share.end; ++s) {
+        Item* const sums = reinterpret_cast<Item*>(out.data + s * out.stride);
+        int64_t column = share.column_begin;
+        piece(std::integral_constant<int, 8>(), offsets[s], offsets[s + 1], column, sums);
+        piece(std::integral_constant<int, 4>(), offsets[s], offsets[s + 1], column, sums);
+        piece(std::integral_constant<int, 1>(), offsets[s], offsets[s + 1], column, sums);
+        for (; column < share.column_end; ++column)
+            sum_item<Item, kWeighted>(rows, weights, offsets[s], offsets[s + 1], column, sums);
+    }
+}
+
+template <typename Item>
+void sum_of(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share) {
+    const Item* const factors = static_cast<const Item*>(weights);
+    return factors != nullptr ? sum_rows<Item, true>(segments, values, factors, out, share)
+                              : sum_rows<Item, false>(segments, values, factors, out, share);
+}
+
+void sum(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share) {
+    return values.item_bytes == 4 ? sum_of<float>(segments, values, weights, out, share)
+                                  : sum_of<double>(segments, values, weights, out, share);
+}
+
+// ---- products ------------------------------------------------------------------------------------------------------
+
+// A line of accumulators on every processor, so that the order of the additions is the same on all.
+template <typename Item>
+inline Item product(const Item* left, const Item* right, int64_t width) {
+    constexpr int64_t kLanes = kLine / int64_t(sizeof(Item));
+    Item sums[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane)
+            sums[lane] += left[i + lane] * right[i + lane];
+    for (int64_t lane = 0; i + lane < width; ++lane)
+        sums[lane] += left[i + lane] * right[i + lane];
+    for (int64_t half = kLanes / 2; half > 0; half /= 2)
+        for (int64_t lane = 0; lane < half; ++lane)
+            sums[lane] += sums[lane + half];
+    return sums[0];
+}
+
+template <typename Item>
+void dot_of(const Segments& segments, const Matrix& values, const Matrix& others, Item* products, Share share) {
+    const Rows<Item> rows(segments, values, share);
+    for (int64_t s = share.begin; s < share.end; ++s) {
+        const Item* const other = reinterpret_cast<const Item*>(others.data + s * others.stride);
+        for (int64_t k = segments.offsets[s]; k < segments.offsets[s + 1]; ++k) {
+            rows.fetch_after(k);
+            products[k] = product(rows.at(k), other, values.width);
+        }
+    }
+}
+
+void dot(const Segments& segments, const Matrix& values, const Matrix& others, void* products, Share share) {
+    return values.item_bytes == 4 ? dot_of(segments, values, others, static_cast<float*>(products), share)
+                                  : dot_of(segments, values, others, static_cast<double*>(products), share);
+}
+
+// ---- maxima --------------------------------------------------------------------------------------------------------
+
+template <typename Item>
+void max_of(const Segments& segments, const Matrix& values, const Matrix& out, int64_t* taken, Share share) {
+    const Rows<Item> rows(segments, values, share);
+    for (int64_t s = share.begin; s < share.end; ++s) {
+        Item* const __restrict greatest = reinterpret_cast<Item*>(out.data + s * out.stride);
+        int64_t* const __restrict entry = taken + s * values.width;
+        const int64_t first = segments.offsets[s], last = segments.offsets[s + 1];
+        const Item* const start = first < last ? rows.at(first) : nullptr;
+        for (int64_t c = share.column_begin; c < share.column_end; ++c) {
+            greatest[c] = start != nullptr ? start[c] : Item(0);
+            entry[c] = start != nullptr ? first : -1;
+        }
+        if (first < last) rows.fetch_after(first);
+        for (int64_t k = first + 1; k < last; ++k) {
+            rows.fetch_after(k);
+            const Item* const row = rows.at(k);
+            for (int64_t c = share.column_begin; c < share.column_end; ++c) {
+                const bool greater = row[c] > greatest[c];
+                greatest[c] = greater ? row[c] : greatest[c];
+                entry[c] = greater ? k : entry[c];
+            }
+        }
+    }
+}
+
+void max(const Segments& segments, const Matrix& values, const Matrix& out, int64_t* taken, Share share) {
+    return values.item_bytes == 4 ? max_of<float>(segments, values, out, taken, share)
+                                  : max_of<double>(segments, values, out, taken, share);
+}
+
+template <typename Item>
+void sum_taken_of(const Segments& segments, const int64_t* entries, const Matrix& values, const int64_t* taken,
+                  const Matrix& out, Share share) {
+    const Rows<Item> rows(segments, values, share);
+    for (int64_t s = share.begin; s < share.end; ++s) {
+        Item* const __restrict sums = reinterpret_cast<Item*>(out.data + s * out.stride);
+        for (int64_t c = share.column_begin; c < share.column_end; ++c)
+            sums[c] = 0;
+        for (int64_t k = segments.offsets[s]; k < segments.offsets[s + 1]; ++k) {
+            rows.fetch_after(k);
+            const Item* const row = rows.at(k);
+            const int64_t* const from = taken + rows.index[k] * values.width;
+            const int64_t entry = entries[k];
+            for (int64_t c = share.column_begin; c < share.column_end; ++c)
+                sums[c] += from[c] == entry ? row[c] : Item(0);
+        }
+    }
+}
+
+void sum_taken(const Segments& segments, const int64_t* entries, const Matrix& values, const int64_t* taken,
+               const Matrix& out, Share share) {
+    return values.item_bytes == 4 ? sum_taken_of<float>(segments, entries, values, taken, out, share)
+                                  : sum_taken_of<double>(segments, entries, values, taken, out, share);
+}
+
+}  // namespace
+
+const SegmentLoops segment_loops = {sum, dot, max, sum_taken};
+
+}  // namespace SPEEDSWAP_ISA
+}  // namespace speedswap

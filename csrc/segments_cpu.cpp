@@ -1,0 +1,119 @@
+#include "segments.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "pool.h"
+#include "rows_cpu.h"
+#include "segment_loops.h"
+
+namespace speedswap {
+namespace {
+
+const SegmentLoops& loops() {
+#ifdef SPEEDSWAP_X86
+    static const SegmentLoops* const chosen = std::strcmp(isa(), "avx512") == 0 ? &avx512::segment_loops
+                                              : std::strcmp(isa(), "avx2") == 0 ? &avx2::segment_loops
+                                                                                : &baseline::segment_loops;
+    return *chosen;
+#else
+    return baseline::segment_loops;
+#endif
+}
+
+// Shares of about as many entries each. A segment that is larger than a share is divided by columns, by whole lines:
+// its sum stays one row of additions, and no thread is left with all of it.
+std::vector<Share> shares_of(const Segments& segments, const Matrix& values, bool by_columns, int threads) {
+    constexpr int64_t kShareBytes = 128 << 10;
+    constexpr int64_t kSharesPerThread = 8;
+    const int64_t* const offsets = segments.offsets;
+    const int64_t row_bytes = std::max<int64_t>(values.width * values.item_bytes, 1);
+    // A segment costs about as much as an entry: its own row is written.
+    const int64_t total = offsets[segments.num_segments] - offsets[0] + segments.num_segments;
+    const int64_t size = std::max(kShareBytes / row_bytes + 1, total / (kSharesPerThread * std::max(threads, 1)) + 1);
+    const int64_t line_items = 64 / values.item_bytes;
+    const int64_t lines = (values.width + line_items - 1) / line_items;
+    const int64_t columns = (lines + threads - 1) / std::max(threads, 1) * line_items;
+    std::vector<Share> shares;
+    for (int64_t begin = 0; begin < segments.num_segments;) {
+        // The last segment with which the share is not too large: offsets[end] + end ascends with end.
+        int64_t end = begin, beyond = segments.num_segments + 1;
+        const int64_t limit = offsets[begin] + begin + size;
+        while (beyond - end > 1) {
+            const int64_t middle = end + (beyond - end) / 2;
+            (offsets[middle] + middle <= limit ? end : beyond) = middle;
+        }
+        if (end > begin) {
+            shares.push_back({begin, end, 0, values.width});
+        } else {
+            end = begin + 1;
+            const int64_t step = by_columns && threads > 1 ? columns : std::max<int64_t>(values.width, 1);
+            for (int64_t column = 0; column < values.width; column += step)
+                shares.push_back({begin, end, column, std::min(values.width, column + step)});
+        }
+        begin = end;
+    }
+    return shares;
+}
+
+template <typename Loop>
+void run(const Segments& segments, const Matrix& values, bool by_columns, int threads, Loop&& loop) {
+    if (values.width == 0) return;
+    const std::vector<Share> shares = shares_of(segments, values, by_columns, threads);
+    parallel_for(int64_t(shares.size()), 1, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            loop(shares[size_t(i)]);
+    });
+}
+
+}  // namespace
+
+void group(const int64_t* local, int64_t count, int64_t num_rows, int64_t* order, int64_t* offsets) {
+    std::fill_n(offsets, num_rows + 1, int64_t(0));
+    for (int64_t i = 0; i < count; ++i)
+        ++offsets[local[i]];
+    // Each row's end; filled from behind, it becomes its begin.
+    int64_t end = 0;
+    for (int64_t row = 0; row <= num_rows; ++row)
+        offsets[row] = end += offsets[row];
+    for (int64_t i = count - 1; i >= 0; --i)
+        order[--offsets[local[i]]] = i;
+}
+
+void sum_segments(Segments segments, Matrix values, const void* weights, Matrix out, int threads) {
+    run(segments, values, true, threads, [&](Share share) { loops().sum(segments, values, weights, out, share); });
+}
+
+void dot_segments(Segments segments, Matrix values, Matrix others, void* products, int threads) {
+    if (values.width == 0) {
+        const int64_t entries = segments.offsets[segments.num_segments];
+        std::memset(products, 0, size_t(entries * values.item_bytes));
+        return;
+    }
+    run(segments, values, false, threads, [&](Share share) { loops().dot(segments, values, others, products, share); });
+}
+
+void max_segments(Segments segments, Matrix values, Matrix out, int64_t* taken, int threads) {
+    run(segments, values, true, threads, [&](Share share) { loops().max(segments, values, out, taken, share); });
+}
+
+void sum_taken(Segments segments, const int64_t* entries, Matrix values, const int64_t* taken, Matrix out,
+               int threads) {
+    run(segments, values, true, threads,
+        [&](Share share) { loops().sum_taken(segments, entries, values, taken, out, share); });
+}
+
+void advise_huge_pages([[maybe_unused]] char* memory, [[maybe_unused]] int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = (uintptr_t(memory) + page - 1) & -page;
+    const uintptr_t end = (uintptr_t(memory) + uintptr_t(bytes)) & -page;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace speedswap

@@ -1,0 +1,250 @@
+"""Rows for each id and sums for each row: what a lookup does with a block, and its way back.
+
+Segment ``s`` is the entries ``offsets[s] <= k < offsets[s + 1]``; entry ``k`` is row ``index[k]`` of some values. They
+are added one after the other: a result depends neither on the number of threads nor on the instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speedswap import _C
+from speedswap.kernels.ids import check_ids
+from speedswap.kernels.rows import gather_rows
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = [
+    "Groups",
+    "dot_segments",
+    "empty",
+    "expand",
+    "group",
+    "max_segments",
+    "sum_rows",
+    "sum_segments",
+    "sum_taken",
+    "summable",
+]
+
+_ENGINE = (torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+# Below this a result has too few pages for their size to count.
+_HUGE_BYTES = 4 << 20
+
+
+class Groups(NamedTuple):
+    """Positions by row: row r occurs at ``order[offsets[r]:offsets[r + 1]]``, ascending.
+
+    Attributes:
+        order: int64, shape (count,).
+        offsets: int64, shape (num_rows + 1,).
+    """
+
+    order: Tensor
+    offsets: Tensor
+
+
+def summable(tensor: Tensor) -> bool:
+    """Whether the engine can add up such rows: floating-point ones on the CPU."""
+    return tensor.device.type == "cpu" and tensor.dtype in (*_ENGINE, *_HALF)
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor on the CPU, in huge pages where it is large and the system gives them.
+
+    Ordinary pages, given one by one at the first touch, can cost several times what writing the rows does.
+    """
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.nbytes >= _HUGE_BYTES:
+        _C.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    return tensor
+
+
+def expand(block: Tensor, local: Tensor) -> Tensor:
+    """Return the row of each position, ``block[local]``. Autograd does not see it.
+
+    Args:
+        block: shape (n, dim), any dtype, on any device.
+        local: int64, any shape, 0 to n - 1, on block's device.
+
+    Returns:
+        A new tensor, shape (*local.shape, dim).
+
+    Raises:
+        IdError: a place is not one of block's rows.
+
+    >>> expand(torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([1, 1, 0]))
+    tensor([[3., 4.],
+            [3., 4.],
+            [1., 2.]])
+    """
+    shape = (*local.shape, block.shape[1])
+    if block.device.type != "cpu":
+        return F.embedding(local, block.detach())
+    out = empty((local.numel(), block.shape[1]), block.dtype)
+    return gather_rows(block, local.reshape(-1), out=out).view(shape)
+
+
+def group(local: Tensor, num_rows: int) -> Groups:
+    """Return the positions of each row.
+
+    Args:
+        local: int64, any shape, 0 to num_rows - 1, on the CPU.
+        num_rows: how many rows there are.
+
+    Raises:
+        IdError: a place is not one of the rows.
+
+    >>> group(torch.tensor([1, 0, 1]), num_rows=3)
+    Groups(order=tensor([1, 0, 2]), offsets=tensor([0, 1, 3, 3]))
+    """
+    local = _int64(local, "local").reshape(-1)
+    check_ids(local, num_rows, "the block")
+    order, offsets = torch.empty_like(local), torch.empty(num_rows + 1, dtype=torch.int64)
+    _C.group(local.data_ptr(), len(local), num_rows, order.data_ptr(), offsets.data_ptr())
+    return Groups(order, offsets)
+
+
+def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None = None) -> Tensor:
+    """Return the sum of the values of each row: the way back of :func:`expand`. Autograd does not see it.
+
+    Args:
+        values: floating-point, shape (*local.shape, dim), any strides, on any device.
+        local: int64, any shape, 0 to num_rows - 1, on values' device.
+        num_rows: how many rows there are.
+        groups: ``group(local, num_rows)``, where it is known.
+
+    Returns:
+        A new tensor, shape (num_rows, dim). On the CPU each row's values are added in their order, from zero: the bits
+        are those of nn.Embedding's backward pass for float32 and float64; float16 and bfloat16 are added as float32 and
+        rounded once.
+
+    Raises:
+        IdError: a place is not one of the rows.
+
+    >>> sum_rows(torch.tensor([[1.], [2.], [4.]]), torch.tensor([1, 0, 1]), num_rows=2)
+    tensor([[2.],
+            [5.]])
+    """
+    if values.device.type != "cpu":
+        return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
+    order, offsets = groups or group(local, num_rows)
+    dim = values.shape[-1]
+    rows = values.reshape(-1, dim) if any(values.stride()) else values[(0,) * local.ndim].expand(local.numel(), dim)
+    return sum_segments(rows, order, offsets)
+
+
+def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each segment's rows, each times its entry's weight. Autograd does not see it.
+
+    Args:
+        values: floating-point, shape (n, dim), any strides, on the CPU.
+        index: int64, shape (entries,), 0 to n - 1. The caller has checked.
+        offsets: int64, shape (segments + 1,), ascending, 0 to entries. The caller has checked.
+        weights: values' dtype, shape (entries,).
+
+    Returns:
+        A new tensor, shape (segments, dim); zeros for a segment without entries.
+    """
+    if values.dtype in _HALF:
+        return sum_segments(values.float(), index, offsets, None if weights is None else weights.float()).to(
+            values.dtype
+        )
+    rows = _rows(values, "values")
+    out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
+    factors = None if weights is None else weights.detach().contiguous()
+    pointer = 0 if factors is None else factors.data_ptr()
+    segments, index, offsets = _segments(index, offsets)
+    _C.sum_segments(segments, _pitch(rows), pointer, _pitch(out), rows.element_size(), get_num_threads())
+    return out
+
+
+def dot_segments(values: Tensor, index: Tensor, offsets: Tensor, others: Tensor) -> Tensor:
+    """Return for each entry the product of its row with its segment's row of others: the way back to the weights.
+
+    Args:
+        values, index, offsets: as in :func:`sum_segments`.
+        others: values' dtype, shape (segments, dim).
+
+    Returns:
+        values' dtype, shape (entries,); zero for entries of no segment.
+    """
+    if values.dtype in _HALF:
+        return dot_segments(values.float(), index, offsets, others.float()).to(values.dtype)
+    rows, others = _rows(values, "values"), _rows(others, "others")
+    out = torch.zeros(len(index), dtype=values.dtype)
+    segments, index, offsets = _segments(index, offsets)
+    _C.dot_segments(segments, _pitch(rows), _pitch(others), out.data_ptr(), rows.element_size(), get_num_threads())
+    return out
+
+
+def max_segments(values: Tensor, index: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the greatest item of each column over each segment, and the entry that it is of. Autograd does not see it.
+
+    Args:
+        values, index, offsets: as in :func:`sum_segments`.
+
+    Returns:
+        The items, shape (segments, dim), zeros for a segment without entries; and the entries, int64, of that shape,
+        -1 there. Of equal items the first is taken; a NaN is where it comes first.
+    """
+    if values.dtype in _HALF:
+        greatest, taken = max_segments(values.float(), index, offsets)
+        return greatest.to(values.dtype), taken
+    rows = _rows(values, "values")
+    out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
+    taken = empty(tuple(out.shape), torch.int64)
+    segments, index, offsets = _segments(index, offsets)
+    _C.max_segments(segments, _pitch(rows), _pitch(out), taken.data_ptr(), rows.element_size(), get_num_threads())
+    return out, taken
+
+
+def sum_taken(values: Tensor, index: Tensor, offsets: Tensor, entries: Tensor, taken: Tensor) -> Tensor:
+    """Return the sum of each segment's items where they were taken: the way back of :func:`max_segments`.
+
+    Args:
+        values, index, offsets: as in :func:`sum_segments`.
+        entries: int64, shape (entries,): whose item entry k adds.
+        taken: int64, values' shape: an item of values counts where this is the entry that asks.
+    """
+    if values.dtype in _HALF:
+        return sum_taken(values.float(), index, offsets, entries, taken).to(values.dtype)
+    rows = _rows(values, "values")
+    out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
+    segments, index, offsets = _segments(index, offsets)
+    entries, taken = _int64(entries, "entries"), _int64(taken, "taken")
+    _C.sum_taken(
+        segments, entries.data_ptr(), _pitch(rows), taken.data_ptr(), _pitch(out), rows.element_size(),
+        get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _int64(tensor: Tensor, name: str) -> Tensor:
+    if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
+        raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; make it torch.int64 on the CPU")
+    return tensor.contiguous()
+
+
+def _segments(index: Tensor, offsets: Tensor) -> tuple[tuple[int, int, int], Tensor, Tensor]:
+    """The segments for the engine, and the tensors that hold them."""
+    index, offsets = _int64(index, "index"), _int64(offsets, "offsets")
+    return (index.data_ptr(), offsets.data_ptr(), len(offsets) - 1), index, offsets
+
+
+def _rows(values: Tensor, name: str) -> Tensor:
+    if values.device.type != "cpu" or values.dtype not in _ENGINE:
+        raise TypeError(f"{name} is {values.dtype} on {values.device}; make it floating-point on the CPU")
+    if values.stride(1) == 1 or values.shape[1] <= 1:
+        return values.detach()
+    if values.stride(0) == 0 and len(values):
+        return values.detach()[:1].contiguous().expand(values.shape)
+    return values.detach().contiguous()
+
+
+def _pitch(rows: Tensor) -> tuple[int, int, int]:
+    return rows.data_ptr(), rows.stride(0) * rows.element_size(), rows.shape[1]
