@@ -74,21 +74,22 @@ struct Rows {
 template <typename Item, int kVectors, bool kWeighted>
 inline void sum_piece(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
                       bool fetches, Item* out) {
-    Vector<Item> sum[kVectors] = {};
+    // Vector by vector: an array that is copied as a whole lives in memory, not in registers.
+    Vector<Item> sum[kVectors];
+    for (int v = 0; v < kVectors; ++v)
+        sum[v] = Vector<Item>{};
     for (int64_t k = begin; k < end; ++k) {
         if (fetches) rows.fetch_after(k);
         const Item* const row = rows.at(k) + column;
-        Vector<Item> items[kVectors];
-        std::memcpy(items, row, sizeof items);
         for (int v = 0; v < kVectors; ++v) {
-            if constexpr (kWeighted) {
-                sum[v] += weights[k] * items[v];
-            } else {
-                sum[v] += items[v];
-            }
+            Vector<Item> items;
+            std::memcpy(&items, row + v * kItems<Item>, sizeof items);
+            if constexpr (kWeighted) items *= weights[k];
+            sum[v] += items;
         }
     }
-    std::memcpy(out + column, sum, sizeof sum);
+    for (int v = 0; v < kVectors; ++v)
+        std::memcpy(out + column + v * kItems<Item>, &sum[v], sizeof sum[v]);
 }
 
 template <typename Item, bool kWeighted>

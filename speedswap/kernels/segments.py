@@ -132,17 +132,17 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None
     """
     if values.device.type != "cpu":
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
+    if values.dtype in _HALF:
+        return sum_rows(values.float(), local, num_rows, groups).to(values.dtype)
     order, offsets = groups or group(local, num_rows)
-    dim = values.shape[-1]
-    rows = values.reshape(-1, dim) if any(values.stride()) else values[(0,) * local.ndim].expand(local.numel(), dim)
-    return sum_segments(rows, order, offsets)
+    return sum_segments(values.reshape(local.numel(), values.shape[-1]), order, offsets)
 
 
 def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the sum of each segment's rows, each times its entry's weight. Autograd does not see it.
 
     Args:
-        values: floating-point, shape (n, dim), any strides, on the CPU.
+        values: float32 or float64, shape (n, dim), any strides, on the CPU.
         index: int64, shape (entries,), 0 to n - 1. The caller has checked.
         offsets: int64, shape (segments + 1,), ascending, 0 to entries. The caller has checked.
         weights: values' dtype, shape (entries,).
@@ -150,10 +150,6 @@ def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
     Returns:
         A new tensor, shape (segments, dim); zeros for a segment without entries.
     """
-    if values.dtype in _HALF:
-        return sum_segments(values.float(), index, offsets, None if weights is None else weights.float()).to(
-            values.dtype
-        )
     rows = _rows(values, "values")
     out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
     factors = None if weights is None else weights.detach().contiguous()
@@ -173,8 +169,6 @@ def dot_segments(values: Tensor, index: Tensor, offsets: Tensor, others: Tensor)
     Returns:
         values' dtype, shape (entries,); zero for entries of no segment.
     """
-    if values.dtype in _HALF:
-        return dot_segments(values.float(), index, offsets, others.float()).to(values.dtype)
     rows, others = _rows(values, "values"), _rows(others, "others")
     out = torch.zeros(len(index), dtype=values.dtype)
     segments, index, offsets = _segments(index, offsets)
@@ -211,8 +205,6 @@ def sum_taken(values: Tensor, index: Tensor, offsets: Tensor, entries: Tensor, t
         entries: int64, shape (entries,): whose item entry k adds.
         taken: int64, values' shape: an item of values counts where this is the entry that asks.
     """
-    if values.dtype in _HALF:
-        return sum_taken(values.float(), index, offsets, entries, taken).to(values.dtype)
     rows = _rows(values, "values")
     out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
     segments, index, offsets = _segments(index, offsets)
@@ -238,7 +230,9 @@ def _segments(index: Tensor, offsets: Tensor) -> tuple[tuple[int, int, int], Ten
 
 def _rows(values: Tensor, name: str) -> Tensor:
     if values.device.type != "cpu" or values.dtype not in _ENGINE:
-        raise TypeError(f"{name} is {values.dtype} on {values.device}; make it floating-point on the CPU")
+        raise TypeError(
+            f"{name} is {values.dtype} on {values.device}; make it torch.float32 or torch.float64 on the CPU"
+        )
     if values.stride(1) == 1 or values.shape[1] <= 1:
         return values.detach()
     if values.stride(0) == 0 and len(values):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from speedswap.swapping.lookup import look_up
 from speedswap.swapping.table_module import TableModule
 
 __all__ = ["Embedding"]
@@ -75,4 +75,4 @@ class Embedding(TableModule):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: Tensor) -> Tensor:
         rows, local = self._swap_in(ids)
-        return F.embedding(local, rows)
+        return look_up(rows, local)
