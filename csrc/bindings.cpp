@@ -3,12 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <vector>
 
+#include "background.h"
 #include "rows_cpu.h"
 #include "segments.h"
 
@@ -16,9 +18,14 @@ namespace py = pybind11;
 
 namespace {
 
+using speedswap::Buffer;
 using speedswap::Fill;
+using speedswap::GatherJob;
 using speedswap::Ids;
+using speedswap::Job;
+using speedswap::Move;
 using speedswap::Part;
+using speedswap::ScatterJob;
 using PartTuple = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
 
 void require(bool holds, const char* name, int64_t value, const char* wanted) {
@@ -169,6 +176,43 @@ void advise_huge_pages(uintptr_t pointer, int64_t nbytes) {
     speedswap::advise_huge_pages(at(pointer), nbytes);
 }
 
+// ---- the background thread -----------------------------------------------------------------------------------------
+
+using MoveTuple = std::tuple<uintptr_t, int64_t, std::vector<PartTuple>>;
+
+std::vector<Move> moves_of(const std::vector<MoveTuple>& tuples) {
+    std::vector<Move> moves;
+    for (const auto& [records, stride, parts] : tuples)
+        moves.push_back({at(records), stride, parts_of(parts)});
+    return moves;
+}
+
+std::shared_ptr<GatherJob> gather_ahead(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows,
+                                        const std::vector<MoveTuple>& moves, int threads) {
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    auto job = std::make_shared<GatherJob>(ids_at(ids, id_bytes, count), num_rows, moves_of(moves), threads);
+    speedswap::give(job);
+    return job;
+}
+
+std::shared_ptr<ScatterJob> scatter_behind(uintptr_t ids, int id_bytes, int64_t count,
+                                           const std::vector<MoveTuple>& moves, int threads) {
+    auto job = std::make_shared<ScatterJob>(ids_at(ids, id_bytes, count), moves_of(moves), threads);
+    speedswap::give(job);
+    return job;
+}
+
+int64_t hand_over(uintptr_t from_rows, int64_t from_count, uintptr_t to_rows, int64_t to_count,
+                  const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& columns, int threads) {
+    std::vector<speedswap::Copied> copied;
+    for (const auto& [from, to, row_bytes] : columns)
+        copied.push_back({at(from), at(to), row_bytes});
+    return without_gil([&] {
+        return speedswap::hand_over(at<int64_t>(from_rows), from_count, at<int64_t>(to_rows), to_count, copied,
+                                    threads);
+    });
+}
+
 void prefault(uintptr_t pointer, int64_t nbytes, int threads) {
     without_gil([&] { speedswap::prefault(at(pointer), nbytes, threads); });
 }
@@ -204,4 +248,29 @@ PYBIND11_MODULE(_C, module) {
                arg("item_bytes"), arg("threads"));
     module.def("advise_huge_pages", &advise_huge_pages, arg("pointer"), arg("nbytes"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
+
+    py::class_<Buffer>(module, "Buffer", py::buffer_protocol()).def_buffer([](Buffer& buffer) {
+        return py::buffer_info(buffer.data(), 1, py::format_descriptor<uint8_t>::format(), buffer.bytes());
+    });
+    py::class_<Job, std::shared_ptr<Job>>(module, "Job")
+        .def("wait", [](Job& job) { without_gil([&] { job.wait(); }); })
+        .def("done", &Job::done);
+    py::class_<GatherJob, Job, std::shared_ptr<GatherJob>>(module, "GatherJob")
+        .def_readonly("outside", &GatherJob::outside)
+        .def_readonly("distinct", &GatherJob::distinct)
+        .def("take", [](GatherJob& job) {
+            py::list blocks;
+            for (Buffer& block : job.blocks)
+                blocks.append(std::move(block));
+            job.blocks.clear();
+            return py::make_tuple(std::move(job.rows), std::move(job.local), blocks);
+        });
+    py::class_<ScatterJob, Job, std::shared_ptr<ScatterJob>>(module, "ScatterJob");
+    module.def("gather_ahead", &gather_ahead, arg("ids"), arg("id_bytes"), arg("count"), arg("num_rows"), arg("moves"),
+               arg("threads"));
+    module.def("scatter_behind", &scatter_behind, arg("ids"), arg("id_bytes"), arg("count"), arg("moves"),
+               arg("threads"));
+    module.def("finish_jobs", [] { without_gil([] { speedswap::finish_jobs(); }); });
+    module.def("hand_over", &hand_over, arg("from_rows"), arg("from_count"), arg("to_rows"), arg("to_count"),
+               arg("columns"), arg("threads"));
 }

@@ -137,7 +137,10 @@ class Pool {
 std::atomic<Pool*> current_pool{nullptr};
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current_pool.store(nullptr); });
 
+thread_local Pool* own_pool = nullptr;
+
 Pool& pool() {
+    if (own_pool != nullptr) return *own_pool;
     Pool* existing = current_pool.load(std::memory_order_acquire);
     if (existing != nullptr) return *existing;
     Pool* fresh = new Pool;
@@ -147,6 +150,10 @@ Pool& pool() {
 }
 
 }  // namespace
+
+void use_own_pool() {
+    if (own_pool == nullptr) own_pool = new Pool;
+}
 
 void parallel_ranges(int64_t count, int64_t grain, int threads, RangeBody body, void* context) {
     if (count <= 0) return;

@@ -14,7 +14,11 @@ namespace speedswap {
 using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
 void parallel_ranges(int64_t count, int64_t grain, int threads, RangeBody body, void* context);
 
-// The same for any callable body(begin, end).
+// Gives the calling thread a pool of its own for as long as it lives: its loops and those of other threads then do not
+// take the pool from one another.
+void use_own_pool();
+
+// parallel_ranges for any callable body(begin, end).
 template <typename Body>
 void parallel_for(int64_t count, int64_t grain, int threads, Body&& body) {
     auto call = [](void* context, int64_t begin, int64_t end) { (*static_cast<Body*>(context))(begin, end); };

@@ -1,5 +1,7 @@
 """Move rows between two memories. Knows pointers, strides and streams; nothing of tables or training."""
 
+from speedswap.kernels.aside import Aside, used_here
+from speedswap.kernels.background import AheadJob, Job, WantedColumn, finish_jobs, hand_over, scatter_behind
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, unique
@@ -21,9 +23,13 @@ from speedswap.kernels.segments import (
 from speedswap.kernels.threads import get_num_threads, set_num_threads
 
 __all__ = [
+    "AheadJob",
+    "Aside",
     "Groups",
+    "Job",
     "Part",
     "Records",
+    "WantedColumn",
     "check_dtype",
     "check_ids",
     "cuda_ready",
@@ -32,13 +38,16 @@ __all__ = [
     "expand",
     "fill_normal",
     "fill_uniform",
+    "finish_jobs",
     "first_duplicate",
     "gather_records",
     "gather_rows",
     "get_num_threads",
     "group",
+    "hand_over",
     "last_occurrences",
     "max_segments",
+    "scatter_behind",
     "scatter_records",
     "scatter_rows",
     "set_num_threads",
@@ -47,4 +56,5 @@ __all__ = [
     "sum_taken",
     "summable",
     "unique",
+    "used_here",
 ]

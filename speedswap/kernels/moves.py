@@ -10,7 +10,7 @@ from speedswap import _C
 from speedswap.kernels.records import Part, Records
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["gather_records", "scatter_records"]
+__all__ = ["engine_parts", "gather_records", "scatter_records"]
 
 
 def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
@@ -30,7 +30,7 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":
         ids = ids.cpu().contiguous()
         _C.gather(
-            records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), _engine_parts(parts),
+            records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), engine_parts(parts),
             get_num_threads(),
         )  # fmt: skip
         return
@@ -55,7 +55,7 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":
         ids = ids.cpu().contiguous()
         _C.scatter(
-            records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), _engine_parts(parts),
+            records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), engine_parts(parts),
             get_num_threads(),
         )  # fmt: skip
         return
@@ -64,9 +64,10 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
     cuda.scatter_records(records, ids, parts)
 
 
-def _engine_parts(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
-    engine_parts = []
+def engine_parts(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
+    """The parts as the engine takes them."""
+    taken = []
     for offset, block in parts:
         width = block.nbytes // len(block)
-        engine_parts.append((offset, width, block.data_ptr(), width))
-    return engine_parts
+        taken.append((offset, width, block.data_ptr(), width))
+    return taken

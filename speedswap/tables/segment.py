@@ -39,6 +39,13 @@ class Segment:
             memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned, memory.bytes
         )
 
+    def wanted(self) -> list[kernels.WantedColumn]:
+        """Every column, for a gather by the engine's thread."""
+        return [
+            kernels.WantedColumn(self.layout.offset(c.name), c.row_bytes, c.row_shape, c.dtype)
+            for c in self.layout.columns
+        ]
+
     def view(self, name: str) -> Tensor:
         """All rows of one column, (num_embeddings, *row_shape), as a strided tensor over the memory itself."""
         i = self.layout.index(name)

@@ -18,8 +18,10 @@ from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
+from speedswap.tables.in_flight import Ahead, EngineGathering, InFlight, SideGathering, Write
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column, count
+from speedswap.tables.segment import Segment
 from speedswap.tables.segments import Segments
 
 __all__ = ["Table"]
@@ -61,6 +63,7 @@ class Table:
         self.before_saving: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
         self._lock = threading.RLock()
+        self._flight = InFlight()
         self._owner_pid = os.getpid()
 
     # ------------------------------------------------------------------ making one
@@ -219,6 +222,11 @@ class Table:
     def _gather(self, rows: Tensor, columns: Sequence[str] | None, device: torch.device | str | None) -> Block:
         """Gather rows whose ids have been checked."""
         self._check_open()
+        self._flight.land()
+        return self._fetch(rows, columns, device)
+
+    def _fetch(self, rows: Tensor, columns: Sequence[str] | None, device: torch.device | str | None) -> Block:
+        """Gather without waiting for writes that are on their way."""
         names = list(self.columns) if columns is None else columns
         if device is None:
             home = self._segments.of("weight").memory.device
@@ -259,20 +267,86 @@ class Table:
             )
         self._scatter(rows, fitting(values, self.columns, len(rows), self.name))
 
-    def _scatter(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Scatter rows that are checked and unique, from tensors that fit."""
+    def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, behind: bool = False) -> None:
+        """Scatter rows that are checked and unique, from tensors that fit.
+
+        Args:
+            behind: return before the rows are written. They are ascending, and nobody changes ``values`` any more.
+        """
         self._check_open(writing=True)
         if len(rows) == 0:
             return
         with self._lock:
             by_segment = self._segments.grouped(values)
             through = [segment.memory.reserve(rows, segment.layout.stride) for segment, _ in by_segment]
+            blocks = {name: value.detach().contiguous() for name, value in values.items()}
+            moves = [
+                (segment, [kernels.Part(segment.layout.offset(c.name), blocks[c.name]) for c in columns])
+                for segment, columns in by_segment
+            ]
+            at_once = not behind or any(mask is not None for mask in through)
+            if at_once:
+                self._flight.land()
             self._mark_written()
-            for (segment, columns), mask in zip(by_segment, through, strict=True):
-                parts = [kernels.Part(segment.layout.offset(c.name), values[c.name].contiguous()) for c in columns]
-                if parts[0].block.device.type == "cpu":
-                    segment.memory.settle()
-                segment.scatter(rows, parts, through=mask)
+            if at_once:
+                for (segment, parts), mask in zip(moves, through, strict=True):
+                    if parts[0].block.device.type == "cpu":
+                        segment.memory.settle()
+                    segment.scatter(rows, parts, through=mask)
+            if behind:
+                job = None if at_once else self._write_behind(rows, moves)
+                self._flight.wrote(Write(rows, blocks, job), self.version)
+
+    def _write_behind(
+        self, rows: Tensor, moves: Sequence[tuple[Segment, Sequence[kernels.Part]]]
+    ) -> kernels.Job | kernels.Aside[None]:
+        """Begin to write; the engine's thread where all is host memory, else a stream and thread beside the GPU's."""
+        blocks = [part.block for _, parts in moves for part in parts]
+        if self._in_host_memory(blocks[0].device):
+            for segment, _ in moves:
+                segment.memory.settle()
+            return kernels.scatter_behind(rows, [(segment.records(), parts) for segment, parts in moves])
+
+        def write() -> None:
+            for segment, parts in moves:
+                kernels.scatter_records(segment.records(), rows, parts)
+
+        return kernels.Aside(write, blocks[0].device, "out", [rows, *blocks])
+
+    def _gather_ahead(self, ids: Tensor, device: torch.device) -> Ahead:
+        """Begin to look up a later batch: check the ids, make them unique, gather their rows.
+
+        Args:
+            ids: int64 or int32, any shape, at least one; nobody changes them any more.
+            device: where the block goes.
+        """
+        self._check_open()
+        gathering: EngineGathering | SideGathering
+        writes: list[Write] = []
+        if ids.device.type == "cpu" and self._in_host_memory(device):
+            # In the same thread as the writes, and so after those that were given to it.
+            names, moves = [], []
+            for segment in self._segments:
+                segment.memory.settle()
+                names += [column.name for column in segment.layout.columns]
+                moves.append((segment.records(), segment.wanted()))
+            gathering = EngineGathering(kernels.AheadJob(ids, self.num_embeddings, moves), names)
+        else:
+            writes = self._flight.unwritten()
+
+            def look_up() -> tuple[Block, Tensor]:
+                kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
+                rows, local = kernels.unique(ids)
+                block = self._fetch(rows, None, device)
+                return Block(rows.to(device, non_blocking=True), block.columns), local.to(device, non_blocking=True)
+
+            gathering = SideGathering(kernels.Aside(look_up, device, "in", [ids]))
+        ahead = Ahead(gathering, self.version, writes, _hand_over)
+        self._flight.asked(ahead)
+        return ahead
+
+    def _in_host_memory(self, device: torch.device) -> bool:
+        return device.type == "cpu" and all(segment.memory.device.type == "cpu" for segment in self._segments)
 
     def check_rows(self, ids: Tensor) -> None:
         """Check one-dimensional ids against the table before anything moves.
@@ -304,6 +378,7 @@ class Table:
                 f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r} are {nbytes / 2**30:.2f} GiB, "
                 f"and {free / 2**30:.2f} GiB of memory are free; read fewer rows, or use Table.save(path)"
             )
+        self._flight.land()
         segment.memory.settle()
         return segment.view(column)[start:stop].to("cpu", copy=True).contiguous()
 
@@ -328,6 +403,7 @@ class Table:
         segment = self._segments.of(column)
         with self._lock:
             segment.memory.reserve(slice(start, start + len(values)), segment.layout.stride)
+            self._flight.land()
             self._mark_written()
             segment.memory.settle()
             segment.view(column)[start : start + len(values)] = values.to(segment.memory.device)
@@ -348,6 +424,7 @@ class Table:
         self._check_open(writing=True)
         segment = self._segments.of(column)
         segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
+        self._flight.land()
         self._mark_written()
         segment.memory.settle()
         return segment.view(column)
@@ -371,6 +448,7 @@ class Table:
             return
         with self._lock:
             self.version += 1
+            self._come_to_rest()
             self._segments.add(columns)
             self._save_manifest()
             self._segments.discard_stale_files()
@@ -383,6 +461,7 @@ class Table:
         """
         self._check_open(writing=True)
         with self._lock:
+            self._flight.land()
             self._mark_written()
             for column in columns:
                 self._segments.fill(self._segments.of(column.name), [column])
@@ -405,6 +484,7 @@ class Table:
         if self.path is not None and target.exists() and target.samefile(self.path):
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
         with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
+            self._flight.land()
             self._note_attributes()
             self._segments.save_to(directory, self.attributes)
 
@@ -414,6 +494,7 @@ class Table:
         if self._segments.directory is None or not self._segments.directory.writable:
             return
         with self._lock:
+            self._flight.land()
             for segment in self._segments:
                 segment.memory.flush()
             self._save_manifest()
@@ -424,6 +505,7 @@ class Table:
             return
         try:
             if os.getpid() == self._owner_pid:
+                self._come_to_rest()
                 self.flush()
         finally:
             self._closed = True
@@ -459,6 +541,11 @@ class Table:
 
     # ------------------------------------------------------------------ checks
 
+    def _come_to_rest(self) -> None:
+        """Wait until nothing reads or writes the table's memory, which is about to go."""
+        self._flight.land()
+        kernels.finish_jobs()
+
     def _mark_written(self) -> None:
         self.version += 1
         if not self._segments.written:
@@ -476,3 +563,14 @@ class Table:
             )
         if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
+
+
+def _hand_over(write: Write, block: Block) -> None:
+    """Give a block the rows that it shares with a step's write."""
+    names = [name for name in block.columns if name in write.values]
+    kernels.hand_over(
+        write.rows.to(block.rows.device),
+        [write.values[name] for name in names],
+        block.rows,
+        [block.columns[name] for name in names],
+    )

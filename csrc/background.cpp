@@ -1,0 +1,251 @@
+#include "background.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <new>
+#include <stdexcept>
+#include <thread>
+
+#include "pool.h"
+
+namespace speedswap {
+
+// ---- jobs ----------------------------------------------------------------------------------------------------------
+
+class Background {
+  public:
+    void give(std::shared_ptr<Job> job) {
+        job->process_ = getpid();
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (!started_) start();
+            jobs_.push_back(std::move(job));
+        }
+        given_.notify_one();
+    }
+
+    std::shared_ptr<Job> last() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return jobs_.empty() ? running_ : jobs_.back();
+    }
+
+  private:
+    void start() {
+        // Signals belong to the interpreter's threads.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            std::thread([this] { serve(); }).detach();
+        } catch (...) {
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            throw;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        started_ = true;
+    }
+
+    void serve() {
+        use_own_pool();
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            given_.wait(lock, [this] { return !jobs_.empty(); });
+            running_ = std::move(jobs_.front());
+            jobs_.pop_front();
+            lock.unlock();
+            running_->run();
+            lock.lock();
+            running_.reset();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable given_;
+    std::deque<std::shared_ptr<Job>> jobs_;
+    std::shared_ptr<Job> running_;
+    bool started_ = false;
+};
+
+namespace {
+
+// Never destroyed: its thread may still wait while the process exits. A forked child starts with a new one, since the
+// thread did not come along.
+std::atomic<Background*> current_background{nullptr};
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current_background.store(nullptr); });
+
+Background& background() {
+    Background* existing = current_background.load(std::memory_order_acquire);
+    if (existing != nullptr) return *existing;
+    Background* fresh = new Background;
+    if (current_background.compare_exchange_strong(existing, fresh)) return *fresh;
+    delete fresh;
+    return *existing;
+}
+
+}  // namespace
+
+void Job::run() {
+    std::exception_ptr error;
+    try {
+        work();
+    } catch (...) {
+        error = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    error_ = error;
+    done_ = true;
+    finished_.notify_all();
+}
+
+void Job::wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!done_ && process_ != getpid())
+        throw std::runtime_error("the job was given by the process that forked this one");
+    finished_.wait(lock, [this] { return done_; });
+    if (error_) std::rethrow_exception(error_);
+}
+
+bool Job::done() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return done_;
+}
+
+void give(std::shared_ptr<Job> job) {
+    background().give(std::move(job));
+}
+
+void finish_jobs() {
+    Background* const existing = current_background.load(std::memory_order_acquire);
+    if (existing == nullptr) return;
+    if (const std::shared_ptr<Job> last = existing->last()) last->wait();
+}
+
+// ---- buffers -------------------------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr int64_t kAlignment = 64;
+constexpr size_t kSpares = 16;
+
+struct Spare {
+    char* data;
+    int64_t capacity;
+};
+
+struct Store {
+    std::mutex mutex;
+    std::deque<Spare> spares;  // the one given back last is at the end
+};
+
+Store& store() {
+    static Store* const one = new Store;
+    return *one;
+}
+
+}  // namespace
+
+Buffer::Buffer(int64_t bytes) : bytes_(bytes) {
+    {
+        std::lock_guard<std::mutex> lock(store().mutex);
+        auto& spares = store().spares;
+        auto best = spares.end();
+        for (auto spare = spares.begin(); spare != spares.end(); ++spare)
+            if (spare->capacity >= bytes && spare->capacity / 2 <= bytes &&
+                (best == spares.end() || spare->capacity <= best->capacity))
+                best = spare;
+        if (best != spares.end()) {
+            data_ = best->data;
+            capacity_ = best->capacity;
+            spares.erase(best);
+            return;
+        }
+    }
+    // A little more, since the next batch may have a few more rows.
+    capacity_ = std::max<int64_t>((bytes + bytes / 8 + kAlignment) / kAlignment * kAlignment, kAlignment);
+    data_ = static_cast<char*>(std::aligned_alloc(kAlignment, size_t(capacity_)));
+    if (data_ == nullptr) throw std::bad_alloc();
+}
+
+Buffer::~Buffer() {
+    if (data_ == nullptr) return;
+    char* dropped = data_;
+    try {
+        std::lock_guard<std::mutex> lock(store().mutex);
+        auto& spares = store().spares;
+        spares.push_back({data_, capacity_});
+        dropped = nullptr;
+        if (spares.size() > kSpares) {
+            dropped = spares.front().data;
+            spares.pop_front();
+        }
+    } catch (const std::bad_alloc&) {
+        // Not kept, then.
+    }
+    std::free(dropped);
+}
+
+// ---- the jobs that there are ---------------------------------------------------------------------------------------
+
+GatherJob::GatherJob(Ids ids, int64_t num_rows, std::vector<Move> moves, int threads)
+    : ids_(static_cast<const char*>(ids.data), static_cast<const char*>(ids.data) + ids.count * ids.bytes),
+      id_bytes_(ids.bytes),
+      count_(ids.count),
+      num_rows_(num_rows),
+      moves_(std::move(moves)),
+      threads_(threads) {}
+
+void GatherJob::work() {
+    const Ids ids{ids_.data(), id_bytes_, count_};
+    outside = check_ids(ids, num_rows_, threads_);
+    if (outside >= 0) return;
+    const int64_t id_memory = count_ * int64_t(sizeof(int64_t));
+    local = Buffer(id_memory);
+    rows = Buffer(id_memory);
+    int64_t* const found = reinterpret_cast<int64_t*>(rows.data());
+    distinct = unique(ids, found, reinterpret_cast<int64_t*>(local.data()), threads_);
+    for (Move& move : moves_) {
+        for (Part& part : move.parts) {
+            blocks.emplace_back(distinct * part.block_stride);
+            part.block = blocks.back().data();
+        }
+        gather(move.records, move.stride, {found, sizeof(int64_t), distinct}, move.parts, threads_);
+    }
+}
+
+void ScatterJob::work() {
+    for (const Move& move : moves_)
+        scatter(move.records, move.stride, ids_, move.parts, threads_);
+}
+
+int64_t hand_over(const int64_t* from_rows, int64_t from_count, const int64_t* to_rows, int64_t to_count,
+                  const std::vector<Copied>& columns, int threads) {
+    struct Pair {
+        int64_t from, to;
+    };
+    std::vector<Pair> shared;
+    shared.reserve(size_t(std::min(from_count, to_count)));
+    for (int64_t from = 0, to = 0; from < from_count && to < to_count;) {
+        const int64_t a = from_rows[from], b = to_rows[to];
+        if (a == b) shared.push_back({from, to});
+        from += a <= b;
+        to += b <= a;
+    }
+    const int64_t count = int64_t(shared.size());
+    constexpr int64_t kGrain = 256;
+    parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
+        for (const Copied& column : columns)
+            for (int64_t i = begin; i < end; ++i)
+                std::memcpy(column.to + shared[size_t(i)].to * column.row_bytes,
+                            column.from + shared[size_t(i)].from * column.row_bytes, size_t(column.row_bytes));
+    });
+    return count;
+}
+
+}  // namespace speedswap

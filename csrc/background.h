@@ -1,0 +1,131 @@
+// A thread beside the callers', for work whose result is wanted later.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "rows_cpu.h"
+
+namespace speedswap {
+
+// Work that was given to the background thread.
+class Job {
+  public:
+    virtual ~Job() = default;
+
+    // Returns when the work is done; throws what it threw.
+    void wait();
+    bool done() const;
+
+  protected:
+    virtual void work() = 0;
+
+  private:
+    friend class Background;
+    void run();
+
+    mutable std::mutex mutex_;
+    std::condition_variable finished_;
+    bool done_ = false;
+    std::exception_ptr error_;
+    int process_ = 0;  // a forked child has the job, but not the thread
+};
+
+// Jobs are done in the order in which they are given, one after the other, whoever gave them.
+void give(std::shared_ptr<Job> job);
+
+// Returns when every job given so far is done.
+void finish_jobs();
+
+// Records of one layout, and what is to be moved of them.
+struct Move {
+    char* records;
+    int64_t stride;
+    std::vector<Part> parts;
+};
+
+// Memory of a job's result. It goes back to a small store when it is no longer needed, since memory that is new from
+// the system costs more than what is done with it here.
+class Buffer {
+  public:
+    Buffer() = default;
+    explicit Buffer(int64_t bytes);
+    Buffer(Buffer&& other) noexcept { swap(other); }
+    Buffer& operator=(Buffer&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+    ~Buffer();
+
+    char* data() const { return data_; }
+    int64_t bytes() const { return bytes_; }
+
+  private:
+    void swap(Buffer& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+        std::swap(capacity_, other.capacity_);
+    }
+
+    char* data_ = nullptr;
+    int64_t bytes_ = 0;
+    int64_t capacity_ = 0;
+};
+
+// A lookup ahead of its time: the ids, copied, are checked and made unique, and their rows gathered.
+class GatherJob : public Job {
+  public:
+    // The parts' blocks are the job's to make: block_stride bytes for each row.
+    GatherJob(Ids ids, int64_t num_rows, std::vector<Move> moves, int threads);
+
+    // Once the job is done:
+    int64_t outside = -1;  // the position of an id that is out of range; then there is nothing else
+    int64_t distinct = 0;
+    Buffer rows;                 // int64, distinct
+    Buffer local;                // int64, one for each id
+    std::vector<Buffer> blocks;  // of every part of every move
+
+  protected:
+    void work() override;
+
+  private:
+    std::vector<char> ids_;
+    int id_bytes_;
+    int64_t count_;
+    int64_t num_rows_;
+    std::vector<Move> moves_;
+    int threads_;
+};
+
+// Rows written later. ids and blocks are the caller's to keep until the job is done.
+class ScatterJob : public Job {
+  public:
+    ScatterJob(Ids ids, std::vector<Move> moves, int threads)
+        : ids_(ids), moves_(std::move(moves)), threads_(threads) {}
+
+  protected:
+    void work() override;
+
+  private:
+    Ids ids_;
+    std::vector<Move> moves_;
+    int threads_;
+};
+
+struct Copied {
+    const char* from;
+    char* to;
+    int64_t row_bytes;
+};
+
+// Copies the rows that both lists have from their places in the one list's blocks to those in the other's. Both lists
+// are ascending without duplicates. Returns how many rows were copied.
+int64_t hand_over(const int64_t* from_rows, int64_t from_count, const int64_t* to_rows, int64_t to_count,
+                  const std::vector<Copied>& columns, int threads);
+
+}  // namespace speedswap

@@ -1,0 +1,175 @@
+"""Rows gathered before they are asked for, and scattered after they were given: by the engine's background thread.
+
+The thread does its jobs one after the other in the order in which they come, so a gather sees every scatter that was
+given before it. It takes no Python lock and none of torch's threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap import _C
+from speedswap.kernels.aside import finish_threads
+from speedswap.kernels.moves import engine_parts
+from speedswap.kernels.records import Part, Records
+from speedswap.kernels.threads import get_num_threads
+
+__all__ = ["AheadJob", "Job", "Lookup", "WantedColumn", "finish_jobs", "hand_over", "scatter_behind"]
+
+Job = _C.Job
+
+# Jobs that may still run, with what must stay alive until they are done.
+_running: deque[tuple[_C.Job, object]] = deque()
+
+
+class WantedColumn(NamedTuple):
+    """A column to gather: ``offset`` and ``width`` bytes in a record, and what a row of its block looks like."""
+
+    offset: int
+    width: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def block_row_bytes(self) -> int:
+        """Bytes of a row in the block."""
+        return torch.Size(self.row_shape).numel() * self.dtype.itemsize
+
+
+class Lookup(NamedTuple):
+    """What a batch of ids asks for.
+
+    Attributes:
+        rows: the distinct ids, ascending; int64, shape (n,).
+        local: int64, of the ids' shape; ``rows[local]`` are the ids.
+        blocks: of each wanted column, in their order: shape (n, ...).
+    """
+
+    rows: Tensor
+    local: Tensor
+    blocks: list[Tensor]
+
+
+class AheadJob:
+    """A lookup that the background thread does: ids checked, made unique, and their rows gathered.
+
+    Args:
+        ids: int32 or int64, any shape, at least one, on the CPU. They are copied.
+        num_rows: ids must be 0 to num_rows - 1.
+        moves: records in host memory, and what is wanted of them.
+    """
+
+    def __init__(self, ids: Tensor, num_rows: int, moves: Sequence[tuple[Records, Sequence[WantedColumn]]]) -> None:
+        flat = ids.contiguous()
+        self._shape = ids.shape
+        self._columns = [column for _, columns in moves for column in columns]
+        self._job = _C.gather_ahead(
+            flat.data_ptr(),
+            flat.element_size(),
+            flat.numel(),
+            num_rows,
+            [(r.pointer, r.stride, [(c.offset, c.width, 0, c.block_row_bytes) for c in cs]) for r, cs in moves],
+            _background_threads(),
+        )
+        _keep(self._job, [records.owner for records, _ in moves])
+
+    def wait(self) -> None:
+        """Return when the thread is done with it."""
+        self._job.wait()
+
+    def take(self) -> Lookup | None:
+        """Wait for the rows, and take them; None if an id is out of range. Once only."""
+        self._job.wait()
+        if self._job.outside >= 0:
+            return None
+        count = self._job.distinct
+        rows, local, blocks = self._job.take()
+        return Lookup(
+            torch.frombuffer(rows, dtype=torch.int64, count=count),
+            torch.frombuffer(local, dtype=torch.int64).view(self._shape),
+            [_block(memory, count, column) for memory, column in zip(blocks, self._columns, strict=True)],
+        )
+
+
+def _block(memory: _C.Buffer, count: int, column: WantedColumn) -> Tensor:
+    shape = (count, *column.row_shape)
+    if not column.block_row_bytes:
+        return torch.empty(shape, dtype=column.dtype)
+    return torch.frombuffer(memory, dtype=column.dtype).view(shape)
+
+
+def scatter_behind(ids: Tensor, moves: Sequence[tuple[Records, Sequence[Part]]]) -> Job:
+    """Let the background thread copy columns into records, as :func:`speedswap.kernels.scatter_records` does.
+
+    Args:
+        ids: int32 or int64, shape (n,), on the CPU, already checked to be in range and unique.
+        moves: records in host memory, and columns with blocks on the CPU. The blocks must not change meanwhile.
+
+    Returns:
+        The job, to wait for.
+    """
+    ids = ids.contiguous()
+    job = _C.scatter_behind(
+        ids.data_ptr(),
+        ids.element_size(),
+        len(ids),
+        [(records.pointer, records.stride, engine_parts(parts)) for records, parts in moves],
+        _background_threads(),
+    )
+    _keep(job, (ids, moves))
+    return job
+
+
+def hand_over(from_rows: Tensor, from_blocks: Sequence[Tensor], to_rows: Tensor, to_blocks: Sequence[Tensor]) -> None:
+    """Copy the rows that two batches share from the blocks of the one into those of the other.
+
+    Args:
+        from_rows, to_rows: int64, ascending without duplicates, shapes (n,) and (m,), on the blocks' device.
+        from_blocks: contiguous, shape (n, ...).
+        to_blocks: contiguous, shape (m, ...), with the row shapes and dtypes of ``from_blocks``.
+    """
+    if not len(from_rows) or not len(to_rows):
+        return
+    if to_rows.device.type == "cpu":
+        columns = [
+            (source.data_ptr(), target.data_ptr(), target.nbytes // len(target))
+            for source, target in zip(from_blocks, to_blocks, strict=True)
+        ]
+        _C.hand_over(
+            from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads()
+        )  # fmt: skip
+        return
+    # Whole blocks are passed over: how many rows are shared is known on the GPU alone, and stays there.
+    places = torch.searchsorted(from_rows, to_rows).clamp_(max=len(from_rows) - 1)
+    shared = from_rows[places] == to_rows
+    for source, target in zip(from_blocks, to_blocks, strict=True):
+        mask = shared.view(-1, *[1] * (target.dim() - 1))
+        target.copy_(torch.where(mask, source[places], target))
+
+
+def finish_jobs() -> None:
+    """Return when everything that was given to be done beside the computation is done."""
+    _C.finish_jobs()
+    finish_threads()
+    _running.clear()
+
+
+def _background_threads() -> int:
+    # The computing threads need the cores more; a few are enough to keep the memory busy.
+    return max(1, get_num_threads() // 4)
+
+
+def _keep(job: _C.Job, owners: object) -> None:
+    while _running and _running[0][0].done():
+        _running.popleft()
+    _running.append((job, owners))
+
+
+# What was given to be written is written before the process ends.
+atexit.register(finish_jobs)
