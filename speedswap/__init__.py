@@ -2,7 +2,7 @@
 
 from speedswap import errors
 from speedswap.kernels import get_num_threads, set_num_threads
-from speedswap.swapping import Embedding, ModelFactory, OptimizerFactory, attach
+from speedswap.swapping import Embedding, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ __all__ = [
     "gather_rows",
     "get_num_threads",
     "init",
+    "lookahead",
     "scatter_rows",
     "set_num_threads",
 ]

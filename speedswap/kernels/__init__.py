@@ -4,7 +4,7 @@ from speedswap.kernels.aside import Aside, used_here
 from speedswap.kernels.background import AheadJob, Job, WantedColumn, finish_jobs, hand_over, scatter_behind
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.fill import fill_normal, fill_uniform
-from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, unique
+from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype, unique
 from speedswap.kernels.info import cuda_ready, engine_info
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
@@ -47,6 +47,7 @@ __all__ = [
     "hand_over",
     "last_occurrences",
     "max_segments",
+    "require_id_dtype",
     "scatter_behind",
     "scatter_records",
     "scatter_rows",

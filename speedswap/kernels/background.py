@@ -171,5 +171,5 @@ def _keep(job: _C.Job, owners: object) -> None:
     _running.append((job, owners))
 
 
-# What was given to be written is written before the process ends.
-atexit.register(finish_jobs)
+# What was given to be written is written before the process ends; Python itself waits for the threads of its pools.
+atexit.register(_C.finish_jobs)

@@ -57,6 +57,7 @@ class RowStep:
         self.weight = weight
         self.padding_idx = padding_idx
         self.in_closure = False
+        self.behind = 0  # lookaheads under way: while there are any, rows are written behind the next step
         self._status = _Status.IDLE
         self._rows: Tensor | None = None
         self._state: dict[str, Tensor] = {}
@@ -130,21 +131,30 @@ class RowStep:
             self.abandon()
         lingering = self.weight.grad
         if self._rows is not None and lingering is not None and not self._is_zeroed(lingering):
-            block, grad = self._merged(self._rows, lingering, block.rows, grad)
+            block, grad = self._merged(lingering, block, grad, version)
         elif version != self.table.version:
             block = self._gather(block.rows, grad.device)  # other steps were taken between forward and backward
         self._adopt(block, grad)
         self._status = _Status.READY
         self._steps_seen = RowStep.steps_anywhere
 
-    def _merged(self, rows: Tensor, grad: Tensor, new_rows: Tensor, new_grad: Tensor) -> tuple[Block, Tensor]:
-        """The rows of two lookups, with the sum of their gradients."""
-        union, places = kernels.unique(torch.cat([rows.to(new_rows.device), new_rows]))
-        old, new = places[: len(rows)], places[len(rows) :]
-        total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=new_grad.device)
-        total.index_copy_(0, old, grad.to(total.device))
-        total.index_copy_(0, new, total.index_select(0, new) + new_grad)
-        return self._gather(union, total.device), total
+    def _merged(self, grad: Tensor, new: Block, new_grad: Tensor, version: int) -> tuple[Block, Tensor]:
+        """The rows of the lookups before and of a new one, with the sum of their gradients."""
+        assert self._rows is not None
+        device = new_grad.device
+        union, places = kernels.unique(torch.cat([self._rows.to(new.rows.device), new.rows]))
+        ours, theirs = places[: len(self._rows)], places[len(self._rows) :]
+        total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=device)
+        total.index_copy_(0, ours, grad.to(device))
+        total.index_copy_(0, theirs, total.index_select(0, theirs) + new_grad)
+        if not self._table_version == version == self.table.version or self.weight.device != device:
+            return self._gather(union, device), total
+        columns = {}
+        for name, values in new.columns.items():
+            columns[name] = values.new_empty(len(union), *values.shape[1:])
+            columns[name].index_copy_(0, theirs, values.detach())
+            columns[name].index_copy_(0, ours, self.weight.data if name == "weight" else self._state[name])
+        return Block(union, columns), total
 
     def _adopt(self, block: Block, grad: Tensor | None) -> None:
         """Let the placeholder stand for these rows."""
@@ -198,7 +208,7 @@ class RowStep:
         if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
             self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
         values = {c.name: state[c.name] for c in self._row_state.columns if isinstance(state.get(c.name), Tensor)}
-        self.table._scatter(self._rows, {"weight": self.weight.data, **values})
+        self.table._scatter(self._rows, {"weight": self.weight.data, **values}, behind=self.behind > 0)
         for key in values:
             del state[key]
         if values or not self._row_state.columns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
+from speedswap.swapping.announced import Announced
 from speedswap.swapping.step import RowStep
-from speedswap.tables import Table
+from speedswap.tables import Block, Table
 from speedswap.tables import init as initializers
+from speedswap.tables.storage import warn_once
 
 __all__ = ["TableModule"]
 
@@ -75,6 +77,7 @@ class TableModule(nn.Module):
         self.table = table
         self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype, device=device))
         self._step = RowStep(table, self.weight, padding_idx)
+        self._announced: list[Announced] | None = None  # of the current batch, inside a lookahead
 
     # The one place where a batch's rows come from.
     def _swap_in(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,17 +91,37 @@ class TableModule(nn.Module):
             IdError: an id is outside the table. Nothing was read.
             LostUpdateError: the training step before could not reach the table.
         """
-        kernels.check_ids(ids, self.num_embeddings, f"table {self.table.name!r}")
-        rows, local = kernels.unique(ids)
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
-            return self.table._gather(rows, ["weight"], ids.device).weight, local
+            block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
+            return block.weight, local
         self._step.before_forward()
-        block = self.table._gather(rows, None, ids.device)
+        block, local = self._announced_rows(ids, expected=True) or self._look_up(ids, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
         leaf = block.weight.detach().requires_grad_()
         receive = functools.partial(self._step.receive, block, self.table.version)
         leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         return leaf, local
+
+    def _look_up(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
+        """Rows of the table as it is now, and each id's place among them."""
+        kernels.check_ids(ids, self.num_embeddings, f"table {self.table.name!r}")
+        rows, local = kernels.unique(ids)
+        return self.table._gather(rows, columns, ids.device), local
+
+    def _announced_rows(self, ids: Tensor, *, expected: bool = False) -> tuple[Block, Tensor] | None:
+        """The rows that a lookahead has brought, if these ids are the ones, and they are still current."""
+        if self._announced is None or not isinstance(ids, Tensor) or not ids.numel():
+            return None
+        for announced in self._announced:
+            if announced.matches(ids):
+                found = announced.take()
+                return found and (found[0], found[1].view(ids.shape))
+        if expected:
+            warn_once(
+                f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
+                "which is slower; let its function return the ids of every lookup, on the lookup's device"
+            )
+        return None
 
     @classmethod
     def _with_rows(

@@ -1,0 +1,148 @@
+"""Look up the next batch's rows while this one is computed with."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.swapping.announced import Announced
+from speedswap.swapping.table_module import TableModule
+
+__all__ = ["Lookahead", "lookahead"]
+
+Batch = TypeVar("Batch")
+IdsOf = Callable[[Batch], Tensor | Sequence[Tensor]]
+
+
+def lookahead(loader: Iterable[Batch], ids: Mapping[TableModule, IdsOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
+    """Batches of a loader, with the rows of the next ones already on their way.
+
+    While a step computes, the rows of the batch after it are made unique, checked and gathered, weight and optimizer
+    state together: on a stream of their own for a GPU, by a thread of the engine on the CPU. Rows that both batches
+    have are handed over on the device when the step is done, and what the step has changed is written to the table
+    while the next one computes. Every result is, bit for bit, that of the loop without it.
+
+    The batches are taken from the loader ``depth`` steps earlier than without, so a loader that draws from the same
+    random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
+    has every step that was completed. Between the optimizer's step and the next batch the rows in ``weight`` may be
+    looked at, not changed.
+
+    Args:
+        loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.
+        ids: for each :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` a function from a batch to the
+            ids that the model will look up with it: a tensor, int32 or int64, or one for each lookup. Other lookups
+            work too, without the head start. They are on the device of the lookup, or on the CPU with the module's
+            ``weight`` on the device of the lookup.
+        depth: how many batches ahead; 0 for the plain loop.
+
+    Returns:
+        An iterable of the loader's batches; it has a length if the loader has one.
+
+    Raises:
+        TypeError: ``loader`` is not iterable, a key of ``ids`` is no such module, or a function returns something else.
+        ValueError: ``depth`` is negative, or ``ids`` is empty.
+
+    Example:
+        >>> import torch, speedswap
+        >>> items = speedswap.Embedding(1000, 8)
+        >>> optimizer = torch.optim.Adagrad(items.parameters(), lr=0.1)
+        >>> loader = [{"item": torch.randint(1000, (16,))} for _ in range(3)]
+        >>> for batch in speedswap.lookahead(loader, {items: lambda batch: batch["item"]}):
+        ...     items(batch["item"]).square().sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+    return Lookahead(loader, ids, depth)
+
+
+@dataclass
+class _Turn(Generic[Batch]):
+    """A batch that waits, or the error that comes in its place."""
+
+    batch: Batch | None = None
+    announced: dict[TableModule, list[Announced]] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class Lookahead(Generic[Batch]):
+    """What :func:`lookahead` returns."""
+
+    def __init__(self, loader: Iterable[Batch], ids: Mapping[TableModule, IdsOf[Batch]], depth: int) -> None:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise TypeError(f"loader is a {type(loader).__name__}; give an iterable of batches")
+        if not ids:
+            raise ValueError("ids is empty; give a function from a batch to its ids for each embedding")
+        for module, function in ids.items():
+            if not isinstance(module, TableModule):
+                raise TypeError(
+                    f"a key of ids is a {type(module).__name__}; give a speedswap.Embedding or speedswap.EmbeddingBag"
+                )
+            if not callable(function):
+                raise TypeError(
+                    f"ids[{module}] is a {type(function).__name__}; give a function from a batch to its ids"
+                )
+        self.depth = operator.index(depth)
+        if self.depth < 0:
+            raise ValueError(f"depth is {depth}; give 0 or more")
+        self._loader = loader
+        self._ids = dict(ids)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.depth == 0:
+            yield from self._loader
+            return
+        for module in self._ids:
+            module._step.behind += 1
+        try:
+            yield from self._turns()
+        finally:
+            for module in self._ids:
+                module._step.behind -= 1
+                module._announced = None
+                module.table._flight.land()
+
+    def _turns(self) -> Iterator[Batch]:
+        source = iter(self._loader)
+        waiting: deque[_Turn[Batch]] = deque()
+        while True:
+            # An error comes when it is its turn: the batches before it are trained on first.
+            while len(waiting) <= self.depth and not (waiting and waiting[-1].error):
+                waiting.append(self._next(source))
+            turn = waiting.popleft()
+            if isinstance(turn.error, StopIteration):
+                return
+            if turn.error is not None:
+                raise turn.error
+            for module, announced in turn.announced.items():
+                module._announced = announced
+            yield cast(Batch, turn.batch)
+
+    def _next(self, source: Iterator[Batch]) -> _Turn[Batch]:
+        try:
+            turn = _Turn(next(source))
+            for module, ids_of in self._ids.items():
+                turn.announced[module] = _announce(module, ids_of(cast(Batch, turn.batch)))
+        except Exception as error:
+            return _Turn(error=error)
+        return turn
+
+
+def _announce(module: TableModule, ids: Tensor | Sequence[Tensor]) -> list[Announced]:
+    several = [ids] if isinstance(ids, Tensor) else list(ids)
+    for each in several:
+        kernels.require_id_dtype(each)
+    return [Announced(module.table, each, _target(module, each)) for each in several if each.numel()]
+
+
+def _target(module: TableModule, ids: Tensor) -> torch.device:
+    return ids.device if ids.device.type != "cpu" else module.weight.device
