@@ -21,7 +21,7 @@ from _measure import write_json
 
 import speedswap
 from speedswap.apps.word2vec import Corpus, Settings, WordVectors, figures, train
-from speedswap.apps.word2vec.blocks import BLOCK, Sampler, pair_weights
+from speedswap.apps.word2vec.blocks import BLOCK, Sampler
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.optimizer import make_optimizer, suited
 
@@ -142,8 +142,9 @@ def time_parts(settings: Settings) -> dict[str, float]:
         clock = now
 
     with Corpus(settings.corpus or Path(), min_count=settings.min_count) as corpus:
-        shape = {"window": settings.window, "negative": settings.negative}
-        model = SkipGram(len(corpus.vocabulary), settings.dim, **shape).to(device)
+        model = SkipGram(
+            len(corpus.vocabulary), settings.dim, window=settings.window, negative=settings.negative
+        ).to(device)
         optimizer = make_optimizer(settings.optimizer, model.parameters())
         sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
         blocks = suited(settings.optimizer).batch // BLOCK
@@ -156,7 +157,7 @@ def time_parts(settings: Settings) -> dict[str, float]:
                 break
             lap("batch making")
             batch = batch.to(device)
-            weights = pair_weights(batch.left, batch.right, **shape)
+            weights = model.pair_weights(batch.left, batch.right)
             lap("pair weights")
             centers, contexts = model.center(batch.centers), model.context(batch.contexts)
             lap("lookup (unique, gather, expand)")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.word2vec.blocks import BLOCK, NOISE, Sampler, kept_share, pair_weights
+from speedswap.apps.word2vec.blocks import BLOCK, NOISE, PairWeights, Sampler, kept_share
 from speedswap.apps.word2vec.corpus import Passage
 
 
@@ -27,9 +27,9 @@ def pairs_in(batches, window, words):
     """What the weights of some batches say, as {(center, context): weight} without the zeros."""
     found = Counter()
     for batch in batches:
-        weights = pair_weights(batch.left, batch.right, window=window, negative=5)[:, :-NOISE]
+        weights = PairWeights(window, negative=5)(batch.left, batch.right)[:, :, :-NOISE]
         for block, row, column in weights.nonzero().tolist():
-            center, context = int(batch.centers[block, column]), int(batch.contexts[block, row])
+            center, context = int(batch.centers[block, row]), int(batch.contexts[block, column])
             found[center, context] += float(weights[block, row, column])
     return found
 
@@ -38,11 +38,11 @@ def test_one_center_by_hand():
     """The center at place 3 with two words to its left and one to its right, in a window of at most 2."""
     left, right = torch.zeros(2, 1, BLOCK, dtype=torch.int64)
     left[0, 3], right[0, 3] = 2, 1
-    weights = pair_weights(left, right, window=2, negative=8)
-    assert weights.shape == (1, BLOCK + 4 + NOISE, BLOCK)
+    weights = PairWeights(window=2, negative=8)(left, right)
+    assert weights.shape == (1, BLOCK, BLOCK + 4 + NOISE)
     expected = torch.zeros_like(weights)
-    expected[0, [3, 4, 6], 3] = 1  # its own column is 3 + 2
-    expected[0, -NOISE:, 3] = 3 * 8 / NOISE
+    expected[0, 3, [3, 4, 6]] = 1  # its own column is 3 + 2
+    expected[0, 3, -NOISE:] = 3 * 8 / NOISE
     assert torch.equal(weights, expected)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import speedswap
 from speedswap.apps.word2vec import RowwiseAdagrad, SettingsError
-from speedswap.apps.word2vec.blocks import NOISE, Sampler, pair_weights
+from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Sampler
 from speedswap.apps.word2vec.corpus import Passage
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.optimizer import make_optimizer, optimizer_class
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_a_double_loop(device):
         if by_pair:
             loss = loss_pair_by_pair(center, context, batch, window, negative)
         else:
-            weights = pair_weights(batch.left, batch.right, window=window, negative=negative)
+            weights = PairWeights(window, negative).to(device)(batch.left, batch.right)
             loss = skip_gram_loss(center[batch.centers], context[batch.contexts], weights)
         loss.backward()
         results.append((loss.detach(), center.grad, context.grad))

@@ -2,7 +2,7 @@
 
 ``BLOCK`` consecutive words of the subsampled text are a block's centers. They are scored against the words from
 ``window`` before the first center to ``window`` after the last, and against ``NOISE`` negatives that the block shares.
-Most of these scores belong to no pair: ``pair_weights`` says which do, from how far each center's own window reaches.
+Most of these scores belong to no pair: ``PairWeights`` says which do, from how far each center's own window reaches.
 So looking up 32 + (32 + 2·5) + 32 words serves about 190 pairs, where pair by pair they would take 190 · 7 lookups.
 """
 
@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedswap.apps.word2vec.corpus import Passage
 
-__all__ = ["BLOCK", "NOISE", "Batch", "Sampler", "pair_weights"]
+__all__ = ["BLOCK", "NOISE", "Batch", "PairWeights", "Sampler"]
 
 BLOCK = 32
 """Centers in a block."""
@@ -126,21 +127,40 @@ def kept_share(counts: NDArray[np.int64], sample: float) -> NDArray[np.float32]:
     return share
 
 
-def pair_weights(left: Tensor, right: Tensor, *, window: int, negative: int) -> Tensor:
+class PairWeights(nn.Module):
     """What each score of a block counts in the loss.
 
     A score of a center and a word within its reach counts 1, one with any other word around 0. A center of p pairs has
-    p · ``negative`` negatives, here as NOISE scores of equal weight.
+    p · ``negative`` negatives, here as NOISE scores of equal weight. What the left reach gives and what the right one
+    gives are looked up, each in a table of all that there are, and added.
 
     Args:
-        left, right: how far each center reaches, shape (blocks, BLOCK).
-
-    Returns:
-        float32, shape (blocks, BLOCK + 2 * window + NOISE, BLOCK): a column of the block's words for each center.
+        window: the largest reach.
+        negative: negatives for each pair.
     """
-    left, right = left[:, None, :], right[:, None, :]
-    words = torch.arange(-window, BLOCK + window, device=left.device)
-    distance = words[:, None] - torch.arange(BLOCK, device=left.device)
-    pairs = (distance >= -left) & (distance <= right) & (distance != 0)
-    negatives = ((left + right) * (negative / NOISE)).expand(-1, NOISE, -1)
-    return torch.cat([pairs, negatives], dim=1)
+
+    def __init__(self, window: int, negative: int) -> None:
+        super().__init__()
+        center = torch.arange(BLOCK).view(-1, 1, 1)
+        reach = torch.arange(window + 1).view(-1, 1)
+        distance = torch.arange(-window, BLOCK + window) - center
+        noise = (reach * (negative / NOISE)).expand(BLOCK, -1, NOISE)
+        for side, pairs in (
+            ("left", (distance < 0) & (distance >= -reach)),
+            ("right", (distance > 0) & (distance <= reach)),
+        ):
+            weights = torch.cat([pairs.float(), noise], dim=2).flatten(0, 1)
+            self.register_buffer(side, weights, persistent=False)
+        self.register_buffer("first", center.flatten() * (window + 1), persistent=False)
+
+    left: Tensor
+    right: Tensor
+    first: Tensor
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        """The weights of centers that reach so far, shape (blocks, BLOCK) each.
+
+        Returns:
+            float32, shape (blocks, BLOCK, BLOCK + 2 * window + NOISE): a row of the block's words for each center.
+        """
+        return F.embedding(left + self.first, self.left).add_(F.embedding(right + self.first, self.right))

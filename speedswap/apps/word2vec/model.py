@@ -6,12 +6,15 @@ import shutil
 import weakref
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 import speedswap
-from speedswap.apps.word2vec.blocks import NOISE, Batch, pair_weights
+from speedswap.apps.word2vec.blocks import NOISE, Batch, PairWeights
 
 __all__ = ["SkipGram", "skip_gram_loss"]
 
@@ -42,8 +45,7 @@ class SkipGram(nn.Module):
         scratch: Path | None = None,
     ) -> None:
         super().__init__()
-        self.window = window
-        self.negative = negative
+        self.pair_weights = PairWeights(window, negative)
         folder = None
         self._remove_folder = None
         if storage == "memmap":
@@ -72,7 +74,7 @@ class SkipGram(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """The batch's loss, summed over its pairs: a scalar."""
-        weights = pair_weights(batch.left, batch.right, window=self.window, negative=self.negative)
+        weights = self.pair_weights(batch.left, batch.right)
         return skip_gram_loss(self.center(batch.centers), self.context(batch.contexts), weights)
 
 
@@ -82,10 +84,28 @@ def skip_gram_loss(centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor
     Args:
         centers: vectors, shape (blocks, BLOCK, dim).
         contexts: vectors, shape (blocks, words, dim), of which the last NOISE are negatives.
-        weights: what each score counts, shape (blocks, words, BLOCK).
+        weights: what each score counts, shape (blocks, BLOCK, words); not differentiated.
     """
-    # In this order the contexts' gradient, the larger one, is contiguous: no copy is made of it.
-    scores = contexts @ centers.transpose(1, 2)
-    sign = scores.new_ones(scores.shape[1], 1)
-    sign[:-NOISE] = -1
-    return (F.softplus(scores * sign) * weights).sum()
+    loss: Tensor = _SkipGramLoss.apply(centers, contexts, weights)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _SkipGramLoss(torch.autograd.Function):
+    """The loss with its gradient by hand: the scores' gradient is made in their place, in one pass with the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
+        sign = centers.new_ones(contexts.shape[1])
+        sign[:-NOISE] = -1
+        scores = torch.bmm(centers, contexts.transpose(1, 2)).mul_(sign)
+        weights = weights.to(scores.dtype)
+        loss = torch.dot(F.softplus(scores).flatten(), weights.flatten())
+        ctx.save_for_backward(centers, contexts, scores.sigmoid_().mul_(weights).mul_(sign))
+        return loss
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        centers, contexts, of_scores = ctx.saved_tensors
+        of_scores = of_scores * grad
+        return torch.bmm(of_scores, contexts), torch.bmm(of_scores.transpose(1, 2), centers), None
