@@ -142,9 +142,9 @@ def time_parts(settings: Settings) -> dict[str, float]:
         clock = now
 
     with Corpus(settings.corpus or Path(), min_count=settings.min_count) as corpus:
-        model = SkipGram(
-            len(corpus.vocabulary), settings.dim, window=settings.window, negative=settings.negative
-        ).to(device)
+        model = SkipGram(len(corpus.vocabulary), settings.dim, window=settings.window, negative=settings.negative).to(
+            device
+        )
         optimizer = make_optimizer(settings.optimizer, model.parameters())
         sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
         blocks = suited(settings.optimizer).batch // BLOCK

@@ -104,7 +104,7 @@ class _SkipGramLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         centers, contexts, of_scores = ctx.saved_tensors
         of_scores = of_scores * grad
