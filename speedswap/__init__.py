@@ -2,7 +2,7 @@
 
 from speedswap import errors
 from speedswap.kernels import get_num_threads, set_num_threads
-from speedswap.swapping import Embedding, ModelFactory, OptimizerFactory, attach, lookahead
+from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
@@ -11,6 +11,7 @@ __all__ = [
     "Block",
     "Column",
     "Embedding",
+    "EmbeddingBag",
     "ModelFactory",
     "OptimizerFactory",
     "Table",

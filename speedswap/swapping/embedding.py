@@ -39,6 +39,7 @@ class Embedding(TableModule):
         name: of the table, for messages.
         table: an existing table to use; of the arguments above only the first three then matter.
         device: of the placeholder ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
+        max_norm, scale_grad_by_freq, sparse: of torch's; refused, with what to do instead.
 
     Shape:
         ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device.

@@ -101,7 +101,8 @@ class _SumOfBags(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, local: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, local, offsets)
+        ctx.save_for_backward(None if weights is None else rows, weights, local, offsets)
+        ctx.num_rows = len(rows)
         return kernels.sum_segments(rows, local, offsets, weights)
 
     @staticmethod
@@ -109,7 +110,7 @@ class _SumOfBags(torch.autograd.Function):
         rows, weights, local, offsets = ctx.saved_tensors
         to_rows, to_weights = None, None
         if ctx.needs_input_grad[0]:
-            to_rows = _back(grad, weights, local, offsets, len(rows))
+            to_rows = _back(grad, weights, local, offsets, ctx.num_rows)
         if ctx.needs_input_grad[1]:
             to_weights = _ProductsOfBags.apply(rows, grad, local, offsets)  # type: ignore[no-untyped-call]
         return to_rows, to_weights, None, None

@@ -46,8 +46,12 @@ class TableModule(nn.Module):
         name: str | None = None,
         table: Table | None = None,
         device: torch.device | str | None = None,
+        max_norm: None = None,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
     ) -> None:
         super().__init__()
+        _refuse(max_norm, scale_grad_by_freq, sparse)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
@@ -192,6 +196,16 @@ class TableModule(nn.Module):
             return
         self._step.abandon()
         self.table.write(0, values.detach().to(self.table.dtype))
+
+
+def _refuse(max_norm: object, scale_grad_by_freq: bool, sparse: bool) -> None:
+    """Raise ValueError for what torch's embeddings have and these have not."""
+    if max_norm is not None:
+        raise ValueError(f"max_norm is {max_norm}, but a lookup does not change the table; scale the rows it returns")
+    if scale_grad_by_freq:
+        raise ValueError("scale_grad_by_freq is True; leave it out, and weigh the loss by how often ids occur")
+    if sparse:
+        raise ValueError("sparse is True; leave it out: only the batch's rows have gradients, dense ones, anyway")
 
 
 def _over(

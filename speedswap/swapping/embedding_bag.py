@@ -1,0 +1,138 @@
+"""``nn.EmbeddingBag`` over a table outside the compute device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedswap.swapping.bags import Bags, bags_of, keyed_bags
+from speedswap.swapping.lookup import pool
+from speedswap.swapping.table_module import TableModule
+
+__all__ = ["EmbeddingBag"]
+
+_MODES = ("sum", "mean", "max")
+
+
+class EmbeddingBag(TableModule):
+    """The sum, mean or maximum over bags of rows, like ``nn.EmbeddingBag``, from a table outside the device.
+
+    The rows of a bag are never side by side in memory: they are added up as they are read, forward and backward.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: items in a row.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset: whether offsets have one more item, the number of ids.
+        padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
+        arguments: the keyword arguments of :class:`speedswap.Embedding`.
+
+    Shape:
+        - input (bags, ids in each), or (ids,) with offsets (bags,): where in input each bag begins, ascending from 0.
+          Both int32 or int64. A bag without ids gives zeros.
+        - per_sample_weights, for mode "sum" only: input's shape and the table's dtype; a factor for each row. Gradients
+          go to it too.
+        - → (bags, embedding_dim) on input's device.
+
+        A TorchRec ``KeyedJaggedTensor`` may stand for all three, and so may anything else with its ``keys()``,
+        ``values()``, ``stride()``, ``offsets()`` or ``lengths()`` and, if it likes, ``weights_or_none()``. Its keys are
+        looked up in this one table: → (stride, keys · embedding_dim), key after key, as in TorchRec's ``KeyedTensor``.
+
+    Raises:
+        IdError: in the forward pass, for an id outside the table. Nothing was read.
+        ValueError, TypeError: in the forward pass, for offsets or weights that do not fit. Nothing was read.
+        LostUpdateError: in the forward pass, if the training step before could not reach the table.
+
+    Example:
+        >>> import torch, speedswap
+        >>> words = speedswap.EmbeddingBag(1000, 16, mode="sum")
+        >>> words(torch.tensor([5, 7, 5, 999]), offsets=torch.tensor([0, 2, 2])).shape  # [5, 7], [], [5, 999]
+        torch.Size([3, 16])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        if mode not in _MODES:
+            raise ValueError(f'mode is {mode!r}; choose "sum", "mean" or "max"')
+        super().__init__(num_embeddings, embedding_dim, padding_idx, **arguments)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        storage: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        name: str | None = None,
+    ) -> EmbeddingBag:
+        """A bag over the given rows, shape (num_embeddings, embedding_dim); as nn.EmbeddingBag has it."""
+        return cls._with_rows(
+            embeddings,
+            freeze,
+            padding_idx,
+            mode=mode,
+            include_last_offset=include_last_offset,
+            storage=storage,
+            path=path,
+            name=name,
+        )
+
+    # The rows come from outside of any graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, input: Tensor | Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
+        keyed = None if isinstance(input, Tensor) else keyed_bags(input, offsets, per_sample_weights)
+        bags = keyed.bags if keyed else bags_of(input, offsets, per_sample_weights, self.include_last_offset)
+        self._check_weights(bags)
+        pooled = self._pooled(bags)
+        if keyed is None:
+            return pooled
+        shape = (keyed.num_keys, keyed.stride, self.embedding_dim)
+        return pooled.view(shape).transpose(0, 1).reshape(keyed.stride, keyed.num_keys * self.embedding_dim)
+
+    def _check_weights(self, bags: Bags) -> None:
+        if bags.weights is None:
+            return
+        if self.mode != "sum":
+            raise ValueError(f'per_sample_weights are given, but mode is {self.mode!r}; they go with mode="sum"')
+        if bags.weights.dtype != self.table.dtype:
+            raise TypeError(
+                f"per_sample_weights has dtype {bags.weights.dtype}, but the rows of table {self.table.name!r} are "
+                f"{self.table.dtype}; convert it with per_sample_weights.to({self.table.dtype})"
+            )
+
+    def _pooled(self, bags: Bags) -> Tensor:
+        rows, local = self._swap_in(bags.ids)
+        local, offsets, weights = local.reshape(-1), bags.offsets, bags.weights
+        if self.padding_idx is not None:
+            counts = bags.ids.reshape(-1) != self.padding_idx
+            local = local[counts]
+            weights = None if weights is None else weights[counts]
+            # Of the ids before a bag, those that count.
+            before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
+            offsets = before[offsets]
+        return pool(rows, local, offsets, self.mode, weights)
+
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "mode": self.mode, "include_last_offset": self.include_last_offset}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
