@@ -151,6 +151,11 @@ def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
         A new tensor, shape (segments, dim); zeros for a segment without entries.
     """
     rows = _rows(values, "values")
+    if weights is not None and (weights.dtype, weights.shape) != (values.dtype, index.shape):
+        raise ValueError(
+            f"weights is {weights.dtype} of shape {tuple(weights.shape)}; it must be {values.dtype} of index's shape "
+            f"{tuple(index.shape)}"
+        )
     out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
     factors = None if weights is None else weights.detach().contiguous()
     pointer = 0 if factors is None else factors.data_ptr()
@@ -170,6 +175,11 @@ def dot_segments(values: Tensor, index: Tensor, offsets: Tensor, others: Tensor)
         values' dtype, shape (entries,); zero for entries of no segment.
     """
     rows, others = _rows(values, "values"), _rows(others, "others")
+    wanted = (len(offsets) - 1, values.shape[1])
+    if others.dtype != values.dtype or tuple(others.shape) != wanted:
+        raise ValueError(
+            f"others is {others.dtype} of shape {tuple(others.shape)}; it must be {values.dtype} of shape {wanted}"
+        )
     out = torch.zeros(len(index), dtype=values.dtype)
     segments, index, offsets = _segments(index, offsets)
     _C.dot_segments(segments, _pitch(rows), _pitch(others), out.data_ptr(), rows.element_size(), get_num_threads())
@@ -209,6 +219,11 @@ def sum_taken(values: Tensor, index: Tensor, offsets: Tensor, entries: Tensor, t
     out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
     segments, index, offsets = _segments(index, offsets)
     entries, taken = _int64(entries, "entries"), _int64(taken, "taken")
+    if entries.shape != index.shape or taken.shape != values.shape:
+        raise ValueError(
+            f"entries has shape {tuple(entries.shape)} and taken {tuple(taken.shape)}; they must have those of index, "
+            f"{tuple(index.shape)}, and values, {tuple(values.shape)}"
+        )
     _C.sum_taken(
         segments, entries.data_ptr(), _pitch(rows), taken.data_ptr(), _pitch(out), rows.element_size(),
         get_num_threads(),
