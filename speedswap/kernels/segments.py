@@ -245,9 +245,7 @@ def _segments(index: Tensor, offsets: Tensor) -> tuple[tuple[int, int, int], Ten
 
 def _rows(values: Tensor, name: str) -> Tensor:
     if values.device.type != "cpu" or values.dtype not in _ENGINE:
-        raise TypeError(
-            f"{name} is {values.dtype} on {values.device}; make it torch.float32 or torch.float64 on the CPU"
-        )
+        raise TypeError(f"{name} is {values.dtype} on {values.device}; make it float32 or float64 on the CPU")
     if values.stride(1) == 1 or values.shape[1] <= 1:
         return values.detach()
     if values.stride(0) == 0 and len(values):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_places_outside_the_block_are_refused(place: int):
 
 def test_what_the_engine_cannot_add_is_refused():
     index, offsets = torch.tensor([0]), torch.tensor([0, 1])
-    with pytest.raises(TypeError, match="values is torch.complex64 on cpu; make it float32 or float64 on the CPU"):
+    with pytest.raises(TypeError, match=r"values is torch.complex64 on cpu; make it float32 or float64 on the CPU"):
         kernels.sum_segments(torch.zeros(1, 2, dtype=torch.complex64), index, offsets)
     with pytest.raises(TypeError, match=r"index is torch.int32 on cpu; make it torch.int64"):
         kernels.sum_segments(torch.zeros(1, 2), index.int(), offsets)
@@ -195,7 +196,7 @@ def some_bags(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def by_bag(values: Tensor, index: Tensor, offsets: Tensor) -> list[np.ndarray]:
     rows = values.numpy()[index.numpy()]
-    return [rows[begin:end] for begin, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [rows[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
 @floats

@@ -1,0 +1,89 @@
+"""Lookups in a batch's rows: torch's values, gradients, and gradients of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.swapping.lookup import look_up, pool
+
+LOCAL = torch.tensor([[0, 1, 4], [1, 1, 3]])
+OFFSETS = torch.tensor([0, 2, 2, 6])
+
+
+def some_rows(device: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(5, 3, dtype=dtype, device=device, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_lookup_and_its_gradient_are_torchs(device: str, dtype: torch.dtype):
+    ours = some_rows(device, dtype)
+    theirs = ours.detach().clone().requires_grad_()
+    local, grad = LOCAL.to(device), torch.randn(2, 3, 3, device=device).to(dtype)
+    outs = [look_up(ours, local), F.embedding(local, theirs)]
+    for out in outs:
+        out.backward(grad)
+    assert torch.equal(*outs)
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_groups_that_are_known_are_used():
+    rows = some_rows("cpu")
+    wrong = kernels.group(torch.zeros(6, dtype=torch.int64), 5)
+    look_up(rows, LOCAL, wrong).sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[:, 0].tolist() == [6, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["look_up", "sum", "mean", "max", "weighted"])
+def test_gradients_of_gradients(mode: str):
+    rows, weights = some_rows("cpu"), torch.randn(6, dtype=torch.float64, requires_grad=True)
+    if mode == "look_up":
+        arguments, function = (rows,), lambda rows: look_up(rows, LOCAL)
+    elif mode == "weighted":
+        arguments = (rows, weights)
+
+        def function(rows, weights):
+            return pool(rows, LOCAL.flatten(), OFFSETS, "sum", weights)
+    else:
+        arguments, function = (rows,), lambda rows: pool(rows, LOCAL.flatten(), OFFSETS, mode)
+    assert torch.autograd.gradcheck(function, arguments)
+    assert torch.autograd.gradgradcheck(function, arguments)
+
+
+def test_functional_transforms_go_to_torch():
+    rows = torch.randn(2, 5, 3)
+    for function in (
+        lambda rows: look_up(rows, LOCAL),
+        lambda rows: pool(rows, LOCAL.flatten(), OFFSETS, "sum"),
+    ):
+        gradient = torch.func.grad(lambda rows, f=function: f(rows).square().sum())(rows[0])
+        leaf = rows[0].clone().requires_grad_()
+        function(leaf).square().sum().backward()
+        torch.testing.assert_close(gradient, leaf.grad)
+    torch.testing.assert_close(torch.vmap(lambda r: look_up(r, LOCAL))(rows), rows[:, LOCAL])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_pooled_as_floats(mode: str, dtype: torch.dtype):
+    rows = some_rows("cpu", dtype)
+    out = pool(rows, LOCAL.flatten(), OFFSETS, mode)
+    out.sum().backward()
+    exact = rows.detach().float().requires_grad_()
+    expected = F.embedding_bag(LOCAL.flatten(), exact, OFFSETS, mode=mode, include_last_offset=True)
+    expected.sum().backward()
+    torch.testing.assert_close(out, expected.to(dtype))
+    torch.testing.assert_close(rows.grad, exact.grad.to(dtype))
+
+
+def test_the_gradient_is_not_copied_on_its_way():
+    """Autograd takes over what the sum returns, if nothing else holds it."""
+    rows, taken = some_rows("cpu"), []
+    out = look_up(rows, LOCAL)
+    out.grad_fn.register_hook(lambda to_rows, _: taken.append(to_rows[0].data_ptr()))
+    out.sum().backward()
+    assert taken == [rows.grad.data_ptr()]
