@@ -60,6 +60,7 @@ class RowStep:
         self.behind = 0  # lookaheads under way: while there are any, rows are written behind the next step
         self._status = _Status.IDLE
         self._rows: Tensor | None = None
+        self._looked_up: Tensor | None = None
         self._state: dict[str, Tensor] = {}
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -161,6 +162,7 @@ class RowStep:
         self._rows = block.rows
         self._state = {name: tensor for name, tensor in block.columns.items() if name != "weight"}
         self.weight.grad = None  # a gradient of another shape would not let the data change
+        self._looked_up = block.weight
         self.weight.data = block.weight.detach()
         self.weight.grad = grad
         self._weight_version = self.weight._version
@@ -190,6 +192,9 @@ class RowStep:
                 f"the gradient of the embedding over table {self.table.name!r} was replaced by one of {len(grad)} "
                 f"rows, but the batch has {len(self._rows)}; change it in place, or keep its shape"
             )
+        if self._looked_up is not None:
+            # The rows that a graph has saved are about to change; their data has a version of its own.
+            torch.autograd.graph.increment_version(self._looked_up)
         state = optimizer.state[self.weight]
         self._saved_scalars = {key: _copied(value) for key, value in state.items()}
         if not self._first_step:
@@ -247,7 +252,7 @@ class RowStep:
 
     def _release(self) -> None:
         """Back to a placeholder of one row."""
-        self._rows = None
+        self._rows = self._looked_up = None
         self._state = {}
         self.weight.grad = None
         self.weight.data = self.weight.data.new_zeros(1, self.table.embedding_dim)

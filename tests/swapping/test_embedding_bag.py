@@ -222,9 +222,7 @@ def test_the_last_offset_must_be_the_number_of_ids(offsets: list[int]):
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_weights_go_with_sums(mode: str):
     bag, _ = twins(mode=mode)
-    with pytest.raises(
-        ValueError, match=f"per_sample_weights are given, but mode is '{mode}'; they go with"
-    ):
+    with pytest.raises(ValueError, match=f"per_sample_weights are given, but mode is '{mode}'; they go with"):
         bag(IDS.view(2, 2), None, torch.ones(2, 2, dtype=torch.float64))
 
 
@@ -300,6 +298,7 @@ def test_a_loss_differentiated_after_its_rows_were_trained_is_refused_where_it_n
     ours, theirs = twins(mode="sum")
     for module in (ours, theirs):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        step(module, optimizer, IDS.view(2, 2))  # attaches
         weights = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
         out = module(IDS.view(2, 2), None, weights)
         out.sum().backward(retain_graph=True)
