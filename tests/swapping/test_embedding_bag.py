@@ -299,6 +299,7 @@ def test_a_loss_differentiated_after_its_rows_were_trained_is_refused_where_it_n
     for module in (ours, theirs):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         step(module, optimizer, IDS.view(2, 2))  # attaches
+        optimizer.zero_grad()
         weights = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
         out = module(IDS.view(2, 2), None, weights)
         out.sum().backward(retain_graph=True)
