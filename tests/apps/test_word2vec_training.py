@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import speedswap
+from speedswap.apps.interrupts import stop_on_interrupt
 from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train
-from speedswap.apps.word2vec.training import stop_on_interrupt
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
 SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]

@@ -8,15 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from speedswap.apps.word2vec.output import check_output, save
-from speedswap.apps.word2vec.settings import STORAGES, Settings
+from speedswap.apps.interrupts import INTERRUPTED
+from speedswap.apps.places import STORAGES, check_output
+from speedswap.apps.word2vec.output import save
+from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.training import Result, train
 from speedswap.apps.word2vec.vectors import read_pairs
 
 __all__ = ["add_parser", "run"]
-
-INTERRUPTED = 130
-"""The exit status after Ctrl-C, as shells have it."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

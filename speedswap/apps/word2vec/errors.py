@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from speedswap.apps.errors import SettingsError
 from speedswap.errors import SpeedswapError
 
 __all__ = ["CorpusError", "PairsError", "SettingsError"]
@@ -13,7 +14,3 @@ class CorpusError(SpeedswapError, ValueError):
 
 class PairsError(SpeedswapError, ValueError):
     """A file of word pairs with human similarity cannot be read."""
-
-
-class SettingsError(SpeedswapError, ValueError):
-    """A setting has a value that cannot be trained with."""

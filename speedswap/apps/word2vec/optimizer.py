@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from speedswap.apps.word2vec.errors import SettingsError
+from speedswap.apps.optimizers import named_optimizer, plain
 
 __all__ = ["DEFAULT_OPTIMIZER", "RowwiseAdagrad", "make_optimizer", "optimizer_class", "suited"]
 
@@ -117,15 +117,4 @@ def optimizer_class(name: str) -> type[Optimizer]:
     Raises:
         SettingsError: there is none.
     """
-    known: dict[str, type[Optimizer]] = {"rowwiseadagrad": RowwiseAdagrad}
-    for value in vars(torch.optim).values():
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
-            known[plain(value.__name__)] = value
-    if plain(name) not in known:
-        names = [DEFAULT_OPTIMIZER, *sorted(known.keys() - {"rowwiseadagrad"})]
-        raise SettingsError(f"optimizer is {name!r}: give one of {', '.join(names)}")
-    return known[plain(name)]
-
-
-def plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
+    return named_optimizer(name, {DEFAULT_OPTIMIZER: RowwiseAdagrad})

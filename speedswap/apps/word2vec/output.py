@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,27 +13,11 @@ from typing import Any
 import torch
 
 import speedswap
-from speedswap.apps.word2vec.errors import SettingsError
 from speedswap.apps.word2vec.optimizer import suited
 from speedswap.apps.word2vec.training import Result
 from speedswap.apps.word2vec.vectors import Similarity
 
-__all__ = ["check_output", "figures", "save"]
-
-
-def check_output(folder: Path) -> None:
-    """Find out before the work whether its result can be written.
-
-    Raises:
-        SettingsError: the folder cannot be made, or not be written to.
-    """
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise SettingsError(f"output is {str(folder)!r}, but {existing} is a file: give a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise SettingsError(f"output is {str(folder)!r}, but {existing} cannot be written to: give another directory")
+__all__ = ["figures", "save"]
 
 
 def save(result: Result, folder: Path, similarities: Sequence[Similarity] = ()) -> list[Path]:

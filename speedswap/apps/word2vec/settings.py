@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
+from speedswap.apps.places import check_scratch, check_storage, compute_device
 from speedswap.apps.word2vec.errors import SettingsError
 from speedswap.apps.word2vec.optimizer import DEFAULT_OPTIMIZER, optimizer_class
 
-__all__ = ["STORAGES", "Settings"]
-
-STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)
@@ -72,21 +71,11 @@ class Settings:
             raise SettingsError(f"lr is {self.lr}: give a number above 0")
         if not 0 <= self.seed < 2**64:
             raise SettingsError(f"seed is {self.seed}: give a whole number from 0 to 2**64 - 1")
-        if self.storage not in STORAGES:
-            raise SettingsError(f"storage is {self.storage!r}: give one of {', '.join(STORAGES)}")
-        if self.scratch is not None and not self.scratch.is_dir():
-            raise SettingsError(f"scratch is {str(self.scratch)!r}: give a directory that exists")
+        check_storage(self.storage)
+        check_scratch(self.scratch)
         optimizer_class(self.optimizer)
         self.compute_device()
 
     def compute_device(self) -> torch.device:
         """The device that the batch's rows are computed with."""
-        available = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        wrong = f"device is {self.device!r}: give one of {', '.join(available)}"
-        try:
-            device = torch.device(self.device or available[-1])
-        except RuntimeError as error:
-            raise SettingsError(wrong) from error
-        if device.type not in available or (device.index or 0) >= max(torch.cuda.device_count(), 1):
-            raise SettingsError(wrong)
-        return device
+        return compute_device(self.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
+from speedswap.apps.interrupts import stop_on_interrupt
 from speedswap.apps.word2vec.blocks import BLOCK, Batch, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.errors import CorpusError, SettingsError
@@ -161,26 +161,6 @@ def enter_loss(result: Result, loss: float) -> None:
             f"{result.trained_words:,.0f} words; lower lr, or lower batch"
         )
     result.loss.append((result.trained_words, loss))
-
-
-@contextmanager
-def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Give an event that the first Ctrl-C sets, so that a step is never cut in two; the second one is as usual."""
-    stopped = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopped  # Python delivers Ctrl-C to the main thread only
-        return
-    usual = signal.getsignal(signal.SIGINT)
-
-    def stop(number: int, frame: object) -> None:
-        stopped.set()
-        signal.signal(signal.SIGINT, usual)
-
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 @contextmanager
