@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from speedswap import __version__
 from speedswap._info import describe
+from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.word2vec import cli as word2vec
 from speedswap.errors import SpeedswapError
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="what was built and found here, and why anything is missing")
     info.set_defaults(run=_info)
     word2vec.add_parser(commands)
+    ncf.add_parser(commands)
     return parser
 
 

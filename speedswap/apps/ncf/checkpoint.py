@@ -1,0 +1,218 @@
+"""Checkpoints: a run's tables, dense parameters, optimizer and progress, whole or not there at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedswap.apps.ncf.errors import CheckpointError
+from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf.model import NCF
+from speedswap.apps.ncf.settings import Settings
+
+__all__ = ["Checkpoint", "Place", "load"]
+
+FOLDER = "checkpoints"
+DECIDING = (
+    *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users", "seed"),
+)
+"""Settings that a resumed run must share with the one before; the ratings are compared by their contents."""
+
+
+class Place(NamedTuple):
+    """Where a run is: epochs completed, and steps taken in the next one."""
+
+    epoch: int
+    step: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.epoch:04}-{self.step:08}"
+
+    @classmethod
+    def of(cls, folder: Path) -> Place | None:
+        found = re.fullmatch(r"(\d{4,})-(\d{8,})", folder.name)
+        return cls(*map(int, found.groups())) if found else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory under ``checkpoints``: ``users`` and ``items`` are tables, ``training.pt`` has everything else.
+
+    It is written under another name and gets its own when it is complete and durable.
+    """
+
+    folder: Path
+    place: Place
+    content: dict[str, Any]
+    """Of ``training.pt``."""
+
+    @classmethod
+    def save(
+        cls,
+        output: Path,
+        place: Place,
+        *,
+        keep: Place | None,
+        model: NCF,
+        optimizer: Optimizer,
+        settings: Settings,
+        split: Split,
+        progress: dict[str, Any],
+    ) -> None:
+        """Write a checkpoint; of the earlier ones only that at ``keep`` stays."""
+        target = output / FOLDER / place.folder
+        unfinished = output / FOLDER / "unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        model.user.table.save(unfinished / "users")
+        model.item.table.save(unfinished / "items")
+        content = {
+            "settings": {
+                name: value if isinstance(value, int | float | None) else str(value)
+                for name, value in asdict(settings).items()
+            },
+            "layers": list(settings.layers),
+            "num_users": split.train.num_users,
+            "num_items": split.train.num_items,
+            "user_ids": as_tensor(split.user_ids),
+            "item_ids": as_tensor(split.item_ids),
+            "ratings_checksum": split.train.checksum,
+            "model": {name: parameter.detach().cpu() for name, parameter in model.dense().items()},
+            "optimizer": {name: optimizer.state.get(parameter, {}) for name, parameter in model.dense().items()},
+            "progress": progress,
+        }
+        with open(unfinished / "training.pt", "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)  # of a run before, or the very same
+        os.rename(unfinished, target)
+        sync_folder(target.parent)
+        for folder in target.parent.iterdir():
+            if Place.of(folder) not in (None, place, keep):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @classmethod
+    def latest(cls, output: Path | None) -> Checkpoint:
+        """The checkpoint of a run that is the furthest.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        places = sorted(places_in(output)) if output is not None else []
+        if not places:
+            raise CheckpointError(f"output {output} has no checkpoint to go on from: start without resume")
+        return cls.read(Path(output or "") / FOLDER, places[-1])
+
+    @classmethod
+    def read(cls, checkpoints: Path, place: Place) -> Checkpoint:
+        folder = checkpoints / place.folder
+        try:
+            content = torch.load(folder / "training.pt", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(
+                f"checkpoint {folder} cannot be read ({error}): remove it to go on from an earlier one"
+            ) from error
+        return cls(folder, place, content)
+
+    def check(self, settings: Settings, split: Split) -> None:
+        """Refuse to go on with other settings or ratings than before.
+
+        Raises:
+            CheckpointError: it says what differs.
+        """
+        before = self.content["settings"]
+        for name in DECIDING:
+            value = getattr(settings, name)
+            value = value if isinstance(value, int | float | None) else str(value)
+            if value != before[name]:
+                raise CheckpointError(
+                    f"{name} is {value}, but the checkpoint {self.folder} is of a run with {before[name]}: give the "
+                    "same, or start without resume"
+                )
+        if split.train.checksum != self.content["ratings_checksum"]:
+            raise CheckpointError(
+                f"the ratings are not those of the checkpoint {self.folder}: give the same, or start without resume"
+            )
+
+    def restore(self, model: NCF, optimizer: Optimizer) -> dict[str, Any]:
+        """Put dense parameters and their optimizer state back; the tables are there already. Returns the progress."""
+        for name, parameter in model.dense().items():
+            with torch.no_grad():
+                parameter.copy_(self.content["model"][name])
+            state = self.content["optimizer"][name]
+            if state:
+                optimizer.state[parameter] = {
+                    key: moved(value, optimizer.state[parameter].get(key), parameter) for key, value in state.items()
+                }
+        progress: dict[str, Any] = self.content["progress"]
+        return progress
+
+
+def load(output: Path, *, storage: str = "auto", scratch: Path | None = None) -> NCF:
+    """The best epoch's model of a run.
+
+    Args:
+        output: the run's output directory.
+        storage: where the tables are copied to, as in ``Settings``.
+        scratch: the directory for memmap tables.
+
+    Raises:
+        CheckpointError: there is no completed epoch, or it is damaged.
+    """
+    progress = Checkpoint.latest(output).content["progress"]
+    if not progress["epochs"]:
+        raise CheckpointError(f"output {output} has no completed epoch: let the run go on with resume")
+    number, *_ = max(progress["epochs"], key=lambda epoch: (epoch[2], epoch[3], -epoch[0]))
+    checkpoint = Checkpoint.read(output / FOLDER, Place(number, 0))
+    content = checkpoint.content
+    model = NCF(
+        content["num_users"],
+        content["num_items"],
+        model=content["settings"]["model"],
+        factors=content["settings"]["factors"],
+        layers=content["layers"],
+        storage=storage,
+        scratch=scratch,
+        source=checkpoint.folder,
+    )
+    with torch.no_grad():
+        for name, parameter in model.dense().items():
+            parameter.copy_(content["model"][name])
+    return model
+
+
+def places_in(output: Path) -> list[Place]:
+    folder = output / FOLDER
+    return [place for path in folder.iterdir() if (place := Place.of(path))] if folder.is_dir() else []
+
+
+def moved(value: Any, like: Any, parameter: Tensor) -> Any:
+    """A value of the optimizer's state to where the optimizer keeps such values."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(like, Tensor):
+        return value.to(like.device)
+    return value.to(parameter.device) if value.shape == parameter.shape else value
+
+
+def as_tensor(ids: Any) -> Tensor | None:
+    return None if ids is None else torch.from_numpy(ids)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,94 @@
+"""The command ``speedswap ncf``."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from speedswap.apps.interrupts import INTERRUPTED
+from speedswap.apps.ncf.model import MODELS
+from speedswap.apps.ncf.output import save
+from speedswap.apps.ncf.settings import Settings
+from speedswap.apps.ncf.training import train
+from speedswap.apps.places import STORAGES, check_output
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser's commands."""
+    defaults = Settings()
+    parser = commands.add_parser(
+        "ncf",
+        help="learn who will take what from ratings",
+        description="Neural collaborative filtering (He et al. 2017): learn from ratings which items a user will take "
+        "next. The tables of users and items and the optimizer's state live outside the compute device. Each user's "
+        "latest item is set apart and ranked among others after every epoch. Ctrl-C ends the training and saves what "
+        "there is.",
+    )
+
+    def add(name: str, type_: Any, text: str, **more: Any) -> None:
+        default = getattr(defaults, name)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        text += "" if default is None else f" (default: {shown})"
+        parser.add_argument("--" + name.replace("_", "-"), type=type_, default=default, help=text, **more)
+
+    parser.add_argument(
+        "ratings",
+        type=Path,
+        nargs="?",
+        metavar="RATINGS",
+        help="MovieLens' u.data, ratings.dat or ratings.csv, plain or gzip (default: interactions are made up)",
+    )
+    add("users", int, "without RATINGS, how many users are made up")
+    add("items", int, "without RATINGS, how many items are made up")
+    add("interactions", int, "without RATINGS, how many interactions are made up")
+    add("model", str, f"one of {', '.join(MODELS)}")
+    add("factors", int, "width of the GMF part of a row")
+    add("layers", widths, "widths of the MLP: of both rows' parts together, then of each layer", metavar="WIDTHS")
+    add("negatives", int, "negatives for each interaction")
+    add("epochs", int, "passes over the interactions")
+    add("optimizer", str, "any of torch.optim that works row by row, such as sgd, adagrad or adam")
+    add("lr", float, "learning rate (default: what suits the optimizer)")
+    add("batch", int, "interactions a step, each with its negatives")
+    add("test_negatives", int, "items that each tested user's own is ranked among")
+    add("test_users", int, "test so many users at most")
+    add("storage", str, f"where the tables live: {', '.join(STORAGES)}")
+    add("device", str, "where to compute (default: cuda where there is a GPU, else cpu)")
+    add("seed", int, "of everything random")
+    add("scratch", Path, "directory for memmap tables, which are temporary (default: the system's)", metavar="DIR")
+    parser.add_argument("--output", type=Path, default=Path("ncf-output"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in the output directory; without this a run starts over, and its "
+        "checkpoints replace those there",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, test, save, and print what came of it; returns the exit status."""
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    check_output(args.output)
+    result = train(settings, output=args.output, resume=args.resume)
+    files = save(result, args.output)
+    best, popular = result.best, result.baseline
+    print(
+        f"{len(result.split.train):,} interactions of {result.split.train.num_users:,} users with "
+        f"{result.split.train.num_items:,} items; {result.tested_users:,} users tested; the most popular items give "
+        f"HR@10 {popular.hr:.4f}, NDCG@10 {popular.ndcg:.4f}"
+    )
+    if best is not None:
+        print(f"best of {len(result.epochs)}: {best}")
+    if result.interrupted:
+        print("interrupted: what there is is saved, and --resume goes on from there")
+    print("saved", ", ".join(str(file) for file in [*files, args.output / "checkpoints"]))
+    result.model.close()
+    return INTERRUPTED if result.interrupted else 0
+
+
+def widths(text: str) -> tuple[int, ...]:
+    return tuple(int(width) for width in text.split(","))

@@ -1,0 +1,115 @@
+"""How well the item that a user took next is told from items they did not: HR@10 and NDCG@10."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from speedswap.apps.ncf.errors import RatingsError
+from speedswap.apps.ncf.interactions import Ids, Interactions, Split
+
+__all__ = ["TOP", "Candidates", "Ranking", "evaluate", "popularity_baseline", "rank", "ranking"]
+
+TOP = 10
+CHUNK_SCORES = 1 << 17
+
+
+class Ranking(NamedTuple):
+    """Means over the tested users."""
+
+    hr: float
+    """HR@10: how often the user's item is among the ten highest scores."""
+    ndcg: float
+    """NDCG@10: the same, counting 1 / log2(place + 1), with 1 for the first place."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Users to test, each with the item that they took and items that they never did."""
+
+    users: Tensor
+    """int64, shape (users,)."""
+    items: Tensor
+    """int64, shape (users, 1 + negatives); the first is the user's."""
+
+    @classmethod
+    def draw(cls, split: Split, *, negatives: int, at_most: int, seed: int) -> Candidates:
+        """Draw each test user's negatives, all different; the same seed gives the same ones.
+
+        Users with too few items left are not tested; of more than ``at_most`` so many are drawn.
+
+        Raises:
+            RatingsError: there is no user to test.
+        """
+        rng = np.random.default_rng([seed, 2**32])
+        users, taken = split.test_users, split.test_items
+        # The test item is not in the training set, but no negative either.
+        left = split.train.unseen_counts(users) - 1
+        users, taken, left = (values[left >= negatives] for values in (users, taken, left))
+        if not len(users):
+            raise RatingsError(
+                f"none of {split.train.num_users:,} users has two items or more and {negatives} others among the "
+                f"{split.train.num_items:,} items, so that there is nobody to test: give more ratings, or lower "
+                "test_negatives"
+            )
+        if len(users) > at_most:
+            some = np.sort(rng.choice(len(users), at_most, replace=False))
+            users, taken, left = users[some], taken[some], left[some]
+        numbers = draw_different(rng, left, negatives)
+        numbers += numbers >= number_among_unseen(split.train, users, taken)[:, None]
+        items = np.concatenate([taken[:, None], split.train.unseen(users[:, None], numbers)], axis=1)
+        return cls(torch.from_numpy(users), torch.from_numpy(items))
+
+
+def draw_different(rng: np.random.Generator, below: Ids, count: int) -> Ids:
+    """Numbers from 0 to ``below[i]`` - 1, ``count`` different ones for each i (Floyd's algorithm)."""
+    drawn = np.empty((len(below), count), np.int64)
+    for column in range(count):
+        top = below - count + column
+        number = rng.integers(0, top, endpoint=True)
+        again = (drawn[:, :column] == number[:, None]).any(axis=1)
+        drawn[:, column] = np.where(again, top, number)
+    return drawn
+
+
+def number_among_unseen(pairs: Interactions, users: Ids, items: Ids) -> Ids:
+    """Which of its user's unseen items each item is."""
+    keys = pairs.keys()
+    seen_before = np.searchsorted(keys, users * pairs.num_items + items) - np.searchsorted(
+        keys, users * pairs.num_items
+    )
+    return items - seen_before
+
+
+def evaluate(model: nn.Module, candidates: Candidates, device: torch.device) -> Ranking:
+    """Rank each user's item among the candidates by the model's scores (He et al. 2017, section 4.1)."""
+    places = []
+    chunk = max(1, CHUNK_SCORES // candidates.items.shape[1])
+    with torch.no_grad():
+        for first in range(0, len(candidates.users), chunk):
+            users, items = (ids[first : first + chunk].to(device) for ids in (candidates.users, candidates.items))
+            places.append(rank(model(users, items)).cpu())
+    return ranking(torch.cat(places))
+
+
+def rank(scores: Tensor) -> Tensor:
+    """The first column's place among all columns, from 0; equal scores go before it: a constant wins nothing."""
+    return (scores[:, 1:] >= scores[:, :1]).sum(dim=1)
+
+
+def ranking(places: Tensor) -> Ranking:
+    """HR@10 and NDCG@10 of places from 0."""
+    hit = places < TOP
+    gain = torch.where(hit, 1 / torch.log2(places.double() + 2), 0.0)
+    return Ranking(hit.double().mean().item(), gain.mean().item())
+
+
+def popularity_baseline(split: Split, candidates: Candidates) -> Ranking:
+    """What scoring every item by its number of training interactions gives."""
+    items = split.train.keys() % split.train.num_items
+    counts = torch.from_numpy(np.bincount(items, minlength=split.train.num_items))
+    return ranking(rank(counts[candidates.items]))

@@ -1,0 +1,64 @@
+"""Interactions made up, of any size, with something in them to be learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speedswap.apps.ncf.interactions import Ids, Interactions, Split, leave_one_out
+
+__all__ = ["generate_split"]
+
+RANK = 4
+"""Of the planted structure: tastes and items are vectors of this length."""
+CHOICES = 8
+"""Items, drawn by popularity, of which a user takes one by taste."""
+TASTE = 2.0
+"""How much taste decides: 0 leaves it to chance."""
+CHUNK_INTERACTIONS = 1 << 20
+
+
+def generate_split(num_users: int, num_items: int, interactions: int, *, seed: int) -> Split:
+    """Interactions with a planted structure of low rank and Zipf's popularity, and each user's last one apart.
+
+    A user looks at eight items, each with a probability of about 1 / its place by popularity, and takes one with
+    softmax(2 · taste · item), where taste and item are vectors of four normal numbers. Pairs that come again count
+    once, so that there are somewhat fewer than asked for. Memory holds the pairs, 8 bytes each, and what is needed for
+    a million of them.
+
+    Args:
+        num_users, num_items: of each at least 2.
+        interactions: how many are drawn, spread evenly over the users.
+        seed: the same one gives the same interactions.
+    """
+    rng = np.random.default_rng([seed, 0])
+    by_popularity = rng.permutation(np.arange(num_items, dtype=np.int64))
+    vectors = rng.standard_normal((num_items, RANK), dtype=np.float32)
+    per_user, more = divmod(interactions, num_users)
+    chunks: list[tuple[Ids, Ids]] = []
+    for number, (first, last) in enumerate(chunked(num_users, max(1, CHUNK_INTERACTIONS // (per_user + 1))), 1):
+        rng = np.random.default_rng([seed, number])
+        counts = per_user + (np.arange(first, last) < more)
+        tastes = rng.standard_normal((last - first, RANK), dtype=np.float32)
+        local = np.repeat(np.arange(last - first), counts)
+        offered = by_popularity[zipf(rng, (len(local), CHOICES), num_items)]
+        appeal = np.einsum("nr,ncr->nc", tastes[local], vectors[offered])
+        taken = (TASTE * appeal + rng.gumbel(size=appeal.shape)).argmax(axis=1)
+        items = offered[np.arange(len(local)), taken]
+        chunks.append(leave_one_out(local + first, items, np.zeros(len(local), np.int8), num_items))
+    train, test = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    test_users, test_items = np.divmod(test, num_items)
+    return Split(Interactions(train, num_users, num_items), test_users, test_items)
+
+
+def zipf(rng: np.random.Generator, shape: tuple[int, ...], num_items: int) -> NDArray[np.int64]:
+    """Places by popularity: number n is drawn with a probability of log(1 + 1 / (n + 1)) / log(num_items + 1)."""
+    places: NDArray[np.int64] = np.exp(rng.random(shape) * np.log1p(num_items)).astype(np.int64) - 1
+    return np.minimum(places, num_items - 1, out=places)  # against rounding
+
+
+def chunked(count: int, size: int) -> Iterator[tuple[int, int]]:
+    for first in range(0, count, size):
+        yield first, min(first + size, count)

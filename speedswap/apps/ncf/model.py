@@ -1,0 +1,159 @@
+"""Neural collaborative filtering: GMF, MLP, and both in one, NeuMF."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import speedswap
+
+__all__ = ["MODELS", "NCF"]
+
+MODELS = ("gmf", "mlp", "neumf")
+INIT_STD = 0.01
+COPIED_ROWS = 1 << 16
+
+
+class NCF(nn.Module):
+    """Scores of items for users, from two tables outside the compute device.
+
+    A row holds what both halves of the model know of a user or an item, side by side: ``factors`` numbers for GMF and
+    ``layers[0] / 2`` for MLP. So a step swaps one record for each user and each item.
+
+    With p and q for a user's and an item's rows, the score before the sigmoid is (He et al. 2017)
+
+    - gmf: h · (p ⊙ q), equation 9;
+    - mlp: h · φ(p, q), where φ is ReLU(W · + b), layer upon layer, over p and q one after the other, equation 10;
+    - neumf: h · (p ⊙ q and φ(p, q), one after the other), equation 12, each half with rows of its own.
+
+    Args:
+        num_users, num_items: rows of the tables.
+        model: ``gmf``, ``mlp`` or ``neumf``.
+        factors: width of the GMF half.
+        layers: widths of the MLP half: of p and q together, then of each layer.
+        storage: where the tables live, as for ``speedswap.Embedding``. Memmap tables are in a temporary directory that
+            goes with ``close``, or with the model.
+        scratch: where that directory is made; the system's place by default.
+        seed: of all initial values; rows are normal with a deviation of 0.01, as in the paper.
+        source: a directory with saved tables ``users`` and ``items``, which are copied, the optimizer's state too.
+
+    Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
+
+    Example:
+        >>> model = NCF(1000, 500, model="neumf", factors=8, layers=[16, 8])
+        >>> model.user.embedding_dim
+        16
+        >>> model(torch.tensor([3, 999]), torch.tensor([[0, 1, 2], [3, 4, 499]])).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        num_users: int,
+        num_items: int,
+        *,
+        model: str = "neumf",
+        factors: int = 32,
+        layers: Sequence[int] = (64, 32, 16, 8),
+        storage: str = "auto",
+        scratch: Path | None = None,
+        seed: int = 0,
+        source: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self._gmf_width = factors if model != "mlp" else 0
+        self._mlp_width = layers[0] // 2 if model != "gmf" else 0
+        folder = None
+        self._remove_folder = None
+        if storage == "memmap":
+            folder = Path(mkdtemp(prefix="speedswap-ncf-", dir=scratch))
+            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        # Not one seed for both: row n of one table would be row n of the other.
+        seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+
+        def embedding(name: str, rows: int, seed: int) -> speedswap.Embedding:
+            width = self._gmf_width + self._mlp_width
+            path = folder and folder / name
+            table = copied(source / name, storage, path) if source is not None else None
+            init = speedswap.init.normal(std=INIT_STD)
+            return speedswap.Embedding(
+                rows, width, storage=storage, path=path, init=init, seed=seed, name=name, table=table
+            )
+
+        self.user = embedding("users", num_users, seeds[0])
+        self.item = embedding("items", num_items, seeds[1])
+        self.tower, predicted = nn.Sequential(), self._gmf_width
+        if self._mlp_width:
+            for inputs, outputs in itertools.pairwise([2 * self._mlp_width, *layers[1:]]):
+                self.tower.extend([nn.Linear(inputs, outputs), nn.ReLU()])
+            predicted += layers[-1]
+        self.score = nn.Linear(predicted, 1)
+        generator = torch.Generator().manual_seed(seeds[2] >> 1)
+        for layer in [*self.tower, self.score]:
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight, generator=generator)
+                nn.init.zeros_(layer.bias)
+
+    def dense(self) -> dict[str, nn.Parameter]:
+        """The parameters that are no tables, by name."""
+        return {
+            name: parameter for name, parameter in self.named_parameters() if name.split(".")[0] in ("tower", "score")
+        }
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        """Scores before the sigmoid.
+
+        Args:
+            users: int64, shape (users,).
+            items: int64, shape (users, n): for each user, the items to score.
+
+        Returns:
+            Shape (users, n).
+        """
+        widths = [self._gmf_width, self._mlp_width]
+        p_gmf, p_mlp = self.user(users).unsqueeze(1).split(widths, dim=-1)
+        q_gmf, q_mlp = self.item(items).split(widths, dim=-1)
+        halves = [p_gmf * q_gmf] if self._gmf_width else []
+        if self._mlp_width:
+            halves.append(self.tower(torch.cat([p_mlp.expand_as(q_mlp), q_mlp], dim=-1)))
+        scores: Tensor = self.score(torch.cat(halves, dim=-1))
+        return scores.squeeze(-1)
+
+    def close(self) -> None:
+        """Close the tables, and remove those that were made in a temporary directory."""
+        self.user.table.close()
+        self.item.table.close()
+        if self._remove_folder is not None:
+            self._remove_folder()
+
+
+def copied(saved: Path, storage: str, path: Path | None) -> speedswap.Table:
+    """A table like a saved one, with all its columns and attributes, where ``storage`` says."""
+    with speedswap.Table.open(saved, mode="r") as source:
+        if path is not None:
+            source.save(path)
+            return speedswap.Table.open(path)
+        table = speedswap.Table.create(
+            len(source),
+            source.embedding_dim,
+            dtype=source.dtype,
+            storage=storage,
+            init=speedswap.init.zeros(),
+            seed=source.seed,
+            name=source.name,
+        )
+        table.add_columns([column for name, column in source.columns.items() if name != "weight"])
+        for column in source.columns:
+            for start in range(0, len(source), COPIED_ROWS):
+                rows = source.read(start, start + COPIED_ROWS, column=column)
+                table.write(start, rows, column=column)
+        table.attributes.update(source.attributes)
+        return table

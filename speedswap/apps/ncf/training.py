@@ -1,0 +1,272 @@
+"""Train a model: the whole run, from ratings to the best epoch."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+import speedswap
+from speedswap.apps.interrupts import stop_on_interrupt
+from speedswap.apps.ncf.batches import Batch, Batches
+from speedswap.apps.ncf.checkpoint import Checkpoint, Place
+from speedswap.apps.ncf.errors import SettingsError
+from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
+from speedswap.apps.ncf.generated import generate_split
+from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf.model import NCF
+from speedswap.apps.ncf.ratings import read_split
+from speedswap.apps.ncf.settings import Settings
+
+__all__ = ["Epoch", "Result", "train", "train_step"]
+
+
+class Epoch(NamedTuple):
+    """How one epoch went."""
+
+    number: int
+    """From 1."""
+    loss: float
+    """Mean binary cross-entropy of its interactions and negatives (equation 7)."""
+    hr: float
+    ndcg: float
+    seconds: float
+    """Of training, with making the batches, without testing."""
+
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.number:3}  loss {self.loss:.4f}  HR@10 {self.hr:.4f}  NDCG@10 {self.ndcg:.4f}  "
+            f"{self.seconds:.1f} s"
+        )
+
+
+@dataclass
+class Result:
+    """A trained model and how the training went."""
+
+    settings: Settings
+    split: Split
+    model: NCF
+    """As after the last step; the best epoch's is in the output directory."""
+    optimizer: Optimizer
+    lr: float
+    baseline: Ranking
+    """What recommending the most popular items gives."""
+    tested_users: int
+    epochs: list[Epoch] = field(default_factory=list)
+    steps: int = 0
+    """Steps taken in this run; those before a resumption are not among them."""
+    training_seconds: float = 0.0
+    """What those steps took."""
+    interrupted: bool = False
+
+    @property
+    def best(self) -> Epoch | None:
+        """The epoch with the best HR@10, and of equal ones the best NDCG@10; None before the first."""
+        return max(self.epochs, key=lambda epoch: (epoch.hr, epoch.ndcg, -epoch.number), default=None)
+
+
+@dataclass
+class Progress:
+    """How far an epoch has come."""
+
+    epoch: int = 0
+    step: int = 0
+    seconds: float = 0.0
+    loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    """Summed over the epoch's interactions, where it is computed, so that a GPU is not waited for at every step."""
+
+
+def train(settings: Settings, *, output: Path | None = None, resume: bool = False, progress: bool = True) -> Result:
+    """Train a model of who takes what, testing it after each epoch.
+
+    Ctrl-C ends the training after the step in progress; the result is then what there is, with ``interrupted`` set.
+
+    Args:
+        settings: what to learn from, and how.
+        output: where checkpoints go: of the last and of the best epoch. Without one there are none.
+        resume: go on from the last checkpoint there, to the same result as without the interruption. Without this a
+            run starts over, and its first checkpoint takes the place of those that are there.
+        progress: show a progress bar on standard error (needs tqdm), and a line for each epoch.
+
+    Raises:
+        RatingsError: the ratings cannot be read, or have nothing to learn from or to test on.
+        SettingsError: the learning rate is so large that the loss is not finite any more.
+        CheckpointError: there is nothing to go on from, or it belongs to other settings or ratings.
+        OptimizerError: the optimizer does not work row by row.
+
+    Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
+    """
+    device = settings.compute_device()
+    checkpoint = Checkpoint.latest(output) if resume else None
+    split = (
+        read_split(settings.ratings)
+        if settings.ratings is not None
+        else generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
+    )
+    if checkpoint is not None:
+        checkpoint.check(settings, split)
+    candidates = Candidates.draw(
+        split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
+    )
+    model = NCF(
+        split.train.num_users,
+        split.train.num_items,
+        model=settings.model,
+        factors=settings.factors,
+        layers=settings.layers,
+        storage=settings.storage,
+        scratch=settings.scratch,
+        seed=settings.seed,
+        source=checkpoint.folder if checkpoint is not None else None,
+    ).to(device)
+    optimizer = settings.make_optimizer(model)
+    speedswap.attach(optimizer, model)
+    lr = float(optimizer.param_groups[0]["lr"])
+    baseline = popularity_baseline(split, candidates)
+    result = Result(settings, split, model, optimizer, lr, baseline, len(candidates.users))
+    at = Progress(loss=torch.zeros((), dtype=torch.float64, device=device))
+    if checkpoint is not None:
+        restore(checkpoint, result, at)
+    with stop_on_interrupt() as stopped:
+        run_epochs(result, at, candidates, output, stopped, progress)
+    return result
+
+
+def run_epochs(
+    result: Result,
+    at: Progress,
+    candidates: Candidates,
+    output: Path | None,
+    stopped: threading.Event,
+    progress: bool,
+) -> None:
+    """Train until the end or until stopped, and enter into the result how it goes."""
+    settings, device = result.settings, at.loss.device
+    steps = -(-len(result.split.train) // settings.batch)
+    with show_progress(settings.epochs * steps, at.epoch * steps + at.step, shown=progress) as shown:
+        while at.epoch < settings.epochs:
+            batches = Batches(
+                result.split.train,
+                epoch=at.epoch,
+                size=settings.batch,
+                negatives=settings.negatives,
+                seed=settings.seed,
+                start=at.step,
+            )
+            started = time.perf_counter()
+            for batch in on_device(batches, device):
+                at.loss += train_step(result.model, result.optimizer, batch) * len(batch.users)
+                at.step += 1
+                result.steps += 1
+                shown.update(1)
+                if stopped.is_set():
+                    break
+            loss = at.loss.item() / len(result.split.train)
+            seconds = time.perf_counter() - started
+            at.seconds += seconds
+            result.training_seconds += seconds
+            check_loss(result, loss, at)
+            if at.step == steps:
+                scores = evaluate(result.model, candidates, device)
+                result.epochs.append(Epoch(at.epoch + 1, loss, *scores, at.seconds))
+                at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
+                at.loss.zero_()
+                shown.write(str(result.epochs[-1]))
+            if output is not None:
+                save(result, at, output)
+            if stopped.is_set():
+                result.interrupted = at.epoch < settings.epochs
+                return
+
+
+def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    return (batch.to(device) for batch in batches)
+
+
+def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:
+    """One training step; returns the batch's mean loss (equation 7)."""
+    loss = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def check_loss(result: Result, loss: float, at: Progress) -> None:
+    if not math.isfinite(loss):
+        raise SettingsError(
+            f"lr={result.lr} is too large for {result.settings.optimizer}: the loss became {loss} in epoch "
+            f"{at.epoch + 1}; lower lr"
+        )
+
+
+def save(result: Result, at: Progress, output: Path) -> None:
+    best = result.best
+    Checkpoint.save(
+        output,
+        Place(at.epoch, at.step),
+        keep=Place(best.number, 0) if best is not None else None,
+        model=result.model,
+        optimizer=result.optimizer,
+        settings=result.settings,
+        split=result.split,
+        progress={"seconds": at.seconds, "loss": at.loss.cpu(), "epochs": [tuple(epoch) for epoch in result.epochs]},
+    )
+
+
+def restore(checkpoint: Checkpoint, result: Result, at: Progress) -> None:
+    progress = checkpoint.restore(result.model, result.optimizer)
+    at.epoch, at.step = checkpoint.place
+    at.seconds = progress["seconds"]
+    at.loss += progress["loss"].to(at.loss.device)
+    result.epochs = [Epoch(*epoch) for epoch in progress["epochs"]]
+
+
+class Shown(Protocol):
+    """What is shown of a run."""
+
+    def update(self, steps: int) -> object: ...
+    def write(self, line: str) -> object: ...
+
+
+class Quiet:
+    """Shows lines at most."""
+
+    def __init__(self, *, lines: bool) -> None:
+        self._lines = lines
+
+    def update(self, steps: int) -> None:
+        pass
+
+    def write(self, line: str) -> None:
+        if self._lines:
+            print(line, flush=True)
+
+
+@contextmanager
+def show_progress(total_steps: int, done: int, *, shown: bool) -> Iterator[Shown]:
+    """Show how far a run has come: a progress bar on standard error, and lines on standard output."""
+    if not shown:
+        yield Quiet(lines=False)
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        print("no progress bar without tqdm: pip install speedswap[demo]", file=sys.stderr)
+        yield Quiet(lines=True)
+        return
+    seconds = 0.1 if sys.stderr.isatty() else 10.0
+    with tqdm(total=total_steps, initial=done, unit=" steps", mininterval=seconds, dynamic_ncols=True) as bar:
+        yield bar
