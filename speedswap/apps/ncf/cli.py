@@ -59,6 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("device", str, "where to compute (default: cuda where there is a GPU, else cpu)")
     add("seed", int, "of everything random")
     add("scratch", Path, "directory for memmap tables, which are temporary (default: the system's)", metavar="DIR")
+    add("lookahead", int, "how many batches ahead rows are fetched; 0 for a plain loop")
     parser.add_argument("--output", type=Path, default=Path("ncf-output"), metavar="DIR", help="default: %(default)s")
     parser.add_argument(
         "--resume",

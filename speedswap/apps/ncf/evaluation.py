@@ -97,8 +97,8 @@ def evaluate(model: nn.Module, candidates: Candidates, device: torch.device) -> 
 
 
 def rank(scores: Tensor) -> Tensor:
-    """The first column's place among all columns, from 0; equal scores go before it: a constant wins nothing."""
-    return (scores[:, 1:] >= scores[:, :1]).sum(dim=1)
+    """The first column's place among all columns, from 0; equal scores, and NaN, go before it: they win nothing."""
+    return (scores[:, :1] > scores[:, 1:]).logical_not().sum(dim=1)
 
 
 def ranking(places: Tensor) -> Ranking:

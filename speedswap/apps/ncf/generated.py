@@ -17,14 +17,16 @@ CHOICES = 8
 """Items, drawn by popularity, of which a user takes one by taste."""
 TASTE = 2.0
 """How much taste decides: 0 leaves it to chance."""
+HEAD = 10.0
+"""The most popular items differ little, as in real catalogues: 1 / (place + 10), by Zipf and Mandelbrot."""
 CHUNK_INTERACTIONS = 1 << 20
 
 
 def generate_split(num_users: int, num_items: int, interactions: int, *, seed: int) -> Split:
     """Interactions with a planted structure of low rank and Zipf's popularity, and each user's last one apart.
 
-    A user looks at eight items, each with a probability of about 1 / its place by popularity, and takes one with
-    softmax(2 · taste · item), where taste and item are vectors of four normal numbers. Pairs that come again count
+    A user looks at eight items, each with a probability of about 1 / (10 + its place by popularity), and takes one
+    with softmax(2 · taste · item), where taste and item are vectors of four normal numbers. Pairs that come again count
     once, so that there are somewhat fewer than asked for. Memory holds the pairs, 8 bytes each, and what is needed for
     a million of them.
 
@@ -54,8 +56,8 @@ def generate_split(num_users: int, num_items: int, interactions: int, *, seed: i
 
 
 def zipf(rng: np.random.Generator, shape: tuple[int, ...], num_items: int) -> NDArray[np.int64]:
-    """Places by popularity: number n is drawn with a probability of log(1 + 1 / (n + 1)) / log(num_items + 1)."""
-    places: NDArray[np.int64] = np.exp(rng.random(shape) * np.log1p(num_items)).astype(np.int64) - 1
+    """Places by popularity; one below n has the probability log(1 + n / HEAD) / log(1 + num_items / HEAD)."""
+    places: NDArray[np.int64] = (HEAD * np.expm1(rng.random(shape) * np.log1p(num_items / HEAD))).astype(np.int64)
     return np.minimum(places, num_items - 1, out=places)  # against rounding
 
 

@@ -17,7 +17,7 @@ from speedswap.apps.places import check_scratch, check_storage, compute_device
 __all__ = ["Settings"]
 
 SUITED_LR = {
-    "adagrad": 0.05,
+    "adagrad": 0.02,
     "sgd": 1.0,
     **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), 1e-3),
 }
@@ -46,6 +46,7 @@ class Settings:
         device: where the batch's rows are computed with; CUDA where there is one, else the CPU.
         seed: of everything random; on one machine, the same seed gives the same model.
         scratch: the directory for memmap tables, which are temporary; the system's by default.
+        lookahead: how many batches ahead rows are fetched; 0 for a plain loop. The model is the same.
 
     Raises:
         SettingsError: a value is out of range or unknown.
@@ -69,6 +70,7 @@ class Settings:
     device: str | None = None
     seed: int = 0
     scratch: Path | None = None
+    lookahead: int = 1
 
     def __post_init__(self) -> None:
         for name in ("interactions", "factors", "negatives", "epochs", "batch", "test_negatives", "test_users"):
@@ -77,6 +79,8 @@ class Settings:
         for name in ("users", "items"):
             if getattr(self, name) < 2:
                 raise SettingsError(f"{name} is {getattr(self, name)}: give a whole number of 2 or more")
+        if self.lookahead < 0:
+            raise SettingsError(f"lookahead is {self.lookahead}: give a whole number of 0 or more")
         if self.model not in MODELS:
             raise SettingsError(f"model is {self.model!r}: give one of {', '.join(MODELS)}")
         if not self.layers or min(self.layers) < 1 or self.layers[0] % 2:
@@ -97,8 +101,15 @@ class Settings:
         return compute_device(self.device)
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of a model's parameters."""
+        """The optimizer of a model's parameters.
+
+        Raises:
+            SettingsError: it does not take them, or the learning rate.
+        """
         lr = self.lr or SUITED_LR.get(plain(self.optimizer))
         make: Any = named_optimizer(self.optimizer)
-        optimizer: torch.optim.Optimizer = make(model.parameters(), **({} if lr is None else {"lr": lr}))
+        try:
+            optimizer: torch.optim.Optimizer = make(model.parameters(), **({} if lr is None else {"lr": lr}))
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"optimizer is {self.optimizer!r}, which does not take this model: {error}") from error
         return optimizer

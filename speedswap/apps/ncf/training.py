@@ -29,7 +29,7 @@ from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import Settings
 
-__all__ = ["Epoch", "Result", "train", "train_step"]
+__all__ = ["Epoch", "Result", "ahead", "train", "train_step"]
 
 
 class Epoch(NamedTuple):
@@ -166,7 +166,7 @@ def run_epochs(
                 start=at.step,
             )
             started = time.perf_counter()
-            for batch in on_device(batches, device):
+            for batch in ahead(result.model, batches, device, settings.lookahead):
                 at.loss += train_step(result.model, result.optimizer, batch) * len(batch.users)
                 at.step += 1
                 result.steps += 1
@@ -191,8 +191,12 @@ def run_epochs(
                 return
 
 
-def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    return (batch.to(device) for batch in batches)
+def ahead(model: NCF, batches: Iterable[Batch], device: torch.device, depth: int) -> Iterable[Batch]:
+    """The batches on the device, with the rows of those that come next on their way."""
+    on_device = (batch.to(device) for batch in batches)
+    return speedswap.lookahead(
+        on_device, {model.user: lambda batch: batch.users, model.item: lambda batch: batch.items}, depth=depth
+    )
 
 
 def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:

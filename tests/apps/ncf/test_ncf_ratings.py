@@ -1,0 +1,103 @@
+"""Files of ratings: three formats, and one line for what is wrong with one."""
+
+from __future__ import annotations
+
+import gzip
+
+import numpy as np
+import pytest
+
+from speedswap.apps.ncf import RatingsError, read_split
+from speedswap.apps.ncf import ratings as module
+
+ROWS = [(196, 242, 3, 881250949), (7, 2**40, 5, 5), (196, 9, 1, 881250950), (7, 9, 4.5, 6), (7, 242, 2, 4)]
+HEADING = "userId,movieId,rating,timestamp\n"
+
+
+def text_of(separator, heading="", end="\n"):
+    return heading + end.join(separator.join(map(str, row)) for row in ROWS) + end
+
+
+FORMATS = {
+    "u.data": text_of("\t"),
+    "ratings.dat": text_of("::"),
+    "ratings.csv": text_of(",", HEADING),
+    "plain.csv": text_of(","),
+    "windows.csv": "\ufeff" + text_of(",", HEADING.replace("\n", "\r\n"), "\r\n"),
+    "blank lines": text_of("\t") + "\n\n",
+    "no last newline": text_of("\t").rstrip(),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_formats_give_the_same_pairs(name, packed, tmp_path):
+    path = tmp_path / "ratings"
+    content = FORMATS[name].encode()
+    path.write_bytes(gzip.compress(content) if packed else content)
+    split = read_split(path)
+    assert split.user_ids.tolist() == [7, 196]
+    assert split.item_ids.tolist() == [9, 242, 2**40]
+    assert (split.test_users.tolist(), split.test_items.tolist()) == ([0, 1], [0, 0])
+    users, items = split.train.pairs(np.arange(len(split.train)))
+    assert [*zip(users.tolist(), items.tolist(), strict=True)] == [(0, 1), (0, 2), (1, 1)]
+
+
+def test_a_file_is_read_in_pieces(tmp_path, monkeypatch):
+    """Pieces of 64 bytes cut lines anywhere."""
+    rng = np.random.default_rng(0)
+    rows = np.stack(
+        [rng.integers(50, size=500), rng.integers(1000, size=500), rng.integers(5, size=500), range(500)], 1
+    )
+    path = tmp_path / "u.data"
+    path.write_text("".join("\t".join(map(str, row)) + "\n" for row in rows.tolist()))
+    whole = read_split(path)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+    pieces = read_split(path)
+    assert pieces.train.keys().tolist() == whole.train.keys().tolist()
+    assert pieces.test_items.tolist() == whole.test_items.tolist()
+
+
+MISTAKES = {
+    "missing": (None, "cannot be read: No such file"),
+    "empty": (b"", "is empty: give lines of user, item"),
+    "blank": (b"\n\n", r"line 1: '' is not user, item"),
+    "heading alone": (HEADING.encode(), "is empty"),
+    "text": (b"call me Ishmael\n", "line 1: 'call me Ishmael' is not user, item, rating and timestamp"),
+    "heading of other columns": (b"movieId,userId,rating,timestamp\n1,2,3,4\n", "put the columns in this order"),
+    "letters": (b"1\t2\t3\t4\n5\tx\t3\t4\n", r"line 2: '5\\tx\\t3\\t4' is not .* as the first line has them: correct"),
+    "too few fields": (b"1::2::3::4\n1::2::3\n", "line 2: '1::2::3' is not"),
+    "too many fields": (b"1,2,3,4\n1,2,3,4,5\n", "line 2"),
+    "other separator": (b"1::2::3::4\n\n1\t2\t3\t4\n", "line 3"),
+    "after a heading": (HEADING.encode() + b"1,2,3,4\n1,2,,4\n", "line 3: '1,2,,4'"),
+    "id with a fraction": (b"1,2,3,4\n1.5,2,3,4\n", "line 2"),
+    "id too large": (b"1,2,3,4\n99999999999999999999,2,3,4\n", "line 2"),
+    "binary": (b"1\t2\t3\t4\n\xff\xfe\t2\t3\t4\n", "line 2"),
+    "cut gzip": (gzip.compress(text_of("\t").encode() * 500)[:-20], "is not a whole gzip file"),
+    "gzip by name only": (text_of("\t").encode(), "is not a whole gzip file"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_is_wrong_is_said_with_its_line(name, tmp_path):
+    content, message = MISTAKES[name]
+    path = tmp_path / ("ratings.gz" if "gzip" in name else "ratings")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RatingsError, match=message):
+        read_split(path)
+
+
+def test_lines_are_counted_over_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 32)
+    path = tmp_path / "ratings.csv"
+    path.write_text(HEADING + "1,2,3,4\n" * 20 + "wrong\n" + "1,2,3,4\n" * 20)
+    with pytest.raises(RatingsError, match="line 22: 'wrong'"):
+        read_split(path)
+
+
+def test_movielens_100k_is_read_whole(shared_data):
+    split = read_split(shared_data / "ml-100k.tsv.gz")
+    assert (split.train.num_users, split.train.num_items) == (943, 1682)
+    assert len(split.train) == 100_000 - 943
+    assert len(split.test_users) == 943

@@ -1,0 +1,251 @@
+"""Whole runs: what is learnt, that a seed decides it, and that an interrupted one goes on to the same end."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+
+import pytest
+import torch
+
+import speedswap
+from speedswap.apps.ncf import CheckpointError, RatingsError, Settings, SettingsError, evaluate, load, save, train
+from speedswap.apps.ncf import training as module
+from speedswap.apps.ncf.checkpoint import Checkpoint
+from speedswap.apps.ncf.evaluation import Candidates
+
+
+def small(**changes):
+    """Settings for a run of well under a second an epoch."""
+    sizes = {"users": 120, "items": 150, "interactions": 2_400, "factors": 8, "layers": (16, 8, 4), "batch": 128}
+    return Settings(**{**sizes, "epochs": 3, "lr": 0.01, "device": "cpu"} | changes)
+
+
+def run(settings, **more):
+    return train(settings, progress=False, **more)
+
+
+def state_of(result):
+    """Everything that a run leaves: both tables' columns, dense parameters and their optimizer state."""
+    tables = (result.model.user.table, result.model.item.table)
+    columns = [table.read(column=column) for table in tables for column in table.columns]
+    dense = list(result.model.dense().values())
+    states = [value for parameter in dense for value in result.optimizer.state[parameter].values()]
+    return [*columns, *dense, *states]
+
+
+def assert_same(first, second):
+    ours, theirs = state_of(first), state_of(second)
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+    assert [epoch._replace(seconds=0) for epoch in first.epochs] == [
+        epoch._replace(seconds=0) for epoch in second.epochs
+    ]
+
+
+@pytest.mark.parametrize("model", ["gmf", "mlp", "neumf"])
+def test_planted_tastes_are_learnt(model, device):
+    """Well above what recommending the most popular items gives."""
+    settings = Settings(
+        users=400, items=200, interactions=24_000, model=model, epochs=12, batch=256, lr=0.01, device=device
+    )
+    result = run(settings)
+    assert result.baseline.hr > 0.1
+    assert result.best.hr > result.baseline.hr + 0.08
+    assert result.best.ndcg > result.baseline.ndcg + 0.08
+    assert result.epochs[-1].loss < 0.8 * result.epochs[0].loss
+    assert result.best == max(result.epochs, key=lambda epoch: epoch.hr)
+    assert result.steps == 12 * math.ceil(len(result.split.train) / 256)
+
+
+@pytest.mark.parametrize("change", [{"storage": "device"}, {"storage": "memmap"}, {"lookahead": 0}, {"lookahead": 2}])
+def test_storage_and_lookahead_do_not_change_the_model(change, tmp_path):
+    result = run(small(scratch=tmp_path, **change))
+    assert_same(result, run(small()))
+    result.model.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_seed_decides_the_model():
+    first, again, other = (run(small(epochs=1, seed=seed)) for seed in (5, 5, 6))
+    assert_same(first, again)
+    assert not torch.equal(first.model.user.table.read(), other.model.user.table.read())
+
+
+def test_both_tables_hold_the_optimizers_state():
+    result = run(small(epochs=1))
+    for embedding in (result.model.user, result.model.item):
+        assert set(embedding.table.columns) == {"weight", "exp_avg", "exp_avg_sq"}
+        assert embedding.embedding_dim == 8 + 16 // 2
+
+
+@pytest.mark.parametrize("optimizer, lr", [("adam", 0.01), ("adagrad", 0.05), ("sgd", 1.0)])
+@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+def test_a_resumed_run_ends_as_the_uninterrupted_one(optimizer, lr, storage, tmp_path):
+    expected = run(small(optimizer=optimizer, lr=lr, epochs=4))
+    run(small(optimizer=optimizer, lr=lr, epochs=2), output=tmp_path)
+    resumed = run(small(optimizer=optimizer, lr=lr, epochs=4, storage=storage), output=tmp_path, resume=True)
+    assert_same(resumed, expected)
+    assert resumed.steps == expected.steps // 2
+    resumed.model.close()
+
+
+@pytest.mark.parametrize("steps", [1, 13, 30])
+def test_interrupted_in_the_middle_a_run_goes_on_to_the_same_end(steps, tmp_path, monkeypatch):
+    """Ctrl-C during a step: that step is finished, and the run goes on with the one after it."""
+    expected = run(small())
+    real, taken = module.train_step, []
+
+    def interrupted(*args):
+        taken.append(1)
+        if len(taken) == steps:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(module, "train_step", interrupted)
+    cut = run(small(), output=tmp_path)
+    assert cut.interrupted
+    assert cut.steps == steps
+    assert math.ceil(len(cut.split.train) / 128) == 13, "choose steps of which one ends an epoch"
+    assert len(cut.epochs) == steps // 13
+    resumed = run(small(), output=tmp_path, resume=True)
+    assert not resumed.interrupted
+    assert resumed.steps == expected.steps - steps
+    assert_same(resumed, expected)
+
+
+def test_the_best_epoch_and_the_last_are_kept(tmp_path):
+    result = run(small(epochs=6, lr=0.03), output=tmp_path)
+    best = result.best
+    assert best.number < 6, "choose settings that overfit, so that the best epoch is not the last"
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [f"{best.number:04}-00000000", "0006-00000000"]
+    model = load(tmp_path)
+    candidates = Candidates.draw(result.split, negatives=99, at_most=10**6, seed=0)
+    assert evaluate(model, candidates, torch.device("cpu")) == (best.hr, best.ndcg)
+    content = torch.load(tmp_path / "checkpoints" / kept[0] / "training.pt", weights_only=True)
+    assert content["progress"]["epochs"][-1] == best
+
+
+def test_a_save_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    run(small(epochs=1), output=tmp_path)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            run(small(), output=tmp_path, resume=True)
+    assert Checkpoint.latest(tmp_path).place == (1, 0)
+    assert_same(run(small(), output=tmp_path, resume=True), run(small()))
+    assert not (tmp_path / "checkpoints" / "unfinished").exists()
+
+
+def test_a_finished_run_resumed_does_nothing(tmp_path):
+    first = run(small(), output=tmp_path)
+    again = run(small(), output=tmp_path, resume=True)
+    assert again.steps == 0
+    assert_same(again, first)
+
+
+def test_without_resume_a_run_starts_over(tmp_path):
+    run(small(epochs=2), output=tmp_path)
+    run(small(epochs=1, seed=3), output=tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001-00000000"]
+    assert_same(run(small(seed=3), output=tmp_path, resume=True), run(small(seed=3)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": 1}, "seed is 1, but the checkpoint .* is of a run with 0"),
+        ({"layers": (16, 4)}, r"layers is \(16, 4\), but"),
+        ({"optimizer": "adagrad"}, "optimizer is adagrad"),
+        ({"lr": 0.02}, "lr is 0.02"),
+        ({"interactions": 2_000}, "the ratings are not those of the checkpoint"),
+    ],
+)
+def test_a_run_is_not_resumed_with_other_settings(change, message, tmp_path):
+    run(small(epochs=1), output=tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        run(small(**change), output=tmp_path, resume=True)
+
+
+def test_there_must_be_a_checkpoint_that_can_be_read(tmp_path):
+    with pytest.raises(CheckpointError, match="has no checkpoint to go on from: start without resume"):
+        run(small(), output=tmp_path, resume=True)
+    run(small(epochs=1), output=tmp_path)
+    (damaged,) = tmp_path.glob("checkpoints/*/training.pt")
+    damaged.write_bytes(damaged.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        run(small(), output=tmp_path, resume=True)
+
+
+def test_a_run_leaves_figures_and_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run(small())
+    files = save(result, tmp_path / "made" / "here")
+    assert [path.name for path in files] == ["run.json", "training.png"]
+    report = json.loads(files[0].read_text())
+    assert report["settings"]["layers"] == [16, 8, 4]
+    assert report["interactions"] == len(result.split.train)
+    assert [epoch["hr"] for epoch in report["epochs"]] == [epoch.hr for epoch in result.epochs]
+    assert report["best"]["number"] == result.best.number
+    assert report["popularity"] == result.baseline._asdict()
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    with pytest.raises(SettingsError, match=r"lr=1e\+30 is too large for sgd: the loss became"):
+        run(small(optimizer="sgd", lr=1e30))
+
+
+def test_an_optimizer_that_mixes_rows_is_refused():
+    with pytest.raises(speedswap.errors.OptimizerError):
+        run(small(optimizer="adafactor"))
+
+
+def test_ratings_with_nobody_to_test_are_an_error():
+    with pytest.raises(RatingsError, match="nobody to test: give more ratings, or lower test_negatives"):
+        run(small(items=90))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"factors": 0}, "factors is 0: give a whole number of 1 or more"),
+        ({"negatives": 0}, "negatives is 0"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"batch": 0}, "batch is 0"),
+        ({"interactions": 0}, "interactions is 0"),
+        ({"users": 1}, "users is 1: give a whole number of 2 or more"),
+        ({"items": 1}, "items is 1"),
+        ({"test_negatives": 0}, "test_negatives is 0"),
+        ({"test_users": 0}, "test_users is 0"),
+        ({"lookahead": -1}, "lookahead is -1"),
+        ({"model": "svd"}, "model is 'svd': give one of gmf, mlp, neumf"),
+        ({"layers": ()}, "layers is : give widths such as 64,32,16,8"),
+        ({"layers": (7, 3)}, "layers is 7,3: .* the first of them even"),
+        ({"layers": (8, 0)}, "layers is 8,0"),
+        ({"lr": 0.0}, "lr is 0.0"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"seed": -1}, "seed is -1"),
+        ({"storage": "cloud"}, "storage is 'cloud': give one of auto, device"),
+        ({"optimizer": "adamm"}, "optimizer is 'adamm': give one of adadelta"),
+        ({"device": "toaster"}, "device is 'toaster': give one of cpu"),
+    ],
+)
+def test_settings_out_of_range_are_refused(change, message):
+    with pytest.raises(SettingsError, match=message):
+        Settings(**change)
+
+
+def test_real_ratings_are_learnt_from(shared_data):
+    """Three epochs of a small model on MovieLens 100K: more than popularity, less than what twenty reach."""
+    path = shared_data / "ml-100k.tsv.gz"
+    result = run(Settings(ratings=path, factors=8, layers=(16, 8), epochs=3, batch=512, lr=0.005, device="cpu"))
+    assert result.tested_users == 943
+    assert result.baseline.hr == pytest.approx(0.41, abs=0.02)
+    assert result.best.hr > result.baseline.hr + 0.1
