@@ -19,7 +19,7 @@ TASTE = 2.0
 """How much taste decides: 0 leaves it to chance."""
 HEAD = 10.0
 """The most popular items differ little, as in real catalogues: 1 / (place + 10), by Zipf and Mandelbrot."""
-CHUNK_INTERACTIONS = 1 << 20
+CHUNK_INTERACTIONS = 1 << 18
 
 
 def generate_split(num_users: int, num_items: int, interactions: int, *, seed: int) -> Split:
@@ -28,7 +28,7 @@ def generate_split(num_users: int, num_items: int, interactions: int, *, seed: i
     A user looks at eight items, each with a probability of about 1 / (10 + its place by popularity), and takes one
     with softmax(2 · taste · item), where taste and item are vectors of four normal numbers. Pairs that come again count
     once, so that there are somewhat fewer than asked for. Memory holds the pairs, 8 bytes each, and what is needed for
-    a million of them.
+    a quarter of a million of them.
 
     Args:
         num_users, num_items: of each at least 2.

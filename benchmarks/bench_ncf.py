@@ -1,0 +1,275 @@
+"""NCF: what it learns beside the same model in torch's memory, and how fast and in how much memory large tables train.
+
+    python benchmarks/bench_ncf.py RATINGS --seeds 3 --json ncf.json
+    python benchmarks/bench_ncf.py --users 5000000 --items 1000000 --interactions 20000000 --steps 3000 --scratch DIR
+
+Quality: the default settings, best of 20 epochs, and beside them nn.Embedding with torch's dense Adam on the very same
+batches, from the same initial values. Before that, with Adagrad, the losses of the two are compared bit for bit.
+Without RATINGS the interactions are made up.
+
+Scale: tables of 64 numbers and Adam's two columns in files, trained by the default settings but for the batch; steps a
+second over each tenth of the run, and the most memory that was ever resident, of which the file's pages are a part that
+the system can take back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _measure import synchronize, write_json
+
+import speedswap
+from speedswap.apps.ncf import (
+    NCF,
+    Batches,
+    Candidates,
+    Settings,
+    evaluate,
+    generate_split,
+    read_split,
+    train,
+    train_step,
+)
+from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf.training import ahead
+
+WARM_UP_STEPS = 50
+COMPARED_STEPS = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ratings", type=Path, nargs="?", help="as for speedswap ncf")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each, every one with another seed")
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--users", type=int, default=500_000, help="of the large tables")
+    parser.add_argument("--items", type=int, default=100_000)
+    parser.add_argument("--interactions", type=int, default=2_000_000)
+    parser.add_argument("--batch", type=int, default=4096, help="interactions a step, each with four negatives")
+    parser.add_argument("--steps", type=int, default=400, help="steps on the large tables")
+    parser.add_argument("--storage", default="memmap", help="of the large tables")
+    parser.add_argument("--scratch", type=Path, help="where their files go; the system's place by default")
+    parser.add_argument("--lookahead", type=int, default=1)
+    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
+    parser.add_argument("--quick", action="store_true", help="fewer epochs, and smaller tables")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    if args.quick:
+        args.users, args.items, args.interactions = 50_000, 20_000, 200_000
+        args.steps = min(args.steps, 100)
+    epochs = args.epochs or (3 if args.quick else 20)
+    # First, so that the memory that was ever resident is that of this part.
+    report: dict[str, Any] = {"torch_threads": torch.get_num_threads(), "scale": run_scale(args)}
+    runs = [Settings(ratings=args.ratings, epochs=epochs, seed=seed, device=args.device) for seed in range(args.seeds)]
+    report["adagrad_losses_equal"] = compare_losses(runs[0])
+    print(f"Adagrad, {COMPARED_STEPS} losses beside nn.Embedding's: equal to the last bit")
+    report["ratings"] = args.ratings.name if args.ratings else "made up"
+    report["speedswap"] = [run_speedswap(settings) for settings in runs]
+    report["torch_dense_adam"] = [run_dense(settings) for settings in runs]
+    for name in ("speedswap", "torch_dense_adam"):
+        means = {key: sum(run["best"][key] for run in report[name]) / len(runs) for key in ("hr", "ndcg")}
+        report[name + "_mean"] = {key: round(value, 4) for key, value in means.items()}
+        print(f"{name:16} mean of {len(runs)}: HR@10 {means['hr']:.4f}  NDCG@10 {means['ndcg']:.4f}")
+    if args.json:
+        write_json(args.json, "ncf", report)
+
+
+# ---------------------------------------------------------------------- quality
+
+
+class DenseNCF(torch.nn.Module):
+    """A model of ours with its tables as nn.Embedding in torch's memory."""
+
+    def __init__(self, ours: NCF) -> None:
+        super().__init__()
+        self.model = ours
+        self.model.user = self._dense(ours.user)
+        self.model.item = self._dense(ours.item)
+
+    @staticmethod
+    def _dense(embedding: speedswap.Embedding) -> torch.nn.Embedding:
+        rows = embedding.table.read().to(embedding.weight.device)
+        embedding.table.close()
+        return torch.nn.Embedding.from_pretrained(rows, freeze=False)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.model(users, items)
+        return scores
+
+
+def split_of(settings: Settings) -> Split:
+    if settings.ratings is not None:
+        return read_split(settings.ratings)
+    return generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
+
+
+def model_of(settings: Settings, split: Split) -> NCF:
+    sizes = (split.train.num_users, split.train.num_items)
+    shape = {"model": settings.model, "factors": settings.factors, "layers": settings.layers}
+    return NCF(*sizes, **shape, storage=settings.storage, seed=settings.seed).to(settings.compute_device())
+
+
+def batches_of(settings: Settings, split: Split, epoch: int) -> Batches:
+    drawn = {"size": settings.batch, "negatives": settings.negatives, "seed": settings.seed}
+    return Batches(split.train, epoch=epoch, **drawn)
+
+
+def compare_losses(settings: Settings) -> bool:
+    """Check that with Adagrad every loss is that of the same model in torch's memory: exactly on the CPU."""
+    device = settings.compute_device()
+    split = split_of(settings)
+    models = [model_of(settings, split), DenseNCF(model_of(settings, split))]
+    optimizers = [torch.optim.Adagrad(model.parameters(), lr=0.02) for model in models]
+    for _, batch in zip(range(COMPARED_STEPS), batches_of(settings, split, 0), strict=False):
+        batch = batch.to(device)
+        ours, theirs = (train_step(m, o, batch) for m, o in zip(models, optimizers, strict=True))
+        assert torch.equal(ours, theirs) or device.type != "cpu", f"{ours} is not {theirs}"
+        assert torch.allclose(ours, theirs, rtol=1e-4), f"{ours} is far from {theirs}"
+    return True
+
+
+def run_speedswap(settings: Settings) -> dict[str, Any]:
+    result = train(settings, progress=False)
+    result.model.close()
+    assert result.best is not None
+    found = {
+        "seed": settings.seed,
+        "optimizer": settings.optimizer,
+        "lr": result.lr,
+        "interactions": len(result.split.train),
+        "popularity": result.baseline._asdict(),
+        "best": result.best._asdict(),
+        "training_seconds": round(result.training_seconds, 2),
+    }
+    say("speedswap", found)
+    return found
+
+
+def run_dense(settings: Settings) -> dict[str, Any]:
+    """The same run with nn.Embedding and dense Adam; equal epochs, batches, candidates and initial values."""
+    device = settings.compute_device()
+    split = split_of(settings)
+    candidates = Candidates.draw(
+        split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
+    )
+    model = DenseNCF(model_of(settings, split))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    best, seconds = (0.0, 0.0, 0), 0.0
+    for epoch in range(settings.epochs):
+        began = time.perf_counter()
+        for batch in batches_of(settings, split, epoch):
+            batch = batch.to(device)
+            loss = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        synchronize()
+        seconds += time.perf_counter() - began
+        best = max(best, (*evaluate(model, candidates, device), epoch + 1))
+    found = {
+        "seed": settings.seed,
+        "best": dict(zip(("hr", "ndcg", "number"), best, strict=True)),
+        "training_seconds": round(seconds, 2),
+    }
+    say("torch dense Adam", found)
+    return found
+
+
+def say(name: str, found: dict[str, Any]) -> None:
+    best = found["best"]
+    print(
+        f"{name:16} seed {found['seed']}: HR@10 {best['hr']:.4f}  NDCG@10 {best['ndcg']:.4f}  "
+        f"in epoch {best['number']}, {found['training_seconds']:.1f} s",
+        flush=True,
+    )
+
+
+# ---------------------------------------------------------------------- scale
+
+
+def run_scale(args: argparse.Namespace) -> dict[str, Any]:
+    """Train large tables for a number of steps, with a clock and an eye on memory."""
+    settings = Settings(device=args.device, storage=args.storage, scratch=args.scratch, batch=args.batch)
+    device = settings.compute_device()
+    began = time.perf_counter()
+    split = generate_split(args.users, args.items, args.interactions, seed=0)
+    generate_seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    model = NCF(args.users, args.items, storage=args.storage, scratch=args.scratch).to(device)
+    optimizer = settings.make_optimizer(model)
+    speedswap.attach(optimizer, model)
+    make_seconds = time.perf_counter() - began
+    tables = [model.user.table, model.item.table]
+    print(
+        f"{len(split.train):,} interactions made in {generate_seconds:.1f} s, tables in {make_seconds:.1f} s:",
+        *tables,
+        sep="\n  ",
+        flush=True,
+    )
+    marks: list[float] = []
+    losses: list[float] = []
+    steps, epoch = -WARM_UP_STEPS, 0
+    total = torch.zeros((), device=device)
+    while steps < args.steps:
+        for batch in ahead(model, batches_of(settings, split, epoch), device, args.lookahead):
+            if steps >= 0 and steps % (args.steps // 10) == 0:
+                synchronize()
+                marks.append(time.perf_counter())
+                losses.append(total.item())
+                total.zero_()
+                if len(marks) > 10:
+                    steps = args.steps
+                    break
+            total += train_step(model, optimizer, batch)
+            steps += 1
+        epoch += 1
+    tenth = args.steps // 10
+    speeds = [tenth / (after - before) for before, after in itertools.pairwise(marks)]
+    resident = resident_gib()
+    found = {
+        "users": args.users,
+        "items": args.items,
+        "interactions": len(split.train),
+        "width": model.user.embedding_dim,
+        "optimizer": settings.optimizer,
+        "storage": args.storage,
+        "lookahead": args.lookahead,
+        "batch": args.batch,
+        "scores_a_step": args.batch * (1 + settings.negatives),
+        "steps": 10 * tenth,
+        "table_gib": round(sum(table.nbytes for table in tables) / 2**30, 3),
+        "resident_gib": resident,
+        "generate_seconds": round(generate_seconds, 2),
+        "make_seconds": round(make_seconds, 2),
+        "steps_per_second": round(10 * tenth / (marks[10] - marks[0]), 2),
+        "steps_per_second_by_tenth": [round(speed, 2) for speed in speeds],
+        "loss_by_tenth": [round(loss / tenth, 4) for loss in losses[1:]],
+    }
+    print(
+        f"{found['steps']:,} steps of {found['scores_a_step']:,} scores: {found['steps_per_second']:.1f} steps/s, "
+        "by tenth " + " ".join(f"{speed:.1f}" for speed in speeds)
+    )
+    print(", ".join(f"{name} {gib:.2f} GiB" for name, gib in resident.items()), flush=True)
+    model.close()
+    return found
+
+
+def resident_gib() -> dict[str, float]:
+    """The most memory that was ever resident, and what is now: of the process's own, and of files."""
+    names = {"VmHWM": "most", "VmRSS": "now", "RssAnon": "now_own", "RssFile": "now_files"}
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return {}
+    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(tuple(names))}
+    return {name: round(int(fields[key]) / 2**20, 3) for key, name in names.items() if key in fields}
+
+
+if __name__ == "__main__":
+    main()
