@@ -159,7 +159,7 @@ class Checkpoint:
         return progress
 
 
-def load(output: Path, *, storage: str = "auto", scratch: Path | None = None) -> NCF:
+def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path | None = None) -> NCF:
     """The best epoch's model of a run.
 
     Args:
@@ -170,11 +170,11 @@ def load(output: Path, *, storage: str = "auto", scratch: Path | None = None) ->
     Raises:
         CheckpointError: there is no completed epoch, or it is damaged.
     """
-    progress = Checkpoint.latest(output).content["progress"]
+    progress = Checkpoint.latest(Path(output)).content["progress"]
     if not progress["epochs"]:
         raise CheckpointError(f"output {output} has no completed epoch: let the run go on with resume")
     number, *_ = max(progress["epochs"], key=lambda epoch: (epoch[2], epoch[3], -epoch[0]))
-    checkpoint = Checkpoint.read(output / FOLDER, Place(number, 0))
+    checkpoint = Checkpoint.read(Path(output) / FOLDER, Place(number, 0))
     content = checkpoint.content
     model = NCF(
         content["num_users"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
@@ -88,7 +89,9 @@ class Progress:
     """Summed over the epoch's interactions, where it is computed, so that a GPU is not waited for at every step."""
 
 
-def train(settings: Settings, *, output: Path | None = None, resume: bool = False, progress: bool = True) -> Result:
+def train(
+    settings: Settings, *, output: str | os.PathLike[str] | None = None, resume: bool = False, progress: bool = True
+) -> Result:
     """Train a model of who takes what, testing it after each epoch.
 
     Ctrl-C ends the training after the step in progress; the result is then what there is, with ``interrupted`` set.
@@ -109,7 +112,8 @@ def train(settings: Settings, *, output: Path | None = None, resume: bool = Fals
     Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
     """
     device = settings.compute_device()
-    checkpoint = Checkpoint.latest(output) if resume else None
+    folder = Path(output) if output is not None else None
+    checkpoint = Checkpoint.latest(folder) if resume else None
     split = (
         read_split(settings.ratings)
         if settings.ratings is not None
@@ -140,7 +144,7 @@ def train(settings: Settings, *, output: Path | None = None, resume: bool = Fals
     if checkpoint is not None:
         restore(checkpoint, result, at)
     with stop_on_interrupt() as stopped:
-        run_epochs(result, at, candidates, output, stopped, progress)
+        run_epochs(result, at, candidates, folder, stopped, progress)
     return result
 
 
