@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from speedswap import kernels
@@ -37,8 +38,17 @@ def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = Non
     """
     if not isinstance(source, Table):
         return kernels.gather_rows(source, ids, out=out)
-    block = source.gather(ids, columns=["weight"], device=out.device if out is not None else None).weight
-    return block if out is None else _copy_into(out, block)
+    if out is None:
+        return source.gather(ids, columns=["weight"]).weight
+    _require_room(out, (len(ids), *source.columns["weight"].row_shape), source.dtype)
+    source.check_rows(ids)
+    own = source._segments.of("weight").memory.bytes.untyped_storage().data_ptr()
+    if not out.is_contiguous() or out.untyped_storage().data_ptr() == own:
+        return out.copy_(source._gather(ids, ["weight"], out.device).weight)
+    source._gather(ids, ["weight"], out.device, {"weight": out.detach()})
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)  # autograd must notice a write that went past it
+    return out
 
 
 def scatter_rows(
@@ -81,9 +91,8 @@ def scatter_rows(
     target.scatter(ids, values)
 
 
-def _copy_into(out: Tensor, rows: Tensor) -> Tensor:
-    if out.dtype != rows.dtype:
-        raise TypeError(f"out is {out.dtype}, but the table is {rows.dtype}; give an out of the table's dtype")
-    if out.shape != rows.shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, but {tuple(rows.shape)} is needed")
-    return out.copy_(rows)
+def _require_room(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if out.dtype != dtype:
+        raise TypeError(f"out is {out.dtype}, but the table is {dtype}; give an out of the table's dtype")
+    if out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, but {shape} is needed")

@@ -219,13 +219,25 @@ class Table:
         self.check_rows(rows)
         return self._gather(rows, columns, device)
 
-    def _gather(self, rows: Tensor, columns: Sequence[str] | None, device: torch.device | str | None) -> Block:
-        """Gather rows whose ids have been checked."""
+    def _gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None,
+        device: torch.device | str | None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        """Gather rows whose ids have been checked; columns named in ``into`` go to those contiguous tensors."""
         self._check_open()
         self._flight.land()
-        return self._fetch(rows, columns, device)
+        return self._fetch(rows, columns, device, into)
 
-    def _fetch(self, rows: Tensor, columns: Sequence[str] | None, device: torch.device | str | None) -> Block:
+    def _fetch(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None,
+        device: torch.device | str | None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> Block:
         """Gather without waiting for writes that are on their way."""
         names = list(self.columns) if columns is None else columns
         if device is None:
@@ -237,7 +249,9 @@ class Table:
                 segment.memory.settle()
             parts = []
             for column in found:
-                block = torch.empty(len(rows), *column.row_shape, dtype=column.dtype, device=device)
+                block = into.get(column.name) if into is not None else None
+                if block is None:
+                    block = torch.empty(len(rows), *column.row_shape, dtype=column.dtype, device=device)
                 blocks[column.name] = block
                 parts.append(kernels.Part(segment.layout.offset(column.name), block))
             kernels.gather_records(segment.records(), rows, parts)

@@ -298,6 +298,11 @@ def test_functions_take_tables_as_they_take_tensors(device: str) -> None:
     out = torch.empty(3, 3)
     assert speedswap.gather_rows(table, ids, out=out) is out
     assert torch.equal(out, tensor[[4, 4, 9]])
+    assert out._version > 0  # autograd sees the write
+    strided = torch.empty(3, 6)[:, ::2]
+    assert torch.equal(speedswap.gather_rows(table, ids, out=strided), tensor[[4, 4, 9]])
+    with pytest.raises(ValueError, match=r"out has shape \(2, 3\), but \(3, 3\) is needed"):
+        speedswap.gather_rows(table, ids, out=torch.empty(2, 3))
     with pytest.raises(DuplicateIdError):
         speedswap.scatter_rows(table, ids, torch.zeros(3, 3, device=device))
     values = torch.arange(9.0, device=device).view(3, 3)
@@ -308,6 +313,16 @@ def test_functions_take_tables_as_they_take_tensors(device: str) -> None:
         speedswap.scatter_rows(table, ids, values, duplicates="sum")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"out is torch\.float64"):
         speedswap.gather_rows(table, ids, out=torch.empty(3, 3, dtype=torch.float64))
+
+
+def test_rows_gathered_into_the_tables_own_memory_are_those_from_before() -> None:
+    """Each row would otherwise be read after another one was written over it."""
+    table = Table.create(4, 2, storage="pageable")
+    table.write(0, torch.arange(8.0).view(4, 2))
+    ids = torch.tensor([3, 0, 1, 2])
+    wanted = table.read()[ids]
+    speedswap.gather_rows(table, ids, out=table.view())
+    assert torch.equal(table.read(), wanted)
 
 
 # ---------------------------------------------------------------------------- memory
