@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import in_turn, write_json
 
 from speedswap import kernels
+from speedswap.apps.bench.measure import in_turn, write_json
 from speedswap.kernels import pinning
 
 ROW_BYTES = 512

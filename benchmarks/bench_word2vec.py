@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _measure import write_json
 
 import speedswap
+from speedswap.apps.bench.measure import write_json
 from speedswap.apps.word2vec import Corpus, Settings, WordVectors, figures, train
 from speedswap.apps.word2vec.blocks import BLOCK, Sampler
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss

@@ -1,0 +1,100 @@
+"""The command ``speedswap bench``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speedswap import kernels
+from speedswap.apps.bench import plots, step, transfer
+from speedswap.apps.bench.errors import BenchmarkError
+from speedswap.apps.bench.measure import write_json
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to a parser's commands."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure this machine: rows to the device and back, and training steps, beside other libraries",
+        description="Measure this machine. Every result is verified before it is timed; figures stand beside a floor "
+        "and beside other libraries, all measured in turn. docs/design/benchmarks.md says what is measured.",
+    )
+    parser.add_argument(
+        "which",
+        nargs="?",
+        choices=("transfer", "step", "all"),
+        default="all",
+        help="rows to the compute device and back; training steps; or both (default)",
+    )
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is a GPU, else cpu)")
+    parser.add_argument("--threads", type=int, help="for torch and for speedswap (default: torch's own number)")
+    parser.add_argument("--quick", action="store_true", help="small sizes: seconds in place of minutes")
+    parser.add_argument(
+        "--compute",
+        type=_numbers,
+        metavar="RATIOS",
+        help="step: compute beside the swap, over the swap's time, separated by commas (default: 0.5,1,2)",
+    )
+    parser.add_argument("--folder", type=Path, help="where memmap tables are put meanwhile (default: the system's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, PNG or SVG by the name")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, and write what was asked for; returns the exit status."""
+    device = _device(args.device)
+    for path in (args.json, args.plot):
+        _check_writable(path)
+    if args.folder is not None and not args.folder.is_dir():
+        raise BenchmarkError(f"folder is {str(args.folder)!r}, which is no directory: give one")
+    if args.plot is not None:
+        plots.require_matplotlib()
+    if args.threads is not None:
+        if args.threads < 1:
+            raise BenchmarkError(f"threads is {args.threads}: give 1 or more")
+        torch.set_num_threads(args.threads)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "transfer": lambda: transfer.run(device, quick=args.quick, folder=args.folder),
+        "step": lambda: step.run(device, quick=args.quick, compute=args.compute),
+    }
+    found = {name: part() for name, part in parts.items() if args.which in (name, "all")}
+    if args.json is not None:
+        write_json(args.json, f"{args.which}-{device}", found.get(args.which, found))
+        print(f"\nsaved {args.json}")
+    if args.plot is not None:
+        figures = {"transfer": plots.transfer_figure, "step": plots.step_figure}
+        drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items()})
+        print("drew", ", ".join(str(path) for path in drawn))
+    return 0
+
+
+def _device(asked: str | None) -> str:
+    if asked is None:
+        return "cuda" if kernels.cuda_ready()[0] else "cpu"
+    if asked not in ("cpu", "cuda"):
+        raise BenchmarkError(f"device is {asked!r}: give cpu or cuda")
+    if asked == "cuda" and not kernels.cuda_ready()[0]:
+        raise BenchmarkError(f"device is 'cuda', but there is none to use: {kernels.cuda_ready()[1]}")
+    return asked
+
+
+def _check_writable(path: Path | None) -> None:
+    """Find out before the work whether its result can be written."""
+    if path is not None and path.is_dir():
+        raise BenchmarkError(f"{str(path)!r} is a directory: give a file")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.absolute().parent)!r}")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    numbers = tuple(float(word) for word in text.replace(",", " ").split())
+    if not numbers or min(numbers) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one or more numbers above 0, separated by commas")
+    return numbers

@@ -1,0 +1,154 @@
+"""How every benchmark measures: verify, warm up, time the candidates in turn, take medians, write JSON.
+
+In turn, because a machine's speed drifts: what slows one candidate down then slows down the others as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+import speedswap
+from speedswap.kernels import engine_info
+
+__all__ = ["cache_bytes", "document", "in_turn", "machine", "steps_in_turn", "synchronize", "write_json"]
+
+REST_SECONDS = 0.01
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def in_turn(candidates: Mapping[Name, Callable[[int], object]], *, repeats: int, warm_up: int = 2) -> dict[Name, float]:
+    """Time each candidate ``repeats`` times, one after the other, and return the medians in seconds.
+
+    >>> list(in_turn({"sort": lambda call: sorted(range(100))}, repeats=3))
+    ['sort']
+
+    Each time it is called twice, and the second call counts: the first one wakes its threads, while those of the
+    candidate before it (OpenMP's spin for milliseconds after their work) go to sleep. It is called with a number that
+    no call had before, so that it can take other rows: none finds in the cache what another has brought there.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in candidates}
+    call = 0
+    for repeat in range(warm_up + repeats):
+        for name, candidate in candidates.items():
+            time.sleep(REST_SECONDS)
+            candidate(call)
+            synchronize()
+            begin = time.perf_counter()
+            candidate(call + 1)
+            synchronize()
+            took = time.perf_counter() - begin
+            call += 2
+            if repeat >= warm_up:
+                seconds[name].append(took)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def steps_in_turn(
+    loops: Mapping[Name, Callable[[int], Iterator[None]]], *, steps: int, repeats: int, warm_up: int = 1
+) -> dict[Name, float]:
+    """Time training loops in turn and return the medians in seconds a step.
+
+    Args:
+        loops: each is called with the number of the repeat, and gives control back after each of its steps.
+        steps: how many that are, at least 4. From the end of the second to the end of the last but one is what counts:
+            by then threads are awake and the next batch is on its way, and the last step has nothing to wait for.
+        repeats: timed loops of each.
+        warm_up: loops before those.
+    """
+    seconds: dict[Name, list[float]] = {name: [] for name in loops}
+    for repeat in range(warm_up + repeats):
+        for name, loop in loops.items():
+            time.sleep(REST_SECONDS)
+            ends = {}
+            for step, _ in enumerate(loop(repeat)):
+                if step in (1, steps - 2):
+                    synchronize()
+                    ends[step] = time.perf_counter()
+            if repeat >= warm_up:
+                seconds[name].append((ends[steps - 2] - ends[1]) / (steps - 3))
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on: processor, memory, GPU, versions, commit. Nothing that names the machine itself."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "undisturbed": os.sched_getscheduler(0) != os.SCHED_OTHER,  # by real-time priority: chrt -f 1
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "speedswap": speedswap.__version__,
+        "engine": engine_info(),
+        "commit": _commit(),
+    }
+
+
+def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """The results with the machine they are of."""
+    return {"benchmark": benchmark, "machine": machine(), "results": results}
+
+
+def write_json(path: Path, benchmark: str, results: Mapping[str, Any]) -> None:
+    """Write the results with the machine they are of."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document(benchmark, results), indent=1) + "\n", encoding="utf-8")
+
+
+def cache_bytes() -> int:
+    """The size of the largest cache of the first processor; 32 MiB where the system does not say."""
+    found = [32 * 2**20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        size = path.read_text().strip()
+        factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(size[-1:], 1)
+        found.append(int(size.rstrip("KMG")) * factor)
+    return max(found)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit, with + where files differ from it; None where this file is in no repository."""
+    here = Path(__file__).resolve()
+    asked = (
+        ["git", "ls-files", "--error-unmatch", here.name],  # a repository around an installed package is another's
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        ["git", "status", "--porcelain"],
+    )
+    said = []
+    for command in asked:
+        try:
+            done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        said.append(done.stdout.strip())
+    return said[1] + ("+" if said[2] else "")

@@ -1,0 +1,141 @@
+"""The memory that a table takes, storage by storage, ours and the peers'; measured in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import speedswap
+from speedswap import kernels
+from speedswap.tables.storage import available_bytes
+
+__all__ = ["measure", "run"]
+
+DIM = 128
+_ROW_BYTES = 4 * DIM
+
+
+def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
+    """Measure in a new process, so that nothing that this one has freed is used again.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        num_rows: rows of 128 float32.
+        folder: for the memmap table, as long as it takes.
+
+    Returns:
+        For each storage: ``table_bytes``; ``anonymous_bytes`` and ``file_bytes`` of the process' resident memory;
+        ``machine_bytes``, by which the machine's free memory fell (other processes are in it); ``device_bytes``. Or
+        why it was left out, as ``skipped``.
+    """
+    if not Path("/proc/self/status").exists():
+        return [{"what": "all", "skipped": "resident memory is read from /proc, which this system has not"}]
+    command = [sys.executable, "-m", __name__, device, str(num_rows), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        return [{"what": "all", "skipped": f"the process ended with {done.returncode}: {said[-1] if said else ''}"}]
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measure(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
+    """The same in this process, one table after the other; each is filled, so that all its pages are there."""
+    nbytes = num_rows * _ROW_BYTES
+    found: list[dict[str, Any]] = []
+    for what, make in _makers(device, num_rows, folder):
+        if nbytes > 0.8 * available_bytes():
+            found.append({"what": what, "skipped": f"{nbytes / 2**30:.1f} GiB are not free"})
+            continue
+        before = _taken(device)
+        try:
+            with make():
+                after = _taken(device)
+        except Exception as error:  # a peer's pool that asks for more than there is: that is a finding too
+            found.append({"what": what, "skipped": f"{type(error).__name__}: {error}"})
+            continue
+        finally:
+            gc.collect()
+        found.append({"what": what, "table_bytes": nbytes, **{key: after[key] - before[key] for key in before}})
+    return found
+
+
+def _makers(device: str, num_rows: int, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What to make, ours first: the peers' pools keep what they have had."""
+    storages = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
+    for storage in storages:
+        yield f"speedswap, {storage}", partial(_table, num_rows, storage, None)
+    yield "speedswap, memmap", partial(_table, num_rows, "memmap", folder / "memory")
+    shape = (num_rows, DIM)
+    if device == "cpu":
+        yield "numpy", lambda: _held(np.full(shape, 1.0, np.float32))
+    else:
+        yield "torch, device", lambda: _held(torch.ones(shape, device="cuda"))
+    yield "torch, pageable", lambda: _held(torch.ones(shape))
+    if device == "cuda":
+        yield "torch, pinned", lambda: _held(torch.empty(shape, pin_memory=True).fill_(1.0))
+        if kernels.cuda_ready()[0]:
+            yield "CuPy, pinned", lambda: _held(_cupy_pinned(num_rows * _ROW_BYTES))
+
+
+@contextmanager
+def _table(num_rows: int, storage: str, path: Path | None) -> Iterator[None]:
+    init = speedswap.init.uniform(-1.0, 1.0)
+    with speedswap.Table.create(num_rows, DIM, storage=storage, path=path, init=init):
+        yield
+
+
+@contextmanager
+def _held(thing: object) -> Iterator[None]:
+    yield
+
+
+def _cupy_pinned(nbytes: int) -> object:
+    import cupy
+
+    memory = cupy.cuda.alloc_pinned_memory(nbytes)
+    np.frombuffer(memory, np.float32, nbytes // 4).fill(1.0)
+    return memory
+
+
+def _taken(device: str) -> dict[str, int]:
+    """Bytes in use now."""
+    gc.collect()
+    kib = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("RssAnon", "RssFile", "RssShmem"):
+            kib[key] = int(value.split()[0])
+    on_device = 0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        on_device = total - free
+    return {
+        "anonymous_bytes": 1024 * (kib.get("RssAnon", 0) + kib.get("RssShmem", 0)),
+        "file_bytes": 1024 * kib.get("RssFile", 0),
+        "machine_bytes": -available_bytes(),
+        "device_bytes": on_device,
+    }
+
+
+def main() -> None:
+    device, num_rows, folder = sys.argv[1:]
+    if device == "cuda":
+        torch.ones(1, device="cuda")  # the context's own memory is not the tables'
+        kernels.cuda_ready()
+    print(json.dumps(measure(device, int(num_rows), Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

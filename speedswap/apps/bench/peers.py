@@ -1,0 +1,80 @@
+"""What else this machine has that does the same work: found at run time, each with its version or why it is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from speedswap import kernels
+
+__all__ = ["Peer", "step_peers", "transfer_peers"]
+
+
+class Peer(NamedTuple):
+    """A library: its version, or None and why it cannot be measured here."""
+
+    version: str | None
+    missing: str | None = None
+
+    @property
+    def present(self) -> bool:
+        return self.missing is None
+
+
+def transfer_peers(device: str) -> dict[str, Peer]:
+    """The libraries that copy rows between a table and the compute device."""
+    return {
+        "torch": Peer(torch.__version__),
+        "numpy": _only_on("cpu", device, Peer(np.__version__)),
+        "SpeedTorch's method (CuPy)": _only_on("cuda", device, _cupy()),
+        "DGL": _only_on("cuda", device, _imported("dgl", "dgl")),
+        "WholeGraph": _only_on("cuda", device, _imported("pylibwholegraph.torch", "pylibwholegraph")),
+    }
+
+
+def step_peers(device: str) -> dict[str, Peer]:
+    """The libraries that train an embedding."""
+    remedy = "pip install speedswap[benchmarks]" if device == "cpu" else "pip install the fbgemm-gpu of this torch"
+    return {
+        "torch": Peer(torch.__version__),
+        "FBGEMM": _imported(
+            "fbgemm_gpu.split_table_batched_embeddings_ops_training",
+            "fbgemm-gpu-cpu" if device == "cpu" else "fbgemm-gpu",
+            remedy,
+        ),
+    }
+
+
+def _only_on(kind: str, device: str, peer: Peer) -> Peer:
+    if device == kind:
+        return peer
+    return Peer(None, "is for a GPU" if kind == "cuda" else "is for the CPU")
+
+
+def _cupy() -> Peer:
+    ready, reason = kernels.cuda_ready()
+    return _imported("cupy", "cupy") if ready else Peer(None, reason)
+
+
+def _imported(module: str, distribution: str, remedy: str | None = None) -> Peer:
+    """A library that may be missing, or be built for another torch: both come out as why."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = f"not installed: {remedy or error}"
+        return Peer(None, missing)
+    except Exception as error:  # a library built for another torch fails in ways of its own
+        return Peer(
+            None, f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+    version = getattr(found, "__version__", None)
+    if version is None:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            version = "unknown"
+    return Peer(str(version))

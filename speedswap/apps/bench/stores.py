@@ -1,0 +1,250 @@
+"""Where rows are kept, and how they get to the compute device and back: ours, and each peer's own way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+
+import speedswap
+from speedswap.apps.bench.workload import Batch
+
+__all__ = ["Room", "Store", "StoreMaker", "ours", "peer_makers", "sweep_makers"]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a batch's rows are copied into and out of.
+
+    Attributes:
+        out: on the compute device, (batch rows, width): where gathered rows go.
+        values: on the compute device, the same shape: the rows to be scattered.
+        staging: in host memory, pinned where there is a GPU, for libraries that index on the host.
+    """
+
+    out: Tensor
+    values: Tensor
+    staging: Tensor
+
+    @classmethod
+    def of(cls, batch_rows: int, width: int, device: str) -> Room:
+        values = torch.rand(batch_rows, width, device=device)
+        staging = torch.rand(batch_rows, width, pin_memory=device == "cuda")
+        return cls(torch.zeros_like(values), values, staging)
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Rows kept by one library in one storage.
+
+    Attributes:
+        library: whose way of copying this is.
+        storage: ``device``, ``pinned``, ``pageable`` or ``memmap``.
+        memory: all rows, as a tensor over the store's own memory: what verification looks at.
+        gather: copies a batch's rows to the compute device, and returns them.
+        scatter: copies ``Room.values`` to a batch's rows; None where the library has no such way.
+        close: gives the memory back.
+    """
+
+    library: str
+    storage: str
+    memory: Tensor
+    gather: Callable[[Batch], Tensor]
+    scatter: Callable[[Batch], object] | None
+    close: Callable[[], object] = lambda: None
+
+    @property
+    def name(self) -> str:
+        return f"{self.library}, {self.storage}"
+
+
+class StoreMaker(Protocol):
+    """Makes a store that holds a copy of these rows (or the rows themselves); what it needs on disk goes to folder."""
+
+    def __call__(self, rows: Tensor, room: Room, folder: Path) -> Store: ...
+
+
+def ours(storage: str) -> StoreMaker:
+    """A :class:`speedswap.Table` in one storage, through its public functions: ids are checked on every call."""
+
+    def make(rows: Tensor, room: Room, folder: Path) -> Store:
+        path = folder / f"table-{rows.shape[1]}" if storage == "memmap" else None
+        table = speedswap.Table.create(*rows.shape, dtype=rows.dtype, storage=storage, path=path)
+        table.write(0, rows)
+        table.flush()
+        return Store(
+            "speedswap",
+            table.storage,
+            table.view(),
+            lambda batch: speedswap.gather_rows(table, batch.near, out=room.out),
+            lambda batch: speedswap.scatter_rows(table, batch.near, room.values),
+            table.close,
+        )
+
+    return make
+
+
+def peer_makers(device: str) -> dict[str, list[StoreMaker]]:
+    """Each peer's stores, by the names of :func:`~speedswap.apps.bench.peers.transfer_peers`."""
+    if device == "cpu":
+        return {"torch": [_torch_near], "numpy": [_numpy_pageable, _numpy_memmap]}
+    return {
+        "torch": [_torch_near, _torch_pinned, _torch_pageable],
+        "SpeedTorch's method (CuPy)": [_speedtorch],
+        "DGL": [_dgl],
+        "WholeGraph": [_wholegraph],
+    }
+
+
+def sweep_makers(device: str) -> dict[str, list[StoreMaker]]:
+    """The peers' stores that a sweep repeats at every size: those in the storage that training uses."""
+    if device == "cpu":
+        return {"torch": [_torch_near], "numpy": [_numpy_pageable]}
+    return {"torch": [_torch_pinned], "SpeedTorch's method (CuPy)": [_speedtorch]}
+
+
+def _torch_near(rows: Tensor, room: Room, folder: Path) -> Store:
+    """A tensor on the compute device."""
+    table = rows.to(room.out.device)
+    return Store(
+        "torch",
+        "device" if table.is_cuda else "pageable",
+        table,
+        lambda batch: torch.index_select(table, 0, batch.near, out=room.out),
+        lambda batch: table.index_copy_(0, batch.near, room.values),
+    )
+
+
+def _torch_pinned(rows: Tensor, room: Room, folder: Path) -> Store:
+    """Indexed by the CPU, copied through pinned memory."""
+    table = rows if rows.is_pinned() else rows.pin_memory()
+
+    def gather(batch: Batch) -> Tensor:
+        torch.index_select(table, 0, batch.host, out=room.staging)
+        return room.out.copy_(room.staging, non_blocking=True)
+
+    def scatter(batch: Batch) -> None:
+        room.staging.copy_(room.values)
+        table.index_copy_(0, batch.host, room.staging)
+
+    return Store("torch", "pinned", table, gather, scatter)
+
+
+def _torch_pageable(rows: Tensor, room: Room, folder: Path) -> Store:
+    """As code without any thought of transfer has it."""
+    table = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
+
+    def scatter(batch: Batch) -> None:
+        table[batch.host] = room.values.cpu()
+
+    return Store("torch", "pageable", table, lambda batch: table[batch.host].to(room.out.device), scatter)
+
+
+def _numpy_pageable(rows: Tensor, room: Room, folder: Path) -> Store:
+    return _numpy(rows.numpy(), "pageable", room)
+
+
+def _numpy_memmap(rows: Tensor, room: Room, folder: Path) -> Store:
+    path = folder / f"numpy-{rows.shape[1]}"
+    mapped = np.memmap(path, rows.numpy().dtype, "w+", shape=tuple(rows.shape))
+    mapped[:] = rows.numpy()
+    mapped.flush()
+    return _numpy(mapped, "memmap", room)
+
+
+def _numpy(table: Any, storage: str, room: Room) -> Store:
+    out, values = room.out.numpy(), room.values.numpy()
+
+    def gather(batch: Batch) -> Tensor:
+        np.take(table, batch.host.numpy(), 0, out, "clip")  # the other modes copy once more, to check the ids
+        return room.out
+
+    def scatter(batch: Batch) -> None:
+        table[batch.host.numpy()] = values
+
+    return Store("numpy", storage, torch.from_numpy(np.asarray(table)), gather, scatter)
+
+
+def _speedtorch(rows: Tensor, room: Room, folder: Path) -> Store:
+    """A CuPy array over pinned host memory, indexed by CuPy's kernels; rows pass to torch without a copy."""
+    import cupy
+
+    table = rows if rows.is_pinned() else rows.pin_memory()
+    pointer = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(table.data_ptr(), table.nbytes, table), 0)
+    array = cupy.ndarray(tuple(table.shape), cupy.float32, pointer)
+
+    def gather(batch: Batch) -> Tensor:
+        with _torch_stream():
+            return torch.utils.dlpack.from_dlpack(array[cupy.from_dlpack(batch.near)])
+
+    def scatter(batch: Batch) -> None:
+        with _torch_stream():
+            array[cupy.from_dlpack(batch.near)] = cupy.from_dlpack(room.values)
+
+    return Store("SpeedTorch's method", "pinned", table, gather, scatter)
+
+
+def _torch_stream() -> Any:
+    import cupy
+
+    return cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+
+
+def _dgl(rows: Tensor, room: Room, folder: Path) -> Store:
+    """Rows read by the GPU from memory that DGL has pinned; DGL's Python has no way back."""
+    import dgl
+
+    table = torch.empty(rows.shape, dtype=rows.dtype).copy_(rows)
+    pinned = dgl.utils.pin_memory_inplace(table)
+
+    def close() -> None:
+        nonlocal pinned
+        pinned = None  # unpins
+
+    return Store(
+        "DGL", "pinned", table, lambda batch: dgl.utils.gather_pinned_tensor_rows(table, batch.near), None, close
+    )
+
+
+def _wholegraph(rows: Tensor, room: Room, folder: Path) -> Store:
+    """A tensor of WholeGraph's in host memory that the GPU reads and writes; it wants a process group, here of one."""
+    import pylibwholegraph.torch as wholegraph
+
+    threads = torch.get_num_threads()
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    communicator, _ = wholegraph.init_torch_env_and_create_wm_comm(0, 1, 0, 1)
+    torch.set_num_threads(threads)  # it has set one
+    tensor = wholegraph.create_wholememory_tensor(
+        communicator, "continuous", "cpu", list(rows.shape), rows.dtype, [rows.shape[1], 1]
+    )
+    local, _ = tensor.get_local_tensor(host_view=True)
+    local.copy_(rows)
+
+    def close() -> None:
+        wholegraph.destroy_wholememory_tensor(tensor)
+        wholegraph.finalize()
+
+    return Store(
+        "WholeGraph",
+        "pinned",
+        local,
+        lambda batch: tensor.gather(batch.near),
+        lambda batch: tensor.scatter(room.values, batch.near),
+        close,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port

@@ -1,0 +1,112 @@
+"""Which rows are asked for: batches that no cache has seen, and ids with Zipf's frequencies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.apps.bench.measure import cache_bytes
+
+__all__ = ["Batch", "random_batches", "zipf_batches", "zipf_ranks"]
+
+# A line of memory comes as a whole, however narrow the row.
+_LINE_BYTES = 64
+# Prime, and larger than any table: multiplying by it permutes the rows and leaves no two common ones side by side.
+_SPREAD = 2_654_435_761
+
+
+class Batch(NamedTuple):
+    """The same ids twice: in host memory, where a loader makes them, and on the compute device."""
+
+    host: Tensor
+    near: Tensor
+
+
+def random_batches(num_rows: int, batch_rows: int, row_bytes: int, device: str, *, seed: int = 0) -> list[Batch]:
+    """Batches of random rows; no row is in two of them.
+
+    Args:
+        num_rows: rows of the table, at least ``2 * batch_rows``.
+        batch_rows: distinct rows in a batch.
+        row_bytes: bytes of a row.
+        device: of ``Batch.near``.
+        seed: of the draw.
+
+    Returns:
+        At least two; as many as touch sixteen times what the processor's cache holds, where the table has them. Taken
+        in turn, none finds its rows in the cache.
+    """
+    enough = -(-16 * cache_bytes() // (batch_rows * max(row_bytes, _LINE_BYTES)))
+    count = max(2, min(num_rows // batch_rows, enough))
+    generator = torch.Generator().manual_seed(seed)
+    if 2 * count * batch_rows > num_rows:
+        ids = torch.randperm(num_rows, generator=generator)
+    else:
+        ids = torch.randint(num_rows, (2 * count * batch_rows,), generator=generator)
+        ids, _ = kernels.unique(ids)
+        ids = ids[torch.randperm(len(ids), generator=generator)]
+    hosts = [ids[i * batch_rows : (i + 1) * batch_rows].clone() for i in range(count)]
+    return [Batch(host, host.to(device)) for host in hosts]
+
+
+def zipf_ranks(num_rows: int, count: int, exponent: float, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Draw ranks from 1 to ``num_rows`` with probability proportional to ``rank ** -exponent``.
+
+    By rejection-inversion (W. Hörmann, G. Derflinger: Rejection-inversion to generate variates from monotone discrete
+    distributions, 1996): exact, and without a table of ``num_rows`` probabilities.
+
+    Args:
+        num_rows: the number of ranks.
+        count: how many to draw.
+        exponent: above 0, not 1.
+        generator: NumPy's.
+
+    >>> zipf_ranks(3, 5, 1.05, np.random.default_rng(0)).tolist()
+    [1, 2, 3, 3, 1]
+    """
+    power = 1.0 - exponent
+
+    def integral(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.asarray((x**power - 1.0) / power)
+
+    def inverse(y: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.asarray((1.0 + power * y) ** (1.0 / power))
+
+    low, high = integral(np.array([1.5, num_rows + 0.5])) - np.array([1.0, 0.0])
+    sure = 2.0 - inverse(integral(np.array(2.5)) - 2.0**-exponent)
+    drawn: list[npt.NDArray[np.int64]] = []
+    missing = count
+    while missing > 0:
+        y = high + generator.random(missing) * (low - high)
+        x = inverse(y)
+        rank = np.clip(np.floor(x + 0.5), 1, num_rows)
+        accepted = (rank - x <= sure) | (y >= integral(rank + 0.5) - rank**-exponent)
+        drawn.append(rank[accepted].astype(np.int64))
+        missing -= len(drawn[-1])
+    return np.concatenate(drawn)
+
+
+def zipf_batches(
+    num_rows: int, lookups: int, batches: int, device: str, *, exponent: float = 1.05, seed: int = 0
+) -> list[Batch]:
+    """Batches of ids as training looks them up: Zipf's frequencies, the common rows spread over the whole table.
+
+    Args:
+        num_rows: rows of the table.
+        lookups: ids in a batch; common ones occur many times.
+        batches: how many.
+        device: of ``Batch.near``.
+        exponent: Zipf's.
+        seed: of the draw; which row has which rank is the same for every seed.
+    """
+    generator = np.random.default_rng(seed)
+    hosts = []
+    for _ in range(batches):
+        ranks = zipf_ranks(num_rows, lookups, exponent, generator)
+        hosts.append(torch.from_numpy(ranks * _SPREAD % num_rows))
+    return [Batch(host, host.to(device)) for host in hosts]
