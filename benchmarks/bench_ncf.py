@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _measure import synchronize, write_json
 
 import speedswap
+from speedswap.apps.bench.measure import synchronize, write_json
 from speedswap.apps.ncf import (
     NCF,
     Batches,

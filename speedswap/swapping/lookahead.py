@@ -18,6 +18,7 @@ from speedswap.swapping.table_module import TableModule
 __all__ = ["Lookahead", "lookahead"]
 
 Batch = TypeVar("Batch")
+Module = TypeVar("Module", bound=TableModule)
 IdsOf = Callable[[Batch], Tensor | Sequence[Tensor]]
 
 
@@ -74,7 +75,7 @@ class _Turn(Generic[Batch]):
 class Lookahead(Generic[Batch]):
     """What :func:`lookahead` returns."""
 
-    def __init__(self, loader: Iterable[Batch], ids: Mapping[TableModule, IdsOf[Batch]], depth: int) -> None:
+    def __init__(self, loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], depth: int) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader is a {type(loader).__name__}; give an iterable of batches")
         if not ids:
@@ -92,7 +93,7 @@ class Lookahead(Generic[Batch]):
         if self.depth < 0:
             raise ValueError(f"depth is {depth}; give 0 or more")
         self._loader = loader
-        self._ids = dict(ids)
+        self._ids: dict[TableModule, IdsOf[Batch]] = dict(ids.items())
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("batch", int, "centers a step (default: what suits the optimizer)")
     add("storage", str, f"where the tables live: {', '.join(STORAGES)}")
     add("device", str, "where to compute (default: cuda where there is a GPU, else cpu)")
+    add("lookahead", int, "how many batches ahead rows are looked up; 0 for none")
     add("seed", int, "of everything random")
     add("plain_words", bool, "lower-case the text, keep letters and apostrophes only (always so for the demo corpus)")
     add("max_types", int, "with more different words while counting, forget the rarest so far")

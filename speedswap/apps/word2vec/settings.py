@@ -33,6 +33,7 @@ class Settings:
         batch: centers a step, in blocks of 32; without one, what suits the optimizer.
         storage: where the tables live: ``auto``, ``device``, ``pinned``, ``pageable`` or ``memmap``.
         device: where the batch's rows are computed with; CUDA where there is one, else the CPU.
+        lookahead: how many batches ahead the rows are looked up; 0 for none. It does not change the result.
         seed: of everything random; on one machine, the same seed gives the same vectors.
         plain_words: lower-case the text and keep only letters and inner apostrophes. The demo corpus is always read so.
         max_types: with more different words than this while counting, the rarest so far are forgotten.
@@ -55,6 +56,7 @@ class Settings:
     batch: int | None = None
     storage: str = "auto"
     device: str | None = None
+    lookahead: int = 1
     seed: int = 0
     plain_words: bool = False
     max_types: int = 10_000_000
@@ -65,6 +67,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}: give a whole number of 1 or more")
+        if self.lookahead < 0:
+            raise SettingsError(f"lookahead is {self.lookahead}: give a whole number of 0 or more")
         if not 0 <= self.sample < math.inf:
             raise SettingsError(f"sample is {self.sample}: give a frequency such as 1e-3, or 0 to keep all words")
         if self.lr is not None and not 0 < self.lr < math.inf:

@@ -116,14 +116,15 @@ def run_epochs(
     blocks = -(-(settings.batch or suits.batch) // BLOCK)
     sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
     passages = (passage for _ in range(settings.epochs) for passage in corpus.passages())
-    batches = (batch for passage in passages for batch in sampler.batches(passage, blocks))
+    batches = (batch.to(device) for passage in passages for batch in sampler.batches(passage, blocks))
+    ids = {result.model.center: lambda batch: batch.centers, result.model.context: lambda batch: batch.contexts}
     # The loss is added up where it is, so that a GPU is not waited for at every step.
     loss, pairs = torch.zeros((), device=device), 0
     started = time.perf_counter()
-    for batch in batches:
+    for batch in speedswap.lookahead(batches, ids, depth=settings.lookahead):
         for group in result.optimizer.param_groups:
             group["lr"] = result.lr * suits.lr_left(result.trained_words / total_words)
-        loss += step(result.model, result.optimizer, batch.to(device))
+        loss += step(result.model, result.optimizer, batch)
         pairs += batch.pairs
         result.pairs += batch.pairs
         result.trained_words += batch.corpus_words
