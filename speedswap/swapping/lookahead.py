@@ -22,7 +22,7 @@ Module = TypeVar("Module", bound=TableModule)
 IdsOf = Callable[[Batch], Tensor | Sequence[Tensor]]
 
 
-def lookahead(loader: Iterable[Batch], ids: Mapping[TableModule, IdsOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
+def lookahead(loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
     """Batches of a loader, with the rows of the next ones already on their way.
 
     While a step computes, the rows of the batch after it are made unique, checked and gathered, weight and optimizer
