@@ -6,6 +6,7 @@ from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype, unique
 from speedswap.kernels.info import cuda_ready, engine_info
+from speedswap.kernels.memory import empty
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
 from speedswap.kernels.rows import gather_rows, scatter_rows
@@ -34,6 +35,7 @@ __all__ = [
     "check_ids",
     "cuda_ready",
     "dot_segments",
+    "empty",
     "engine_info",
     "expand",
     "fill_normal",

@@ -9,6 +9,7 @@ from speedswap import _C
 from speedswap.errors import DuplicateIdError
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences
+from speedswap.kernels.memory import empty
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
 from speedswap.kernels.threads import get_num_threads
@@ -44,9 +45,7 @@ def gather_rows(source: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Te
     shape = (len(ids), source.shape[1])
     if out is None:
         check_ids(ids, source.shape[0], "source")
-        out = torch.empty(
-            shape, dtype=source.dtype, device=ids.device if source.device.type == "cpu" else source.device
-        )
+        out = empty(shape, source.dtype, ids.device if source.device.type == "cpu" else source.device)
     else:
         _require_rows(out, "out", shape, source, "source")
         _require_apart(out, "out", source, "source")

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from speedswap import _C
 from speedswap.kernels.ids import check_ids
+from speedswap.kernels.memory import empty
 from speedswap.kernels.rows import gather_rows
 from speedswap.kernels.threads import get_num_threads
 
 __all__ = [
     "Groups",
     "dot_segments",
-    "empty",
     "expand",
     "group",
     "max_segments",
@@ -32,8 +32,6 @@ __all__ = [
 
 _ENGINE = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
-# Below this a result has too few pages for their size to count.
-_HUGE_BYTES = 4 << 20
 
 
 class Groups(NamedTuple):
@@ -51,17 +49,6 @@ class Groups(NamedTuple):
 def summable(tensor: Tensor) -> bool:
     """Whether the engine can add up such rows: floating-point ones on the CPU."""
     return tensor.device.type == "cpu" and tensor.dtype in (*_ENGINE, *_HALF)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor on the CPU, in huge pages where it is large and the system gives them.
-
-    Ordinary pages, given one by one at the first touch, can cost several times what writing the rows does.
-    """
-    tensor = torch.empty(shape, dtype=dtype)
-    if tensor.nbytes >= _HUGE_BYTES:
-        _C.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor
 
 
 def expand(block: Tensor, local: Tensor) -> Tensor:

@@ -251,7 +251,7 @@ class Table:
             for column in found:
                 block = into.get(column.name) if into is not None else None
                 if block is None:
-                    block = torch.empty(len(rows), *column.row_shape, dtype=column.dtype, device=device)
+                    block = kernels.empty((len(rows), *column.row_shape), column.dtype, device)
                 blocks[column.name] = block
                 parts.append(kernels.Part(segment.layout.offset(column.name), block))
             kernels.gather_records(segment.records(), rows, parts)
