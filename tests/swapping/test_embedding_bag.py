@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,29 @@ def test_a_loss_differentiated_after_its_rows_were_trained_is_refused_where_it_n
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lookahead_gives_the_same_bits(device: str, mode: str):
+    """The ids that are announced are those of the input, padding among them."""
+    batches = [torch.randint(ROWS, (6, 4), device=device) for _ in range(8)]
+    results = []
+    for depth in (0, 2):
+        bag = speedswap.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=1, seed=3).to(device)
+        optimizer = torch.optim.Adam(bag.parameters(), lr=0.01)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of a lookup that the lookahead was not told of
+            for ids in speedswap.lookahead(batches, {bag: lambda ids: ids}, depth=depth):
+                step(bag, optimizer, ids)
+        results.append(bag.table.read())
+    assert torch.equal(*results)
+
+
+def test_a_keyed_tensor_is_announced_by_its_values():
+    bag, _ = twins(mode="sum")
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    for keyed in speedswap.lookahead([Keyed(SAMPLES)] * 3, {bag: lambda keyed: keyed.values()}):
+        step(bag, optimizer, keyed)
 
 
 # ---- keyed bags ------------------------------------------------------------------------------------------------------
