@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: tools/readme_figures.py -->", "<!-- end of figures -->"
 
 
@@ -39,6 +40,8 @@ def table() -> str:
             f"| {min(ratios):.2f} to {max(ratios):.2f} | rows-cpu.json |"
         )
     lines += _word2vec_lines(word2vec["results"])
+    if (RESULTS / "ncf-cpu.json").exists():
+        lines += _ncf_lines(_read("ncf-cpu.json")["results"])
     machine = rows["machine"]
     return "\n".join(
         [
@@ -69,8 +72,23 @@ def _word2vec_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _ncf_lines(found: dict[str, Any]) -> list[str]:
+    ours, dense, scale = found["speedswap_mean"], found["torch_dense_adam_mean"], found["scale"]
+    by_tenth = scale["steps_per_second_by_tenth"]
+    return [
+        f"| NeuMF on {found['ratings']}, best of the epochs, mean of {len(found['speedswap'])} seeds "
+        f"| HR@10 {ours['hr']:.3f}, NDCG@10 {ours['ndcg']:.3f} "
+        f"| torch, dense Adam: {dense['hr']:.3f}, {dense['ndcg']:.3f} | | ncf-cpu.json |",
+        f"| NeuMF, {scale['users']:,} users × {scale['items']:,} items × {scale['width']}, {scale['optimizer']}, "
+        f"{scale['storage']}, {scale['table_gib']:.1f} GiB of tables "
+        f"| {scale['steps_per_second']:.1f} steps/s of {scale['scores_a_step']:,} scores "
+        f"({min(by_tenth):.1f} to {max(by_tenth):.1f} over the run's tenths), {scale['resident_gib']['most']:.1f} GiB "
+        "resident at most | | | ncf-cpu.json |",
+    ]
+
+
 def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
     return found
 
 

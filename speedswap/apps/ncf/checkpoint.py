@@ -132,7 +132,8 @@ class Checkpoint:
             CheckpointError: it says what differs.
         """
         before = self.content["settings"]
-        for name in DECIDING:
+        falls = settings.lr_left(0.5) < 1  # over the epochs that there will be
+        for name in (*DECIDING, *(["epochs"] if falls else [])):
             value = getattr(settings, name)
             value = value if isinstance(value, int | float | None) else str(value)
             if value != before[name]:

@@ -19,9 +19,11 @@ __all__ = ["Settings"]
 SUITED_LR = {
     "adagrad": 0.02,
     "sgd": 1.0,
-    **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), 1e-3),
+    **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), 2e-3),
 }
-"""Learning rates for the mean loss of a batch; other optimizers have their own default."""
+"""Learning rates at the beginning, for the mean loss of a batch; other optimizers have their own default."""
+CONSTANT_LR = ("adagrad",)
+"""Optimizers whose steps shrink by themselves."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Settings:
         negatives: for each interaction trained on.
         epochs: passes over the interactions.
         optimizer: the name of any optimizer in ``torch.optim`` that works row by row.
-        lr: learning rate; without one, what suits the optimizer.
+        lr: learning rate; without one, what suits the optimizer. It falls linearly to nothing over the run, except
+            with Adagrad, whose steps shrink by themselves.
         batch: interactions a step, each with its negatives.
         test_negatives: items that each tested user's own is ranked among.
         test_users: of more users so many are tested.
@@ -99,6 +102,10 @@ class Settings:
     def compute_device(self) -> torch.device:
         """The device that the batch's rows are computed with."""
         return compute_device(self.device)
+
+    def lr_left(self, progress: float) -> float:
+        """Which part of the learning rate is left at a point between 0 and 1 of the run."""
+        return 1.0 if plain(self.optimizer) in CONSTANT_LR else 1 - progress
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         """The optimizer of a model's parameters.

@@ -171,6 +171,8 @@ def run_epochs(
             )
             started = time.perf_counter()
             for batch in ahead(result.model, batches, device, settings.lookahead):
+                for group in result.optimizer.param_groups:
+                    group["lr"] = result.lr * settings.lr_left((at.epoch * steps + at.step) / (settings.epochs * steps))
                 at.loss += train_step(result.model, result.optimizer, batch) * len(batch.users)
                 at.step += 1
                 result.steps += 1
