@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import speedswap
 from speedswap.apps.bench.measure import synchronize, write_json
@@ -152,23 +151,24 @@ def run_speedswap(settings: Settings) -> dict[str, Any]:
 
 
 def run_dense(settings: Settings) -> dict[str, Any]:
-    """The same run with nn.Embedding and dense Adam; equal epochs, batches, candidates and initial values."""
+    """The same run with nn.Embedding and dense Adam; equal batches, candidates, initial values and learning rates."""
     device = settings.compute_device()
     split = split_of(settings)
     candidates = Candidates.draw(
         split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
     )
     model = DenseNCF(model_of(settings, split))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = settings.make_optimizer(model)
+    lr, taken = optimizer.param_groups[0]["lr"], 0
     best, seconds = (0.0, 0.0, 0), 0.0
     for epoch in range(settings.epochs):
         began = time.perf_counter()
-        for batch in batches_of(settings, split, epoch):
-            batch = batch.to(device)
-            loss = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        batches = batches_of(settings, split, epoch)
+        for batch in batches:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * settings.lr_left(taken / (settings.epochs * len(batches)))
+            train_step(model, optimizer, batch.to(device))
+            taken += 1
         synchronize()
         seconds += time.perf_counter() - began
         best = max(best, (*evaluate(model, candidates, device), epoch + 1))
