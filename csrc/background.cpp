@@ -225,7 +225,7 @@ void ScatterJob::work() {
 }
 
 int64_t hand_over(const int64_t* from_rows, int64_t from_count, const int64_t* to_rows, int64_t to_count,
-                  const std::vector<Copied>& columns, int threads) {
+                  const std::vector<Handed>& columns, int threads) {
     struct Pair {
         int64_t from, to;
     };
@@ -240,10 +240,20 @@ int64_t hand_over(const int64_t* from_rows, int64_t from_count, const int64_t* t
     const int64_t count = int64_t(shared.size());
     constexpr int64_t kGrain = 256;
     parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
-        for (const Copied& column : columns)
+        for (const Handed& column : columns) {
+            const int64_t row_bytes = column.to.block_stride;
             for (int64_t i = begin; i < end; ++i)
-                std::memcpy(column.to + shared[size_t(i)].to * column.row_bytes,
-                            column.from + shared[size_t(i)].from * column.row_bytes, size_t(column.row_bytes));
+                std::memcpy(column.to.block + shared[size_t(i)].to * row_bytes,
+                            column.from + shared[size_t(i)].from * row_bytes, size_t(row_bytes));
+            if (column.to.form == Form::same) continue;
+            for (int64_t first = begin, last = begin; first < end; first = last) {
+                while (last < end && shared[size_t(last)].to - shared[size_t(first)].to == last - first)
+                    ++last;
+                Part run = column.to;
+                run.block += shared[size_t(first)].to * row_bytes;
+                round_rows({to_rows + shared[size_t(first)].to, int(sizeof(int64_t)), last - first}, run, 1);
+            }
+        }
     });
     return count;
 }

@@ -117,15 +117,15 @@ class ScatterJob : public Job {
     int threads_;
 };
 
-struct Copied {
+// A column of a written block and of one that was gathered: the rows of `to.block`, as records would give them back.
+struct Handed {
     const char* from;
-    char* to;
-    int64_t row_bytes;
+    Part to;
 };
 
-// Copies the rows that both lists have from their places in the one list's blocks to those in the other's. Both lists
-// are ascending without duplicates. Returns how many rows were copied.
+// Copies the rows that both lists have from their places in the one list's blocks to those in the other's, and rounds
+// them as a scatter would. Both lists are ascending without duplicates. Returns how many rows were copied.
 int64_t hand_over(const int64_t* from_rows, int64_t from_count, const int64_t* to_rows, int64_t to_count,
-                  const std::vector<Copied>& columns, int threads);
+                  const std::vector<Handed>& columns, int threads);
 
 }  // namespace speedswap

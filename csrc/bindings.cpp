@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <variant>
 #include <vector>
 
 #include "background.h"
@@ -20,13 +21,17 @@ namespace {
 
 using speedswap::Buffer;
 using speedswap::Fill;
+using speedswap::Form;
 using speedswap::GatherJob;
 using speedswap::Ids;
 using speedswap::Job;
 using speedswap::Move;
 using speedswap::Part;
 using speedswap::ScatterJob;
-using PartTuple = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
+// offset, width, block, block_stride; and where the bytes are converted: form, stochastic, key.
+using CopiedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
+using ConvertedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t, int, bool, uint64_t>;
+using PartTuple = std::variant<CopiedPart, ConvertedPart>;
 
 void require(bool holds, const char* name, int64_t value, const char* wanted) {
     if (!holds) throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", not " + wanted);
@@ -43,12 +48,24 @@ Ids ids_at(uintptr_t pointer, int id_bytes, int64_t count) {
     return {at<void>(pointer), id_bytes, count};
 }
 
+Part part_of(const CopiedPart& tuple) {
+    const auto& [offset, width, block, block_stride] = tuple;
+    require(width >= 0, "width", width, "0 or more");
+    return {offset, width, at(block), block_stride};
+}
+
+Part part_of(const ConvertedPart& tuple) {
+    const auto& [offset, width, block, block_stride, form, stochastic, key] = tuple;
+    const bool int8 = form == int(Form::int8);
+    require(int8 || form == int(Form::float16) || form == int(Form::bfloat16), "form", form, "1, 2 or 3");
+    require(int8 ? width >= speedswap::kScaleBytes : width >= 0 && width % 2 == 0, "width", width, "that of a row");
+    return {offset, width, at(block), block_stride, Form(form), stochastic, key};
+}
+
 std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
     std::vector<Part> parts;
-    for (const auto& [offset, width, block, block_stride] : tuples) {
-        require(width >= 0, "width", width, "0 or more");
-        parts.push_back({offset, width, at(block), block_stride});
-    }
+    for (const PartTuple& tuple : tuples)
+        parts.push_back(std::visit([](const auto& some) { return part_of(some); }, tuple));
     return parts;
 }
 
@@ -84,6 +101,17 @@ void scatter(uintptr_t records, int64_t stride, uintptr_t ids, int id_bytes, int
     const Ids checked = ids_at(ids, id_bytes, count);
     const std::vector<Part> columns = parts_of(parts);
     without_gil([&] { speedswap::scatter(at(records), stride, checked, columns, threads); });
+}
+
+void round_rows(uintptr_t ids, int id_bytes, int64_t count, const PartTuple& part, int threads) {
+    const Ids checked = ids_at(ids, id_bytes, count);
+    const Part column = parts_of({part}).front();
+    require(column.form == Form::float16 || column.form == Form::bfloat16, "form", int(column.form), "1 or 2");
+    without_gil([&] { speedswap::round_rows(checked, column, threads); });
+}
+
+uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write) {
+    return speedswap::rounding_key(seed, column_key, write);
 }
 
 int64_t check_ids(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows, int threads) {
@@ -203,12 +231,14 @@ std::shared_ptr<ScatterJob> scatter_behind(uintptr_t ids, int id_bytes, int64_t 
 }
 
 int64_t hand_over(uintptr_t from_rows, int64_t from_count, uintptr_t to_rows, int64_t to_count,
-                  const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t>>& columns, int threads) {
-    std::vector<speedswap::Copied> copied;
-    for (const auto& [from, to, row_bytes] : columns)
-        copied.push_back({at(from), at(to), row_bytes});
+                  const std::vector<std::tuple<uintptr_t, PartTuple>>& columns, int threads) {
+    std::vector<speedswap::Handed> handed;
+    for (const auto& [from, to] : columns) {
+        handed.push_back({at(from), parts_of({to}).front()});
+        require(handed.back().to.form != Form::int8, "form", int(handed.back().to.form), "0, 1 or 2");
+    }
     return without_gil([&] {
-        return speedswap::hand_over(at<int64_t>(from_rows), from_count, at<int64_t>(to_rows), to_count, copied,
+        return speedswap::hand_over(at<int64_t>(from_rows), from_count, at<int64_t>(to_rows), to_count, handed,
                                     threads);
     });
 }
@@ -227,6 +257,8 @@ PYBIND11_MODULE(_C, module) {
                arg("parts"), arg("threads"));
     module.def("scatter", &scatter, arg("records"), arg("stride"), arg("ids"), arg("id_bytes"), arg("count"),
                arg("parts"), arg("threads"));
+    module.def("round_rows", &round_rows, arg("ids"), arg("id_bytes"), arg("count"), arg("part"), arg("threads"));
+    module.def("rounding_key", &rounding_key, arg("seed"), arg("column_key"), arg("write"));
     module.def("check_ids", &check_ids, arg("ids"), arg("id_bytes"), arg("count"), arg("num_rows"), arg("threads"));
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("id_bytes"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("id_bytes"), arg("count"), arg("positions"));

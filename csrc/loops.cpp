@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-#include "philox.cuh"
+#include "compact.cuh"
 
 namespace speedswap {
 namespace SPEEDSWAP_ISA {
@@ -259,18 +259,21 @@ void scatter_streaming(const Copy& copy, int64_t begin, int64_t end, CopyRow cop
 }
 
 // Past the cache only where rows are long: short ones were measured to be faster through it, whatever they add up to.
-inline bool streams(const Copy& copy) {
-    return copy.streaming && copy.part.width >= kStreamingWidth;
+inline bool streams(const Copy& copy, int64_t written_bytes) {
+    return copy.streaming && written_bytes >= kStreamingWidth;
 }
 
 inline bool whole_lines(const char* begin, int64_t stride, int64_t width) {
     return (past_line(begin) | stride % kLine | width % kLine) == 0;
 }
 
+#include "compact_loops.h"
+
 template <typename Index>
 void gather_rows(const Copy& copy, int64_t begin, int64_t end) {
     const Part& part = copy.part;
-    if (!streams(copy)) {
+    if (part.form != Form::same) return gather_compact<Index>(copy, begin, end);
+    if (!streams(copy, part.width)) {
         with_copy_of(part.width, [&](auto copy_row) { gather_by<Index>(copy, begin, end, copy_row); });
         return;
     }
@@ -285,7 +288,8 @@ void gather_rows(const Copy& copy, int64_t begin, int64_t end) {
 template <typename Index>
 void scatter_rows(const Copy& copy, int64_t begin, int64_t end) {
     const Part& part = copy.part;
-    if (!streams(copy)) {
+    if (part.form != Form::same) return scatter_compact<Index>(copy, begin, end);
+    if (!streams(copy, part.width)) {
         with_copy_of(part.width, [&](auto copy_row) { scatter_by<Index>(copy, begin, end, copy_row); });
         return;
     }
@@ -385,7 +389,7 @@ void fill_normal(const Fill& fill, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Loops loops = {gather, scatter, check_ids, fill_uniform, fill_normal};
+const Loops loops = {gather, scatter, round, check_ids, fill_uniform, fill_normal};
 
 }  // namespace SPEEDSWAP_ISA
 }  // namespace speedswap

@@ -25,6 +25,7 @@ struct Copy {
 struct Loops {
     void (*gather)(const Copy& copy, int64_t begin, int64_t end);
     void (*scatter)(const Copy& copy, int64_t begin, int64_t end);
+    void (*round)(const Copy& copy, int64_t begin, int64_t end);
     int64_t (*check_ids)(Ids ids, int64_t num_rows, int64_t begin, int64_t end);
     void (*fill_uniform)(const Fill& fill, int64_t begin, int64_t end);
     void (*fill_normal)(const Fill& fill, int64_t begin, int64_t end);

@@ -31,9 +31,10 @@ struct PhiloxWords {
     Word word[4];
 };
 
-SPEEDSWAP_FUNCTION PhiloxWords philox4x32_10(PhiloxWords counter, PhiloxKey key) {
+template <int kRounds>
+SPEEDSWAP_FUNCTION PhiloxWords philox4x32(PhiloxWords counter, PhiloxKey key) {
     Word c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kRounds; ++round) {
         const Word64 product0 = Word64(0xD2511F53u) * c0;
         const Word64 product1 = Word64(0xCD9E8D57u) * c2;
         c0 = Word(product1 >> 32) ^ c1 ^ key.low;
@@ -44,6 +45,10 @@ SPEEDSWAP_FUNCTION PhiloxWords philox4x32_10(PhiloxWords counter, PhiloxKey key)
         key.high += 0xBB67AE85u;
     }
     return {{c0, c1, c2, c3}};
+}
+
+SPEEDSWAP_FUNCTION PhiloxWords philox4x32_10(PhiloxWords counter, PhiloxKey key) {
+    return philox4x32<10>(counter, key);
 }
 
 // One stream for each (seed, column): the seed's own Philox, asked about the column.

@@ -1,8 +1,8 @@
 // The CUDA kernels. nvcc and NVRTC read this file, and the host compiler does after host_cuda.h: hence no headers but
-// philox.cuh, no warp intrinsics, and built-in types only.
+// compact.cuh and philox.cuh, no warp intrinsics, and built-in types only.
 //
 // Bytes are moved in words of 16, 8, 4, 2 or 1 bytes: the largest that every pointer, stride, offset and width allows.
-#include "philox.cuh"
+#include "compact.cuh"
 
 namespace speedswap {
 
@@ -82,6 +82,199 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const I
     }
 }
 
+// ---- columns that records hold in fewer bytes than their blocks, which are float
+// --------------------------------------
+
+// One column: `offset` bytes into each record, `width` values in a row of its block, whose rows are contiguous. Its
+// pieces of kPiece values are those from `first` on when the pieces of all columns are numbered through. A stochastic
+// scatter draws from the stream of `key`.
+struct CompactColumn {
+    Count first, offset, block, width, stochastic;
+    Word64 key;
+};
+
+struct CompactColumns {
+    Count count;
+    Count pieces;
+    CompactColumn column[kColumns];
+};
+
+constexpr int kPiece = 8;
+
+struct alignas(16) Halves {
+    unsigned short half[kPiece];
+};
+
+// The bits of four floats.
+struct alignas(16) Four {
+    Word bits[4];
+};
+
+// The values of a piece, rounded; `number` is the piece's in its row.
+template <typename Format>
+SPEEDSWAP_FUNCTION Halves narrowed(const Word* values, Count stochastic, Word64 key, Word64 row, Count number) {
+    Halves piece;
+    constexpr int kDraws = kPiece / Format::kPerDraw;
+    SPEEDSWAP_UNROLL
+    for (int draw = 0; draw < kDraws; ++draw) {
+        PhiloxWords words = {{0, 0, 0, 0}};
+        if (stochastic) words = rounding_words(key, row, (Word)(number * kDraws + draw));
+        SPEEDSWAP_UNROLL
+        for (int k = 0; k < Format::kPerDraw; ++k) {
+            const int item = draw * Format::kPerDraw + k;
+            piece.half[item] = (unsigned short)(stochastic ? Format::narrow(values[item], Format::drawn(words, k))
+                                                           : Format::narrow(values[item], Nearest()));
+        }
+    }
+    return piece;
+}
+
+template <typename Format>
+SPEEDSWAP_FUNCTION void widened(const Halves& piece, Word* values) {
+    SPEEDSWAP_UNROLL
+    for (int k = 0; k < kPiece; ++k)
+        values[k] = Format::widen(piece.half[k]);
+}
+
+// By instruction: the compiler would take a structure of four words apart, and store it word by word.
+SPEEDSWAP_FUNCTION void store_four(Word* to, const Word* words) {
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+    asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+#else
+    *(Four*)to = Four{{words[0], words[1], words[2], words[3]}};
+#endif
+}
+
+// The bits of a piece's floats, from or to a block: all of them at once, or those that are there, one by one.
+template <bool kWhole>
+SPEEDSWAP_FUNCTION void load_floats(const Word* from, Count there, Word* values) {
+    if (kWhole) {
+        const Four low = ((const Four*)from)[0], high = ((const Four*)from)[1];
+        SPEEDSWAP_UNROLL
+        for (int k = 0; k < 4; ++k) {
+            values[k] = low.bits[k];
+            values[4 + k] = high.bits[k];
+        }
+    } else {
+        SPEEDSWAP_UNROLL
+        for (int k = 0; k < kPiece; ++k)
+            values[k] = k < there ? from[k] : 0;
+    }
+}
+
+template <bool kWhole>
+SPEEDSWAP_FUNCTION void store_floats(Word* to, Count there, const Word* values) {
+    if (kWhole) {
+        store_four(to, values);
+        store_four(to + 4, values + 4);
+    } else {
+        SPEEDSWAP_UNROLL
+        for (int k = 0; k < kPiece; ++k)
+            if (k < there) to[k] = values[k];
+    }
+}
+
+// Copies records[ids[i]] <-> row i of each column's block, converting its values, for i < num_ids.
+// Grid: one sub-warp of `lanes` threads per row, rows walked with a grid stride; block: a multiple of `lanes` threads.
+// A thread converts a piece of 8 values at a time, which is 16 bytes of the record. kWhole: every width is a multiple
+// of 8, and every record, offset and block begins at a multiple of 16 bytes. Else pieces go value by value. ids must be
+// in range, and unique to scatter: the caller has checked.
+template <bool kGather, bool kWhole, typename Format, typename Index>
+SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Index* ids, Count num_ids,
+                                        const CompactColumns& columns, int lanes) {
+    const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
+    const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
+    for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
+        char* const record = records + (Count)ids[row] * stride;
+        for (Count piece = thread % lanes; piece < columns.pieces; piece += lanes) {
+            int c = 0;
+            while (c + 1 < columns.count && piece >= columns.column[c + 1].first)
+                ++c;
+            const CompactColumn& column = columns.column[c];
+            const Count number = piece - column.first;
+            const Count there = column.width - number * kPiece;
+            unsigned short* const halves = (unsigned short*)(record + column.offset) + number * kPiece;
+            Word* const block = (Word*)column.block + row * column.width + number * kPiece;
+            Word values[kPiece];
+            if (kGather) {
+                Halves held;
+                if (kWhole) {
+                    held = *(const Halves*)halves;
+                } else {
+                    SPEEDSWAP_UNROLL
+                    for (int k = 0; k < kPiece; ++k)
+                        held.half[k] = k < there ? halves[k] : (unsigned short)0;
+                }
+                widened<Format>(held, values);
+                store_floats<kWhole>(block, there, values);
+            } else {
+                load_floats<kWhole>(block, there, values);
+                const Halves held = narrowed<Format>(values, column.stochastic, column.key, (Word64)ids[row], number);
+                if (kWhole) {
+                    *(Halves*)halves = held;
+                } else {
+                    SPEEDSWAP_UNROLL
+                    for (int k = 0; k < kPiece; ++k)
+                        if (k < there) halves[k] = held.half[k];
+                }
+            }
+        }
+    }
+}
+
+// Makes row i of a block what record ids[i] would give back had it been scattered there, for i < num_ids.
+// Grid: one thread per piece of 8 values, walked with a grid stride; any block.
+template <typename Format, typename Index>
+SPEEDSWAP_FUNCTION void round_block(Word* block, Count width, const Index* ids, Count num_ids, Count stochastic,
+                                    Word64 key) {
+    const Count pieces = (width + kPiece - 1) / kPiece;
+    const Count threads = (Count)gridDim.x * blockDim.x;
+    for (Count i = (Count)blockIdx.x * blockDim.x + threadIdx.x; i < num_ids * pieces; i += threads) {
+        const Count row = i / pieces, number = i % pieces;
+        Word* const at = block + row * width + number * kPiece;
+        Word values[kPiece];
+        load_floats<false>(at, width - number * kPiece, values);
+        widened<Format>(narrowed<Format>(values, stochastic, key, (Word64)ids[row], number), values);
+        store_floats<false>(at, width - number * kPiece, values);
+    }
+}
+
+// The same as convert_records for int8 with a scale per row: a record holds the scale and then the values. A piece is
+// one value. Each thread of a scatter looks for the largest value of the row by itself: they read it together.
+template <bool kGather, typename Index>
+SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Index* ids, Count num_ids,
+                                     const CompactColumns& columns, int lanes) {
+    const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
+    const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
+    for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
+        char* const record = records + (Count)ids[row] * stride;
+        for (int c = 0; c < columns.count; ++c) {
+            const CompactColumn& column = columns.column[c];
+            float* const block = (float*)column.block + row * column.width;
+            float* const scale = (float*)(record + column.offset);
+            signed char* const held = (signed char*)(scale + 1);
+            if (kGather) {
+                const float factor = *scale;
+                for (Count k = thread % lanes; k < column.width; k += lanes)
+                    block[k] = factor * (float)held[k];
+            } else {
+                Word largest = 0;
+                for (Count k = 0; k < column.width; ++k) {
+                    const Word magnitude = bits_of_float(block[k]) & 0x7fffffffu;
+                    largest = magnitude > largest ? magnitude : largest;
+                }
+                const float factor = scale_of(largest);
+                if (thread % lanes == 0) *scale = factor;
+                for (Count k = thread % lanes; k < column.width; k += lanes)
+                    held[k] = quantized(block[k], factor);
+            }
+        }
+    }
+}
+
 // Fills rows first_row ... first_row + num_rows - 1 of a column, `width` items each; `out` is the first one's.
 // Grid: one thread per group of random words (4 floats or 2 doubles of a row), walked with a grid stride; any block.
 // A value depends on (seed, column_key, row, element) alone, and is the same as the host's (philox.cuh).
@@ -123,6 +316,33 @@ SPEEDSWAP_MOVES(8, unsigned long long)
 SPEEDSWAP_MOVES(4, unsigned int)
 SPEEDSWAP_MOVES(2, unsigned short)
 SPEEDSWAP_MOVES(1, unsigned char)
+
+// <what>_<form>_w<16 where pieces are whole, else 2>_i<bits of an id>
+#define SPEEDSWAP_CONVERT(name, Index, ...)                                                                 \
+    extern "C" __global__ void name(char* records, speedswap::Count stride, const Index* ids,               \
+                                    speedswap::Count num_ids,                                               \
+                                    const __grid_constant__ speedswap::CompactColumns columns, int lanes) { \
+        speedswap::__VA_ARGS__(records, stride, ids, num_ids, columns, lanes);                              \
+    }
+#define SPEEDSWAP_CONVERSIONS(form, Format, bits, Index)                                                    \
+    SPEEDSWAP_CONVERT(gather_##form##_w16_i##bits, Index, convert_records<true, true, speedswap::Format>)   \
+    SPEEDSWAP_CONVERT(gather_##form##_w2_i##bits, Index, convert_records<true, false, speedswap::Format>)   \
+    SPEEDSWAP_CONVERT(scatter_##form##_w16_i##bits, Index, convert_records<false, true, speedswap::Format>) \
+    SPEEDSWAP_CONVERT(scatter_##form##_w2_i##bits, Index, convert_records<false, false, speedswap::Format>) \
+    extern "C" __global__ void round_##form##_i##bits(speedswap::Word* block, speedswap::Count width,       \
+                                                      const Index* ids, speedswap::Count num_ids,           \
+                                                      speedswap::Count stochastic, speedswap::Word64 key) { \
+        speedswap::round_block<speedswap::Format>(block, width, ids, num_ids, stochastic, key);             \
+    }
+
+SPEEDSWAP_CONVERSIONS(float16, Float16, 32, int)
+SPEEDSWAP_CONVERSIONS(float16, Float16, 64, long long)
+SPEEDSWAP_CONVERSIONS(bfloat16, Bfloat16, 32, int)
+SPEEDSWAP_CONVERSIONS(bfloat16, Bfloat16, 64, long long)
+SPEEDSWAP_CONVERT(gather_int8_i32, int, convert_int8<true>)
+SPEEDSWAP_CONVERT(gather_int8_i64, long long, convert_int8<true>)
+SPEEDSWAP_CONVERT(scatter_int8_i32, int, convert_int8<false>)
+SPEEDSWAP_CONVERT(scatter_int8_i64, long long, convert_int8<false>)
 
 #define SPEEDSWAP_FILL(name, Item, Distribution)                                                                 \
     extern "C" __global__ void name(char* out, speedswap::Count row_stride, speedswap::Count first_row,          \

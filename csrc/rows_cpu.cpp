@@ -1,6 +1,9 @@
 #include "rows_cpu.h"
 
 #include <unistd.h>
+#ifdef SPEEDSWAP_X86
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -8,6 +11,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "compact.cuh"
 #include "loops.h"
 #include "pool.h"
 
@@ -19,6 +23,13 @@ struct Choice {
     const Loops* loops;
 };
 
+#ifdef SPEEDSWAP_X86
+bool has_f16c() {
+    unsigned int a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 Choice choose() {
     const char* wanted = std::getenv("SPEEDSWAP_ISA");
     const auto allowed = [&](const char* name) { return wanted == nullptr || std::strcmp(wanted, name) == 0; };
@@ -27,7 +38,8 @@ Choice choose() {
     const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (has_avx512 && (allowed("avx512"))) return {"avx512", &avx512::loops};
-    if (__builtin_cpu_supports("avx2") && (allowed("avx2") || allowed("avx512"))) return {"avx2", &avx2::loops};
+    if (__builtin_cpu_supports("avx2") && has_f16c() && (allowed("avx2") || allowed("avx512")))
+        return {"avx2", &avx2::loops};
     return {"sse2", &baseline::loops};
 #else
     static_cast<void>(allowed);
@@ -55,19 +67,25 @@ int64_t last_level_cache() {
     return bytes;
 }
 
+int64_t bytes_in_block(const Part& part) {
+    if (part.form == Form::same) return part.width;
+    return part.form == Form::int8 ? 4 * (part.width - kScaleBytes) : 2 * part.width;
+}
+
 using CopyLoop = void (*)(const Copy& copy, int64_t begin, int64_t end);
 
 void copy_rows(CopyLoop loop, char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
     if (ids.count == 0 || parts.empty()) return;
-    int64_t first = parts[0].offset, last = 0, row_bytes = 0;
+    int64_t first = parts[0].offset, last = 0, row_bytes = 0, block_bytes = 0;
     for (const Part& part : parts) {
         first = std::min(first, part.offset);
         last = std::max(last, part.offset + part.width);
         row_bytes += part.width;
+        block_bytes += bytes_in_block(part);
     }
     if (row_bytes == 0) return;
     // What is read and what is written would share the cache.
-    const bool streaming = 2 * row_bytes * ids.count > last_level_cache();
+    const bool streaming = (row_bytes + block_bytes) * ids.count > last_level_cache();
     const int64_t grain = piece(ids.count, row_bytes, threads);
     parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
         constexpr int64_t kTile = 32;
@@ -102,6 +120,20 @@ void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& par
 
 void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
     copy_rows(chosen.loops->scatter, records, stride, ids, parts, threads);
+}
+
+void round_rows(Ids ids, const Part& part, int threads) {
+    if (part.width == 0) return;
+    const int64_t grain = piece(ids.count, part.width, threads);
+    parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
+        chosen.loops->round({nullptr, 0, ids, part, 0, 0, end, false}, begin, end);
+    });
+}
+
+uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write) {
+    const PhiloxWords counter = {{Word(write), Word(write >> 32), 0x6e756f72u, 0x676e6964u}};
+    const PhiloxWords words = philox4x32_10(counter, stream_key(seed, column_key));
+    return words.word[0] | uint64_t(words.word[1]) << 32;
 }
 
 int64_t check_ids(Ids ids, int64_t num_rows, int threads) {

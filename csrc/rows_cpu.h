@@ -16,11 +16,22 @@ struct Ids {
     int64_t count;
 };
 
+// How records hold a column (compact.cuh): as its block does, or in fewer bytes. kernels/records.py has the numbers
+// too.
+enum class Form : int { same = 0, float16 = 1, bfloat16 = 2, int8 = 3 };
+
+constexpr int kScaleBytes = 4;  // before the values of an int8 row
+
 struct Part {
     int64_t offset;
     int64_t width;
     char* block;
     int64_t block_stride;
+    // How the records hold the column, if not as the block does: then the block is float, and width is bytes in the
+    // record. A stochastic scatter draws from the stream of `key` (compact.cuh).
+    Form form = Form::same;
+    bool stochastic = false;
+    uint64_t key = 0;
 };
 
 // The instruction set in use: "avx512", "avx2", "sse2", or "generic" on other processors. The environment's
@@ -32,6 +43,13 @@ void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& par
 
 // record ids[i] <- block row i, for each part. ids are in range and unique.
 void scatter(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads);
+
+// block row i <- what record ids[i] would give back had it been scattered there. The form has 2 bytes a value; the ids
+// are any.
+void round_rows(Ids ids, const Part& part, int threads);
+
+// The stream that a write of a column draws from: one of its own for each (seed, column, write).
+uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write);
 
 // The first position whose id is negative or not below num_rows; -1 if there is none.
 int64_t check_ids(Ids ids, int64_t num_rows, int threads);

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-_Part = tuple[int, int, int, int]  # offset, width, block, block_stride: bytes and a pointer
+_Copied = tuple[int, int, int, int]  # offset, width, block, block_stride: bytes and a pointer
+_Converted = tuple[int, int, int, int, int, bool, int]  # and form, stochastic, key
+_Part = _Copied | _Converted
 _Move = tuple[int, int, Sequence[_Part]]  # records, stride, parts
 
 _Segments = tuple[int, int, int]  # index, offsets, num_segments: pointers to int64, and how many
@@ -15,6 +17,8 @@ def gather(
 def scatter(
     records: int, stride: int, ids: int, id_bytes: int, count: int, parts: Sequence[_Part], threads: int
 ) -> None: ...
+def round_rows(ids: int, id_bytes: int, count: int, part: _Part, threads: int) -> None: ...
+def rounding_key(seed: int, column_key: int, write: int) -> int: ...
 def check_ids(ids: int, id_bytes: int, count: int, num_rows: int, threads: int) -> int: ...
 def first_duplicate(ids: int, id_bytes: int, count: int, num_rows: int) -> int: ...
 def last_occurrences(ids: int, id_bytes: int, count: int, positions: int) -> int: ...
@@ -87,6 +91,6 @@ def hand_over(
     from_count: int,
     to_rows: int,
     to_count: int,
-    columns: Sequence[tuple[int, int, int]],  # from, to, row_bytes
+    columns: Sequence[tuple[int, _Part]],  # from, to
     threads: int,
 ) -> int: ...

@@ -7,8 +7,8 @@ from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype, unique
 from speedswap.kernels.info import cuda_ready, engine_info
 from speedswap.kernels.memory import empty
-from speedswap.kernels.moves import gather_records, scatter_records
-from speedswap.kernels.records import Part, Records
+from speedswap.kernels.moves import gather_records, round_rows, rounding_key, scatter_records
+from speedswap.kernels.records import Part, Records, Stored, stored_bytes
 from speedswap.kernels.rows import gather_rows, scatter_rows
 from speedswap.kernels.segments import (
     Groups,
@@ -30,6 +30,7 @@ __all__ = [
     "Job",
     "Part",
     "Records",
+    "Stored",
     "WantedColumn",
     "check_dtype",
     "check_ids",
@@ -50,10 +51,13 @@ __all__ = [
     "last_occurrences",
     "max_segments",
     "require_id_dtype",
+    "round_rows",
+    "rounding_key",
     "scatter_behind",
     "scatter_records",
     "scatter_rows",
     "set_num_threads",
+    "stored_bytes",
     "sum_rows",
     "sum_segments",
     "sum_taken",

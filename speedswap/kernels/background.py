@@ -16,8 +16,8 @@ from torch import Tensor
 
 from speedswap import _C
 from speedswap.kernels.aside import finish_threads
-from speedswap.kernels.moves import engine_parts
-from speedswap.kernels.records import Part, Records
+from speedswap.kernels.moves import round_rows
+from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts
 from speedswap.kernels.threads import get_num_threads
 
 __all__ = ["AheadJob", "Job", "Lookup", "WantedColumn", "finish_jobs", "hand_over", "scatter_behind"]
@@ -29,12 +29,12 @@ _running: deque[tuple[_C.Job, object]] = deque()
 
 
 class WantedColumn(NamedTuple):
-    """A column to gather: ``offset`` and ``width`` bytes in a record, and what a row of its block looks like."""
+    """A column to gather: its ``offset`` in a record, what a row of its block looks like, and how it is stored."""
 
     offset: int
-    width: int
     row_shape: tuple[int, ...]
     dtype: torch.dtype
+    stored: Stored | None = None
 
     @property
     def block_row_bytes(self) -> int:
@@ -74,7 +74,10 @@ class AheadJob:
             flat.element_size(),
             flat.numel(),
             num_rows,
-            [(r.pointer, r.stride, [(c.offset, c.width, 0, c.block_row_bytes) for c in cs]) for r, cs in moves],
+            [
+                (r.pointer, r.stride, [engine_part(c.offset, 0, c.block_row_bytes, c.stored) for c in columns])
+                for r, columns in moves
+            ],
             _background_threads(),
         )
         _keep(self._job, [records.owner for records, _ in moves])
@@ -126,20 +129,30 @@ def scatter_behind(ids: Tensor, moves: Sequence[tuple[Records, Sequence[Part]]])
     return job
 
 
-def hand_over(from_rows: Tensor, from_blocks: Sequence[Tensor], to_rows: Tensor, to_blocks: Sequence[Tensor]) -> None:
+def hand_over(
+    from_rows: Tensor,
+    from_blocks: Sequence[Tensor],
+    to_rows: Tensor,
+    to_blocks: Sequence[Tensor],
+    forms: Sequence[Stored | None] | None = None,
+) -> None:
     """Copy the rows that two batches share from the blocks of the one into those of the other.
+
+    They become what records would give back had the one batch been scattered and the other gathered after it.
 
     Args:
         from_rows, to_rows: int64, ascending without duplicates, shapes (n,) and (m,), on the blocks' device.
         from_blocks: contiguous, shape (n, ...).
-        to_blocks: contiguous, shape (m, ...), with the row shapes and dtypes of ``from_blocks``.
+        to_blocks: contiguous, shape (m, ...), with the row shapes and dtypes of ``from_blocks``; gathered before.
+        forms: how records hold each column (:class:`speedswap.kernels.Part`); not int8.
     """
+    forms = [None] * len(to_blocks) if forms is None else forms
     if not len(from_rows) or not len(to_rows):
         return
     if to_rows.device.type == "cpu":
         columns = [
-            (source.data_ptr(), target.data_ptr(), target.nbytes // len(target))
-            for source, target in zip(from_blocks, to_blocks, strict=True)
+            (source.data_ptr(), engine_part(0, target.data_ptr(), target.nbytes // len(target), stored))
+            for source, target, stored in zip(from_blocks, to_blocks, forms, strict=True)
         ]
         _C.hand_over(
             from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads()
@@ -148,9 +161,11 @@ def hand_over(from_rows: Tensor, from_blocks: Sequence[Tensor], to_rows: Tensor,
     # Whole blocks are passed over: how many rows are shared is known on the GPU alone, and stays there.
     places = torch.searchsorted(from_rows, to_rows).clamp_(max=len(from_rows) - 1)
     shared = from_rows[places] == to_rows
-    for source, target in zip(from_blocks, to_blocks, strict=True):
+    for source, target, stored in zip(from_blocks, to_blocks, forms, strict=True):
         mask = shared.view(-1, *[1] * (target.dim() - 1))
         target.copy_(torch.where(mask, source[places], target))
+        if stored is not None:
+            round_rows(target, to_rows, stored)  # what was gathered is rounded already, and stays
 
 
 def finish_jobs() -> None:

@@ -16,15 +16,20 @@ from speedswap.kernels.launch import (
     COLUMNS_PER_LAUNCH,
     THREADS_PER_BLOCK,
     BlockPart,
+    CompactPart,
     columns_argument,
+    compact_columns_argument,
+    convert_shape,
     fill_grid,
+    int8_shape,
     launch_shape,
+    round_grid,
 )
-from speedswap.kernels.records import Part, Records
+from speedswap.kernels.records import Part, Records, Stored, engine_parts
 from speedswap.kernels.staging import Ring
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["fill", "gather_records", "info", "ready", "scatter_records"]
+__all__ = ["fill", "gather_records", "info", "ready", "round_rows", "scatter_records"]
 
 
 class _Stream(NamedTuple):
@@ -82,7 +87,7 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
     """:func:`speedswap.kernels.gather_records` where records or blocks are on a GPU."""
     blocks_on = parts[0].block.device
     if records.device.type == "cuda" and blocks_on != torch.device("cuda", _index(records.device)):
-        near = [Part(part.offset, torch.empty_like(part.block, device=records.device)) for part in parts]
+        near = [part._replace(block=torch.empty_like(part.block, device=records.device)) for part in parts]
         _move("gather", records, ids, near, records.device)
         for part, source in zip(parts, near, strict=True):
             part.block.detach().copy_(source.block)
@@ -98,7 +103,7 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
     """:func:`speedswap.kernels.scatter_records` where records or blocks are on a GPU."""
     blocks_on = parts[0].block.device
     if records.device.type == "cuda":
-        near = [Part(part.offset, part.block.detach().to(records.device)) for part in parts]
+        near = [part._replace(block=part.block.detach().to(records.device)) for part in parts]
         _move("scatter", records, ids, near, records.device)
     elif records.pinned:
         _move("scatter", records, ids, parts, blocks_on)
@@ -109,20 +114,27 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
 
 
 def _on_host(engine: Any, records: Records, ids: Tensor, staged: Sequence[Part]) -> None:
-    parts = [(offset, block.shape[1], block.data_ptr(), block.shape[1]) for offset, block in staged]
     engine(
-        records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), parts, get_num_threads()
+        records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), engine_parts(staged),
+        get_num_threads(),
     )  # fmt: skip
 
 
 def _move(what: str, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
     ids = ids.to(device).contiguous()
-    block_parts = []
-    for offset, block in parts:
+    block_parts: list[BlockPart] = []
+    compact_parts: dict[torch.dtype, list[CompactPart]] = {}
+    for offset, block, stored in parts:
         width = block.nbytes // len(block)
-        if width:
+        if width and stored is None:
             block_parts.append(BlockPart(offset, width, block.data_ptr(), width))
+        elif width and stored is not None:
+            part = CompactPart(offset, block.data_ptr(), width // 4, stored.key)
+            compact_parts.setdefault(stored.dtype, []).append(part)
     host = records.device.type == "cpu"
+    for dtype, converted in compact_parts.items():
+        for start in range(0, len(converted), COLUMNS_PER_LAUNCH):
+            _convert(what, dtype, records, ids, converted[start : start + COLUMNS_PER_LAUNCH], device)
     for start in range(0, len(block_parts), COLUMNS_PER_LAUNCH):
         some = block_parts[start : start + COLUMNS_PER_LAUNCH]
         shape = launch_shape(
@@ -140,6 +152,52 @@ def _move(what: str, records: Records, ids: Tensor, parts: Sequence[Part], devic
             columns_argument(some, shape.word_bytes),
             np.int32(shape.lanes),
         )
+
+
+def _convert(
+    what: str, dtype: torch.dtype, records: Records, ids: Tensor, parts: Sequence[CompactPart], device: torch.device
+) -> None:
+    form = str(dtype).removeprefix("torch.")
+    host = records.device.type == "cpu"
+    multiprocessors = _multiprocessors(_index(device))
+    if dtype is torch.int8:
+        shape = int8_shape(len(ids), parts, multiprocessors=multiprocessors, host=host)
+        name = f"{what}_{form}_i{8 * ids.element_size()}"
+    else:
+        shape = convert_shape(
+            records.pointer, records.stride, len(ids), parts, multiprocessors=multiprocessors, host=host
+        )
+        name = f"{what}_{form}_w{shape.word_bytes}_i{8 * ids.element_size()}"
+    _launch(
+        device,
+        name,
+        shape.grid,
+        shape.block,
+        np.uint64(records.pointer),
+        np.int64(records.stride),
+        np.uint64(ids.data_ptr()),
+        np.int64(len(ids)),
+        compact_columns_argument(parts),
+        np.int32(shape.lanes),
+    )
+
+
+def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
+    """:func:`speedswap.kernels.round_rows` for a block on a GPU."""
+    ids = ids.to(block.device).contiguous()
+    width = block.numel() // len(block)
+    _launch(
+        block.device,
+        f"round_{str(stored.dtype).removeprefix('torch.')}_i{8 * ids.element_size()}",
+        round_grid(len(ids), width, multiprocessors=_multiprocessors(_index(block.device))),
+        THREADS_PER_BLOCK,
+        np.uint64(block.data_ptr()),
+        np.int64(width),
+        np.uint64(ids.data_ptr()),
+        np.int64(len(ids)),
+        np.int64(stored.key is not None),
+        np.uint64(stored.key or 0),
+    )
 
 
 def fill(

@@ -8,10 +8,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["COLUMNS_PER_LAUNCH", "BlockPart", "Shape", "columns_argument", "fill_grid", "launch_shape"]
+__all__ = [
+    "COLUMNS_PER_LAUNCH",
+    "BlockPart",
+    "CompactPart",
+    "Shape",
+    "columns_argument",
+    "compact_columns_argument",
+    "convert_shape",
+    "fill_grid",
+    "int8_shape",
+    "launch_shape",
+    "round_grid",
+]
 
 # As in csrc/rows.cuh.
 COLUMNS_PER_LAUNCH = 8
+PIECE = 8
 WORDS = (16, 8, 4, 2, 1)
 
 THREADS_PER_BLOCK = 256
@@ -23,6 +36,10 @@ THREADS_PER_MULTIPROCESSOR = 2048
 
 _COLUMN = np.dtype([("first", "i8"), ("offset", "i8"), ("block", "i8"), ("block_stride", "i8")])
 _COLUMNS = np.dtype([("count", "i8"), ("words", "i8"), ("column", _COLUMN, (COLUMNS_PER_LAUNCH,))])
+_COMPACT_COLUMN = np.dtype(
+    [("first", "i8"), ("offset", "i8"), ("block", "i8"), ("width", "i8"), ("stochastic", "i8"), ("key", "u8")]
+)
+_COMPACT_COLUMNS = np.dtype([("count", "i8"), ("pieces", "i8"), ("column", _COMPACT_COLUMN, (COLUMNS_PER_LAUNCH,))])
 
 
 class BlockPart(NamedTuple):
@@ -32,6 +49,15 @@ class BlockPart(NamedTuple):
     width: int
     block: int
     block_stride: int
+
+
+class CompactPart(NamedTuple):
+    """A converted column: its offset in a record, its block's address, values in a row, and the key to draw from."""
+
+    offset: int
+    block: int
+    width: int
+    key: int | None
 
 
 class Shape(NamedTuple):
@@ -70,6 +96,36 @@ def launch_shape(
     return Shape(word_bytes, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
 
 
+def convert_shape(
+    records: int, stride: int, num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: int, host: bool
+) -> Shape:
+    """Choose the shape in which columns of 2-byte values are converted; arguments as for :func:`launch_shape`.
+
+    Returns:
+        Words of 16 bytes where every piece of 8 values is whole and aligned, else of 2; and lanes that cover a row's
+        pieces.
+    """
+    everything = records | stride
+    for part in parts:
+        everything |= part.offset | 2 * part.width | part.block
+    pieces = sum(_pieces(part) for part in parts)
+    lanes = min(32, 1 << (pieces - 1).bit_length())
+    limit = HOST_THREADS if host else THREADS_PER_MULTIPROCESSOR * multiprocessors
+    return Shape(16 if everything % 16 == 0 else 2, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
+
+
+def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: int, host: bool) -> Shape:
+    """Choose the shape in which columns of int8 with a scale are converted: lanes that cover the widest row."""
+    lanes = min(32, 1 << (max(part.width for part in parts) - 1).bit_length())
+    limit = HOST_THREADS if host else THREADS_PER_MULTIPROCESSOR * multiprocessors
+    return Shape(1, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
+
+
+def round_grid(num_rows: int, width: int, *, multiprocessors: int) -> int:
+    """How many blocks round ``num_rows`` rows of ``width`` values: a thread for each piece of 8, up to the limit."""
+    return fill_grid(num_rows, width, PIECE, multiprocessors=multiprocessors)
+
+
 def fill_grid(num_rows: int, width: int, items_per_group: int, *, multiprocessors: int) -> int:
     """How many blocks fill ``num_rows`` rows of ``width`` items: a thread for each group of items, up to the limit."""
     groups = num_rows * -(-width // items_per_group)
@@ -91,3 +147,20 @@ def columns_argument(parts: Sequence[BlockPart], word_bytes: int) -> npt.NDArray
     argument["count"] = len(parts)
     argument["words"] = first
     return argument
+
+
+def compact_columns_argument(parts: Sequence[CompactPart]) -> npt.NDArray[np.void]:
+    """The kernels' ``CompactColumns``, as an array of one structure."""
+    argument = np.zeros(1, _COMPACT_COLUMNS)
+    first = 0
+    for column, part in enumerate(parts):
+        stochastic = part.key is not None
+        argument["column"][0, column] = (first, part.offset, part.block, part.width, stochastic, part.key or 0)
+        first += _pieces(part)
+    argument["count"] = len(parts)
+    argument["pieces"] = first
+    return argument
+
+
+def _pieces(part: CompactPart) -> int:
+    return -(-part.width // PIECE)

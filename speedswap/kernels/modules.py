@@ -155,14 +155,14 @@ def _tried(module: Any) -> Any:
 
 
 def source() -> str:
-    """The kernels as one text: philox.cuh put in its place, so that CuPy's cache sees all of it."""
-    texts = {}
-    for name in ("rows.cuh", "philox.cuh"):
+    """The kernels as one text: what rows.cuh includes put in its place, so that CuPy's cache sees all of it."""
+    text = '#include "rows.cuh"'
+    for name in ("rows.cuh", "compact.cuh", "philox.cuh"):
         path = _beside_engine(name)
         if not path.exists():
             path = Path(__file__).parents[2] / "csrc" / name
-        texts[name] = path.read_text()
-    return texts["rows.cuh"].replace('#include "philox.cuh"', texts["philox.cuh"].replace("#pragma once", ""))
+        text = text.replace(f'#include "{name}"', path.read_text().replace("#pragma once", ""))
+    return text
 
 
 def _beside_engine(name: str) -> Path:

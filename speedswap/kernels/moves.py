@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from speedswap import _C
-from speedswap.kernels.records import Part, Records
+from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["engine_parts", "gather_records", "scatter_records"]
+__all__ = ["gather_records", "round_rows", "rounding_key", "scatter_records"]
 
 
 def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
@@ -64,10 +65,46 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
     cuda.scatter_records(records, ids, parts)
 
 
-def engine_parts(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
-    """The parts as the engine takes them."""
-    taken = []
-    for offset, block in parts:
-        width = block.nbytes // len(block)
-        taken.append((offset, width, block.data_ptr(), width))
-    return taken
+def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
+    """Make each row of a block, in place, what a record would give back had the row been scattered to it.
+
+    After ``scatter_records(records, ids, [Part(offset, block, stored)])`` a gather of the same ids gives exactly what
+    this makes of the block: the way to hand rows on without going through the records. What is rounded once stays so.
+
+    Args:
+        block: float32, contiguous, shape (n, ...), on any device.
+        ids: int32 or int64, shape (n,), on any device: the records' numbers, which stochastic rounding depends on.
+        stored: float16 or bfloat16, and the rounding.
+
+    Raises:
+        TypeError: the block is not float32, or stored as int8, whose rows training does not write.
+
+    >>> block = torch.tensor([[1.0, 1.001]])
+    >>> round_rows(block, torch.tensor([0]), Stored(torch.bfloat16))
+    >>> block
+    tensor([[1., 1.]])
+    """
+    if block.dtype != torch.float32 or stored.dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"block is {block.dtype} and stored is {stored.dtype}; float32 rows are rounded, to float16 or bfloat16"
+        )
+    if block.numel() == 0:
+        return
+    if block.device.type == "cpu":
+        ids = ids.cpu().contiguous()
+        part = engine_part(0, block.data_ptr(), block.nbytes // len(block), stored)
+        _C.round_rows(ids.data_ptr(), ids.element_size(), len(ids), part, get_num_threads())
+        return
+    from speedswap.kernels import cuda
+
+    cuda.round_rows(block, ids, stored)
+
+
+def rounding_key(seed: int, column_key: int, write: int) -> int:
+    """The random stream of one write of a column, for :class:`Stored`: each is independent of the others.
+
+    Args:
+        seed, column_key: as for :func:`speedswap.kernels.fill_uniform`, 0 to 2**64 - 1.
+        write: the write's number, 0 to 2**64 - 1.
+    """
+    return int(_C.rounding_key(seed, column_key, write))

@@ -127,12 +127,12 @@ def _pass_on(buffer: _Buffer, rows: slice, staged: list[Part], scatter: Callable
 
 
 def _staged(memory: Tensor, rows: slice, parts: Sequence[Part]) -> list[Part]:
-    """Cut the memory into one host block of bytes for each part."""
+    """Cut the memory into one host block of bytes for each part; what is stored compactly is float32 in it too."""
     num_rows = rows.stop - rows.start
     staged, begin = [], 0
     for part in parts:
         width = part.block.nbytes // len(part.block)
-        staged.append(Part(part.offset, memory[begin : begin + num_rows * width].view(num_rows, width)))
+        staged.append(part._replace(block=memory[begin : begin + num_rows * width].view(num_rows, width)))
         begin += num_rows * width
     return staged
 

@@ -115,7 +115,7 @@ class FileMemory(Memory):
         every = torch.arange(len(rows))
         whole = kernels.Records(buffer.data_ptr(), records.stride, len(rows), buffer.device, False, buffer)
         kernels.gather_records(records, rows, [kernels.Part(0, buffer)])
-        kernels.scatter_records(whole, every, [kernels.Part(offset, block.cpu()[order]) for offset, block in parts])
+        kernels.scatter_records(whole, every, [_sorted(part, rows, order) for part in parts])
         for row, data in zip(rows.tolist(), buffer.numpy(), strict=True):
             _write(self._fd, data.data, row * records.stride)
 
@@ -136,6 +136,15 @@ class FileMemory(Memory):
     def close(self) -> None:
         super().close()
         self._close_fd()
+
+
+def _sorted(part: kernels.Part, rows: Tensor, order: Tensor) -> kernels.Part:
+    block = part.block.cpu()[order]
+    if part.stored is None or part.stored.key is None:
+        return part._replace(block=block)
+    # Rounded here, where the rows' own ids are: what is rounded already stays as it is.
+    kernels.round_rows(block, rows, part.stored)
+    return part._replace(block=block, stored=part.stored._replace(key=None))
 
 
 def write_file(path: Path, memory: Memory) -> None:

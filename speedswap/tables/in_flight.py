@@ -41,11 +41,13 @@ class Write:
     Attributes:
         rows: int64, ascending, shape (n,).
         values: the columns' blocks, which nobody changes until they have arrived.
+        forms: how the table stores the columns, and so what it makes of the values; None for as they are.
         job: of the writing.
     """
 
     rows: Tensor
     values: Mapping[str, Tensor]
+    forms: Mapping[str, kernels.Stored | None]
     job: _Job | None
 
     def done(self) -> bool:

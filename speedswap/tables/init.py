@@ -62,14 +62,40 @@ class ColumnMemory:
 
     records: kernels.Records
     offset: int
-    view: Tensor  # (num_embeddings, *row_shape), strided, over the table's own memory
+    view: Tensor  # (rows, *row_shape), strided, over the memory of the records
     num_embeddings: int
     seed: int
     key: int
+    first_row: int = 0  # the table's row that `view` begins with
 
     @property
     def width(self) -> int:
         return math.prod(self.view.shape[1:])
+
+    def rows(self, first_row: int, num_rows: int) -> Tensor:
+        """Rows of the table from ``first_row`` on."""
+        start = first_row - self.first_row
+        return self.view[start : start + num_rows]
+
+    @classmethod
+    def chunk(
+        cls,
+        first_row: int,
+        num_rows: int,
+        row_shape: tuple[int, ...],
+        num_embeddings: int,
+        seed: int,
+        key: int,
+        device: torch.device,
+    ) -> ColumnMemory:
+        """Float32 memory of its own for some rows, to be filled and then rounded into the table's."""
+        rows = torch.empty(num_rows, *row_shape, dtype=torch.float32, device=device)
+        # It stands for rows first_row ... of a table that would begin `first_row` records before it.
+        stride = 4 * math.prod(row_shape)
+        records = kernels.Records(
+            rows.data_ptr() - first_row * stride, stride, first_row + num_rows, device, False, rows
+        )
+        return cls(records, 0, rows, num_embeddings, seed, key, first_row)
 
 
 @dataclass(frozen=True)
@@ -78,7 +104,7 @@ class _Constant(Initializer):
     kind: ClassVar[str] = "constant"
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        target.view[first_row : first_row + num_rows] = self.value
+        target.rows(first_row, num_rows).fill_(self.value)
 
     @property
     def is_zero(self) -> bool:
@@ -98,12 +124,12 @@ class _Random(Initializer):
             self._draw(target.records, target.offset, dtype, target, first_row, num_rows)
             return
         # Half precision is the float32 value rounded to nearest: drawn in a chunk, then converted.
-        chunk = torch.empty(num_rows, target.width, dtype=torch.float32, device=target.view.device)
-        # The chunk stands for rows first_row ... of a table that would begin `first_row` records before it.
-        origin = chunk.data_ptr() - first_row * target.width * 4
-        records = kernels.Records(origin, target.width * 4, first_row + num_rows, chunk.device, False, chunk)
-        self._draw(records, 0, torch.float32, target, first_row, num_rows)
-        target.view[first_row : first_row + num_rows] = chunk.view(num_rows, *target.view.shape[1:]).to(dtype)
+        view = target.view
+        chunk = ColumnMemory.chunk(
+            first_row, num_rows, tuple(view.shape[1:]), target.num_embeddings, target.seed, target.key, view.device
+        )
+        self.fill(chunk, first_row, num_rows)
+        target.rows(first_row, num_rows).copy_(chunk.view)
 
 
 @dataclass(frozen=True)
@@ -168,7 +194,7 @@ class _FromTorch(Initializer):
                 chunk = torch.empty(rows, *target.view.shape[1:], dtype=target.view.dtype).as_subclass(_RowsOfTable)
                 chunk.num_embeddings = target.num_embeddings
                 self.function(chunk, *self.args, **dict(self.kwargs))
-                target.view[start : start + rows] = chunk.as_subclass(torch.Tensor).to(target.view.device)
+                target.rows(start, rows).copy_(chunk.as_subclass(torch.Tensor))
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "function": getattr(self.function, "__name__", repr(self.function))}

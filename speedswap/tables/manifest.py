@@ -15,12 +15,13 @@ import torch
 
 from speedswap.errors import TableFormatError
 from speedswap.tables import init
-from speedswap.tables.record import Column, RecordLayout
+from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, RecordLayout
 
 __all__ = ["Manifest", "SegmentEntry", "encode", "fsync_directory", "read_manifest", "write_manifest"]
 
 FORMAT = "speedswap-table"
-VERSION = 1
+# 2: columns may be stored otherwise than their dtype. A table without such columns is written as 1.
+VERSIONS = (1, 2)
 _NAME = "MANIFEST"
 _MAX_BYTES = 1 << 20
 _FILE_NAME = re.compile(r"data-\d{1,9}\.bin")
@@ -30,6 +31,7 @@ _DTYPES: dict[str, torch.dtype] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
 }
+_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Manifest:
     written: bool  # whether rows may differ from their initial values
     attributes: dict[str, Any]  # plain data that others keep with the table
     segments: tuple[SegmentEntry, ...]
+    writes: int = 0  # how many scatters there have been, which stochastic rounding depends on
 
 
 def write_manifest(directory: Path, body: bytes) -> None:
@@ -65,14 +68,16 @@ def write_manifest(directory: Path, body: bytes) -> None:
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as it stands in its file, after the checksum."""
+    compact = any(column.compact for segment in manifest.segments for column in segment.layout.columns)
     return json.dumps(
         {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 2 if compact else 1,
             "name": manifest.name,
             "num_embeddings": manifest.num_embeddings,
             "seed": manifest.seed,
             "written": manifest.written,
+            **({"writes": manifest.writes} if compact else {}),
             "attributes": manifest.attributes,
             "segments": [
                 {
@@ -86,6 +91,7 @@ def encode(manifest: Manifest) -> bytes:
                             "offset": offset,
                             "init": column.init.to_json(),
                             "zero_row": column.zero_row,
+                            **(_stored_as(column) if column.compact else {}),
                         }
                         for column, offset in zip(segment.layout.columns, segment.layout.offsets, strict=True)
                     ],
@@ -94,6 +100,10 @@ def encode(manifest: Manifest) -> bytes:
             ],
         }
     ).encode()
+
+
+def _stored_as(column: Column) -> dict[str, str]:
+    return {"stored": str(column.stored).removeprefix("torch."), "rounding": column.rounding}
 
 
 def fsync_directory(directory: Path) -> None:
@@ -133,19 +143,24 @@ def _parse(directory: Path, raw: bytes) -> Manifest:
     _require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), directory, "its checksum does not match")
     data = json.loads(body)
     _require(isinstance(data, dict) and data.get("format") == FORMAT, directory, "it does not describe a table")
+    version = data["version"]
     _require(
-        data["version"] == VERSION, directory, f"its version is {data['version']!r}; this speedswap reads {VERSION}"
+        _is_int(version, min(VERSIONS), max(VERSIONS)),
+        directory,
+        f"its version is {version!r}; this speedswap reads {' and '.join(map(str, VERSIONS))}",
     )
     num_embeddings, seed, name = data["num_embeddings"], data["seed"], data["name"]
     _require(_is_int(num_embeddings, 1, 2**62), directory, f"num_embeddings is {num_embeddings!r}")
     _require(_is_int(seed, 0, 2**64 - 1), directory, f"seed is {seed!r}")
     _require(isinstance(name, str) and isinstance(data["written"], bool), directory, "name or written has a wrong type")
+    writes = data["writes"] if version >= 2 else 0
+    _require(_is_int(writes, 0, 2**62), directory, f"writes is {writes!r}")
     attributes = data["attributes"]
     _require(isinstance(attributes, dict), directory, "its attributes are not an object")
     segments = tuple(_parse_segment(directory, entry, num_embeddings) for entry in data["segments"])
     names = [column.name for segment in segments for column in segment.layout.columns]
     _require("weight" in names and len(names) == len(set(names)), directory, f"its columns are {names}")
-    return Manifest(name, num_embeddings, seed, data["written"], attributes, segments)
+    return Manifest(name, num_embeddings, seed, data["written"], attributes, segments, writes)
 
 
 def _parse_segment(directory: Path, entry: dict[str, Any], num_embeddings: int) -> SegmentEntry:
@@ -159,7 +174,7 @@ def _parse_segment(directory: Path, entry: dict[str, Any], num_embeddings: int) 
         end = offset + column.row_bytes
         _require(end <= stride, directory, f"column {column.name!r} does not fit its record")
         _require(
-            offset % column.dtype.itemsize == 0 and stride % column.dtype.itemsize == 0,
+            offset % column.item_bytes == 0 and stride % column.item_bytes == 0,
             directory,
             f"column {column.name!r} is not aligned to its items",
         )
@@ -188,7 +203,11 @@ def _parse_column(directory: Path, item: dict[str, Any]) -> tuple[Column, int]:
     _require(zero_row is None or _is_int(zero_row, 0, 2**62), directory, f"column {name!r} has zero_row {zero_row!r}")
     # Values that cannot be recomputed (a function of torch.nn.init) are in the file already.
     initial = init.from_json(item["init"]) or init.zeros()
-    return Column(name, tuple(shape), _DTYPES[dtype], initial, zero_row), item["offset"]
+    stored, rounding = item.get("stored"), item.get("rounding", "nearest")
+    _require(stored is None or stored in _STORED, directory, f"column {name!r} is stored as {stored!r}")
+    _require(rounding in ROUNDINGS, directory, f"column {name!r} has rounding {rounding!r}")
+    held = None if stored is None else _STORED[stored]
+    return Column(name, tuple(shape), _DTYPES[dtype], initial, zero_row, held, rounding), item["offset"]
 
 
 def _is_int(value: object, low: int, high: int) -> bool:

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
+from speedswap import kernels
 from speedswap.tables.init import Initializer
 
-__all__ = ["Column", "RecordLayout", "count"]
+__all__ = ["ROUNDINGS", "STORED_DTYPES", "Column", "RecordLayout", "count"]
 
 # A record starts on a cache line where that costs at most an eighth of the table, else on the largest smaller power of
 # two that does.
 _LINE_BYTES = (128, 64, 32, 16, 8, 4, 2, 1)
 _WORD_BYTES = 16
 _MAX_PADDING = 8
+
+STORED_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,14 @@ class Column:
         dtype: any torch dtype with a fixed item size.
         init: initial values of the rows.
         zero_row: a row that starts as zeros whatever ``init`` says (the padding row).
+        stored: float16, bfloat16 or int8 to hold a float32 column in fewer bytes; its blocks stay float32. An int8 row
+            has a scale of its own, max |value| / 127, and is off by at most half of it.
+        rounding: how a scatter rounds to ``stored``: ``"nearest"``, or ``"stochastic"``: to either neighbour, so that
+            the mean is the value; not for int8. Initial values, and :meth:`Table.write`, are rounded to nearest.
+
+    Raises:
+        TypeError: ``dtype`` cannot be held as ``stored``.
+        ValueError: an unknown rounding, or one that ``stored`` does not have.
     """
 
     name: str
@@ -38,6 +50,33 @@ class Column:
     dtype: torch.dtype
     init: Initializer
     zero_row: int | None = None
+    stored: torch.dtype | None = None
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.compact and (self.dtype != torch.float32 or self.stored not in STORED_DTYPES):
+            raise TypeError(
+                f"column {self.name!r} is {self.dtype} and was to be stored as {self.stored}; a float32 column can be "
+                f"stored as {', '.join(str(dtype) for dtype in STORED_DTYPES)}"
+            )
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding is {self.rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+        if self.rounding == "stochastic" and self.stored == torch.int8:
+            raise ValueError(f"rounding of column {self.name!r} is 'stochastic'; int8 is rounded to 'nearest' only")
+
+    @property
+    def compact(self) -> bool:
+        """Whether records hold the column otherwise than blocks do."""
+        return self.stored is not None and self.stored != self.dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the values in a record."""
+        return self.dtype if self.stored is None else self.stored
+
+    def form(self, key: int | None = None) -> kernels.Stored | None:
+        """How the kernels convert the column, with the stream that a stochastic scatter draws from; None if not."""
+        return kernels.Stored(self.stored_dtype, key) if self.compact else None
 
     @property
     def width(self) -> int:
@@ -46,8 +85,13 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row, without padding."""
-        return self.width * self.dtype.itemsize
+        """Bytes of one row in its record, without padding."""
+        return (kernels.stored_bytes if self.compact else _plain_bytes)(self.stored_dtype, self.width)
+
+    @property
+    def item_bytes(self) -> int:
+        """What the column begins at a multiple of."""
+        return torch.float32.itemsize if self.compact and self.stored == torch.int8 else self.stored_dtype.itemsize
 
     @property
     def key(self) -> int:
@@ -67,7 +111,7 @@ class RecordLayout:
     def of(cls, columns: Sequence[Column]) -> RecordLayout:
         """Lay out columns in the given order with at most 1/8 of padding (item alignment may force more)."""
         payload = sum(column.row_bytes for column in columns)
-        item_bytes = max(column.dtype.itemsize for column in columns)
+        item_bytes = max(column.item_bytes for column in columns)
         for line in _LINE_BYTES:
             word = max(min(line, _WORD_BYTES), item_bytes)
             offsets, end = [], 0
@@ -87,6 +131,10 @@ class RecordLayout:
     def offset(self, name: str) -> int:
         """Byte at which a column begins within a record."""
         return self.offsets[self.index(name)]
+
+
+def _plain_bytes(dtype: torch.dtype, items: int) -> int:
+    return items * dtype.itemsize
 
 
 def _round_up(value: int, multiple: int) -> int:

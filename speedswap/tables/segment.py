@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from speedswap import kernels
@@ -42,16 +43,46 @@ class Segment:
     def wanted(self) -> list[kernels.WantedColumn]:
         """Every column, for a gather by the engine's thread."""
         return [
-            kernels.WantedColumn(self.layout.offset(c.name), c.row_bytes, c.row_shape, c.dtype)
+            kernels.WantedColumn(self.layout.offset(c.name), c.row_shape, c.dtype, c.form())
             for c in self.layout.columns
         ]
 
     def view(self, name: str) -> Tensor:
-        """All rows of one column, (num_embeddings, *row_shape), as a strided tensor over the memory itself."""
+        """All rows of one column as stored, (num_embeddings, *row_shape): a strided tensor over the memory itself.
+
+        Raises:
+            TypeError: the column is int8 with scales.
+        """
+        column = self.layout.columns[self.layout.index(name)]
+        if column.compact and column.stored == torch.int8:
+            raise TypeError(f"column {name!r} is stored as int8 with a scale per row and has no view; read it instead")
+        return self._bytes(name).view(column.stored_dtype).view(self.num_embeddings, *column.row_shape)
+
+    def _bytes(self, name: str) -> Tensor:
         i = self.layout.index(name)
-        column, offset = self.layout.columns[i], self.layout.offsets[i]
-        flat = self.memory.bytes.as_strided((self.num_embeddings, column.row_bytes), (self.layout.stride, 1), offset)
-        return flat.view(column.dtype).view(self.num_embeddings, *column.row_shape)
+        shape = (self.num_embeddings, self.layout.columns[i].row_bytes)
+        return self.memory.bytes.as_strided(shape, (self.layout.stride, 1), self.layout.offsets[i])
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of a column as blocks have them, on the memory's device: a copy, or a view of what is not compact."""
+        column = self.layout.columns[self.layout.index(name)]
+        if not column.compact:
+            return self.view(name)[start:stop]
+        ids = torch.arange(start, stop, device=self.memory.device)
+        block = torch.empty(len(ids), *column.row_shape, dtype=column.dtype, device=ids.device)
+        kernels.gather_records(self.records(), ids, [kernels.Part(self.layout.offset(name), block, column.form())])
+        return block
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Overwrite rows of a column from ``start`` on, rounded to nearest where it is compact."""
+        column = self.layout.columns[self.layout.index(name)]
+        values = values.to(self.memory.device)
+        if not column.compact:
+            self.view(name)[start : start + len(values)] = values
+            return
+        ids = torch.arange(start, start + len(values), device=values.device)
+        part = kernels.Part(self.layout.offset(name), values.detach().contiguous(), column.form())
+        kernels.scatter_records(self.records(), ids, [part])
 
     def scatter(self, rows: Tensor, parts: Sequence[kernels.Part], *, through: Tensor | None) -> None:
         """Write parts of unique rows, some of them through the file system (see :meth:`FileMemory.reserve`)."""
@@ -60,7 +91,7 @@ class Segment:
             return
         assert isinstance(self.memory, FileMemory)
         for mask, scatter in ((through, self.memory.write_through), (~through, kernels.scatter_records)):
-            chosen = [kernels.Part(offset, block[mask.to(block.device)]) for offset, block in parts]
+            chosen = [part._replace(block=part.block[mask.to(part.block.device)]) for part in parts]
             scatter(self.records(), rows[mask.to(rows.device)], chosen)
 
     def chunks(self, start: int, stop: int) -> Iterator[slice]:
@@ -84,18 +115,27 @@ class Segment:
         if not columns:
             return
         self.memory.reserve(slice(0, self.num_embeddings), self.layout.stride)
-        records = self.records()
-        targets = [
-            ColumnMemory(records, self.layout.offset(c.name), self.view(c.name), self.num_embeddings, seed, c.key)
-            for c in columns
-        ]
         for rows in self.chunks(0, self.num_embeddings):
-            for column, target in zip(columns, targets, strict=True):
-                if isinstance(column.init, CopyOf):
-                    target.view[rows] = holders[column.init.column].view(column.init.column)[rows]
-                else:
-                    column.init.fill(target, rows.start, rows.stop - rows.start)
+            for column in columns:
+                self._fill(column, seed, holders, rows)
             advance(rows.stop - rows.start)
-        for column, target in zip(columns, targets, strict=True):
+        for column in columns:
             if column.zero_row is not None:
-                target.view[column.zero_row] = 0
+                self._bytes(column.name)[column.zero_row] = 0
+
+    def _fill(self, column: Column, seed: int, holders: Mapping[str, Segment], rows: slice) -> None:
+        if isinstance(column.init, CopyOf):
+            source = column.init.column
+            self.write(column.name, rows.start, holders[source].read(source, rows.start, rows.stop))
+            return
+        num_rows = rows.stop - rows.start
+        own = self.layout.columns[self.layout.index(column.name)]
+        if own.compact:
+            device = self.memory.device
+            target = ColumnMemory.chunk(rows.start, num_rows, own.row_shape, self.num_embeddings, seed, own.key, device)
+        else:
+            offset, view = self.layout.offset(own.name), self.view(own.name)
+            target = ColumnMemory(self.records(), offset, view, self.num_embeddings, seed, own.key)
+        column.init.fill(target, rows.start, num_rows)
+        if own.compact:
+            self.write(own.name, rows.start, target.view)

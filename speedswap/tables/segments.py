@@ -27,6 +27,7 @@ class Segments:
         name: the table's, for messages.
         directory: where the files of a memmap table are.
         written: whether rows may differ from their initial values.
+        writes: how many scatters there have been.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Segments:
         directory: TableDirectory | None,
         *,
         written: bool = False,
+        writes: int = 0,
     ) -> None:
         self.num_embeddings = num_embeddings
         self.storage = storage
@@ -45,6 +47,7 @@ class Segments:
         self.name = name
         self.directory = directory
         self.written = written
+        self.writes = writes
         self._segments: list[Segment] = []
 
     def open(self, entries: Iterable[SegmentEntry]) -> None:
@@ -150,7 +153,8 @@ class Segments:
     def _manifest(self, entries: Sequence[SegmentEntry], attributes: dict[str, Any]) -> Manifest:
         # Values that cannot be computed again count as written.
         fixed = any(initializers.from_json(column.init.to_json()) is None for column in self.columns.values())
-        return Manifest(self.name, self.num_embeddings, self.seed, self.written or fixed, attributes, tuple(entries))
+        written = self.written or fixed
+        return Manifest(self.name, self.num_embeddings, self.seed, written, attributes, tuple(entries), self.writes)
 
     def discard_stale_files(self) -> None:
         """Remove data files that no segment uses."""

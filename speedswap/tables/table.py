@@ -81,6 +81,8 @@ class Table:
         seed: int = 0,
         name: str | None = None,
         zero_row: int | None = None,
+        stored_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
     ) -> Table:
         """A new table, filled with its initial values.
 
@@ -97,9 +99,13 @@ class Table:
             seed: of the initial values; the same seed gives the same bits everywhere.
             name: for messages; the path's last part, or ``table``, by default.
             zero_row: a row that starts as zeros whatever ``init`` says.
+            stored_dtype: float16, bfloat16, or int8 with a scale per row, to hold float32 weights in fewer bytes; what
+                is gathered and scattered stays float32. See :class:`Column`.
+            rounding: ``nearest`` or ``stochastic``, for what is scattered.
 
         Raises:
-            ValueError: a number out of range, an unknown storage, a path where none belongs.
+            ValueError: a number out of range, an unknown storage or rounding, a path where none belongs.
+            TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
             FileExistsError: ``path`` exists.
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
             TableTooLargeError: the memory cannot be had.
@@ -115,7 +121,7 @@ class Table:
                 f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
             )
         kind = storages.resolve_storage(storage, path)
-        weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row)
+        weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
         segments = Segments(num_embeddings, kind, seed, name, directory)
@@ -145,7 +151,13 @@ class Table:
             raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
         directory, manifest = TableDirectory.open(Path(path), writable=mode == "r+")
         segments = Segments(
-            manifest.num_embeddings, "memmap", manifest.seed, manifest.name, directory, written=manifest.written
+            manifest.num_embeddings,
+            "memmap",
+            manifest.seed,
+            manifest.name,
+            directory,
+            written=manifest.written,
+            writes=manifest.writes,
         )
         try:
             segments.open(manifest.segments)
@@ -193,7 +205,10 @@ class Table:
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.storage
         columns = "".join(f" + {name}" for name in self.columns if name != "weight")
-        dtype = str(self.dtype).removeprefix("torch.")
+        weight = self.columns["weight"]
+        dtype = str(weight.dtype).removeprefix("torch.")
+        if weight.compact:
+            dtype += f" as {str(weight.stored_dtype).removeprefix('torch.')}"
         size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes > 2**30 // 200 else "under 0.01 GiB"
         return f"Table({self.name!r}, {self.num_embeddings:,} × {self.embedding_dim} {dtype}{columns}, {state}, {size})"
 
@@ -253,7 +268,7 @@ class Table:
                 if block is None:
                     block = kernels.empty((len(rows), *column.row_shape), column.dtype, device)
                 blocks[column.name] = block
-                parts.append(kernels.Part(segment.layout.offset(column.name), block))
+                parts.append(kernels.Part(segment.layout.offset(column.name), block, column.form()))
             kernels.gather_records(segment.records(), rows, parts)
         return Block(rows, {name: blocks[name] for name in names})
 
@@ -284,6 +299,8 @@ class Table:
     def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, behind: bool = False) -> None:
         """Scatter rows that are checked and unique, from tensors that fit.
 
+        This is write number ``self.writes``, which counts up: what stochastic rounding draws depends on it.
+
         Args:
             behind: return before the rows are written. They are ascending, and nobody changes ``values`` any more.
         """
@@ -294,8 +311,12 @@ class Table:
             by_segment = self._segments.grouped(values)
             through = [segment.memory.reserve(rows, segment.layout.stride) for segment, _ in by_segment]
             blocks = {name: value.detach().contiguous() for name, value in values.items()}
+            forms = {c.name: self._form(c, self.writes) for _, columns in by_segment for c in columns}
             moves = [
-                (segment, [kernels.Part(segment.layout.offset(c.name), blocks[c.name]) for c in columns])
+                (
+                    segment,
+                    [kernels.Part(segment.layout.offset(c.name), blocks[c.name], forms[c.name]) for c in columns],
+                )
                 for segment, columns in by_segment
             ]
             at_once = not behind or any(mask is not None for mask in through)
@@ -307,9 +328,10 @@ class Table:
                     if parts[0].block.device.type == "cpu":
                         segment.memory.settle()
                     segment.scatter(rows, parts, through=mask)
+            self._segments.writes += 1
             if behind:
                 job = None if at_once else self._write_behind(rows, moves)
-                self._flight.wrote(Write(rows, blocks, job), self.version)
+                self._flight.wrote(Write(rows, blocks, forms, job), self.version)
 
     def _write_behind(
         self, rows: Tensor, moves: Sequence[tuple[Segment, Sequence[kernels.Part]]]
@@ -362,6 +384,17 @@ class Table:
     def _in_host_memory(self, device: torch.device) -> bool:
         return device.type == "cpu" and all(segment.memory.device.type == "cpu" for segment in self._segments)
 
+    @property
+    def writes(self) -> int:
+        """How many scatters there have been: the number of the next one. It is kept with a table's files."""
+        return self._segments.writes
+
+    def _form(self, column: Column, write: int) -> kernels.Stored | None:
+        """How the kernels convert a column in a scatter of this number."""
+        if column.rounding == "nearest" or not column.compact:
+            return column.form()
+        return column.form(kernels.rounding_key(self.seed, column.key, write))
+
     def check_rows(self, ids: Tensor) -> None:
         """Check one-dimensional ids against the table before anything moves.
 
@@ -385,7 +418,7 @@ class Table:
         self._check_open()
         start, stop, _ = slice(start, stop).indices(self.num_embeddings)
         segment = self._segments.of(column)
-        nbytes = max(0, stop - start) * self.columns[column].row_bytes
+        nbytes = max(0, stop - start) * self.columns[column].width * self.columns[column].dtype.itemsize
         free = storages.available_bytes()
         if nbytes > 0.9 * free:
             raise TableTooLargeError(
@@ -394,14 +427,16 @@ class Table:
             )
         self._flight.land()
         segment.memory.settle()
-        return segment.view(column)[start:stop].to("cpu", copy=True).contiguous()
+        values = segment.read(column, start, max(start, stop))
+        return values.to("cpu", copy=not self.columns[column].compact).contiguous()
 
     def write(self, start: int, values: Tensor, *, column: str = "weight") -> None:
         """Overwrite rows of a column from ``start`` on.
 
         Args:
             start: the first row.
-            values: shape (n, ...), of the column's dtype and row shape, on any device.
+            values: shape (n, ...), of the column's dtype and row shape, on any device; rounded to nearest where the
+                column is stored in fewer bytes.
 
         Raises:
             IdError: the rows do not all lie in the table.
@@ -420,7 +455,7 @@ class Table:
             self._flight.land()
             self._mark_written()
             segment.memory.settle()
-            segment.view(column)[start : start + len(values)] = values.to(segment.memory.device)
+            segment.write(column, start, values)
 
     def view(self, column: str = "weight") -> Tensor:
         """All rows of a column as a tensor over the table's own memory: what is written to it is in the table.
@@ -430,18 +465,21 @@ class Table:
         work on a pinned table.
 
         Returns:
-            A tensor (num_embeddings, ...), not contiguous where records hold more than this column.
+            A tensor (num_embeddings, ...), not contiguous where records hold more than this column; of the dtype in
+            which the column is stored.
 
         Raises:
+            TypeError: the column is stored as int8 with scales.
             TableFullError: the disk has no room for every row.
         """
         self._check_open(writing=True)
         segment = self._segments.of(column)
+        view = segment.view(column)
         segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
         self._flight.land()
         self._mark_written()
         segment.memory.settle()
-        return segment.view(column)
+        return view
 
     # ------------------------------------------------------------------ columns
 
@@ -587,4 +625,5 @@ def _hand_over(write: Write, block: Block) -> None:
         [write.values[name] for name in names],
         block.rows,
         [block.columns[name] for name in names],
+        [write.forms[name] for name in names],
     )

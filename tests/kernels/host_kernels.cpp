@@ -25,9 +25,26 @@ struct Move {
     }
 };
 
+struct Conversion {
+    unsigned int grid, block;
+    char* records;
+    Count stride;
+    const void* ids;
+    Count num_ids;
+    const CompactColumns* columns;
+    int lanes;
+
+    template <typename Index>
+    int run(void (*kernel)(char*, Count, const Index*, Count, CompactColumns, int)) const {
+        host_cuda::launch(grid, block, kernel, records, stride, static_cast<const Index*>(ids), num_ids, *columns,
+                          lanes);
+        return 0;
+    }
+};
+
 }  // namespace
 
-// Both return 0, or 1 if there is no kernel of that name.
+// Each returns 0, or 1 if there is no kernel of that name.
 
 extern "C" int run_move(const char* name, unsigned int grid, unsigned int block, void* records, Count words_per_record,
                         const void* ids, Count num_ids, const Columns* columns, int lanes) {
@@ -44,6 +61,41 @@ extern "C" int run_move(const char* name, unsigned int grid, unsigned int block,
     TRY_WORD(4)
     TRY_WORD(2)
     TRY_WORD(1)
+    return 1;
+}
+
+extern "C" int run_convert(const char* name, unsigned int grid, unsigned int block, char* records, Count stride,
+                           const void* ids, Count num_ids, const CompactColumns* columns, int lanes) {
+    const Conversion move = {grid, block, records, stride, ids, num_ids, columns, lanes};
+#define TRY_FORM(form)            \
+    TRY(gather_##form##_w16_i32)  \
+    TRY(gather_##form##_w16_i64)  \
+    TRY(gather_##form##_w2_i32)   \
+    TRY(gather_##form##_w2_i64)   \
+    TRY(scatter_##form##_w16_i32) \
+    TRY(scatter_##form##_w16_i64) \
+    TRY(scatter_##form##_w2_i32)  \
+    TRY(scatter_##form##_w2_i64)
+    TRY_FORM(float16)
+    TRY_FORM(bfloat16)
+    TRY(gather_int8_i32)
+    TRY(gather_int8_i64)
+    TRY(scatter_int8_i32)
+    TRY(scatter_int8_i64)
+    return 1;
+}
+
+extern "C" int run_round(const char* name, unsigned int grid, unsigned int block, Word* rows, Count width,
+                         const void* ids, Count num_ids, Count stochastic, Word64 key) {
+    const auto run = [&](auto* kernel, auto index) {
+        host_cuda::launch(grid, block, kernel, rows, width, static_cast<const decltype(index)*>(ids), num_ids,
+                          stochastic, key);
+        return 0;
+    };
+    if (std::strcmp(name, "round_float16_i32") == 0) return run(round_float16_i32, 0);
+    if (std::strcmp(name, "round_float16_i64") == 0) return run(round_float16_i64, 0LL);
+    if (std::strcmp(name, "round_bfloat16_i32") == 0) return run(round_bfloat16_i32, 0);
+    if (std::strcmp(name, "round_bfloat16_i64") == 0) return run(round_bfloat16_i64, 0LL);
     return 1;
 }
 

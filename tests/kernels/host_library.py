@@ -39,6 +39,8 @@ class HostKernels:
         count, real, key = ctypes.c_longlong, ctypes.c_double, ctypes.c_ulonglong
         grid, address = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint], ctypes.c_void_p
         self._library.run_move.argtypes = [*grid, address, count, address, count, address, ctypes.c_int]
+        self._library.run_convert.argtypes = [*grid, address, count, address, count, address, ctypes.c_int]
+        self._library.run_round.argtypes = [*grid, address, count, address, count, count, key]
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 
     def move(
@@ -47,6 +49,22 @@ class HostKernels:
     ) -> None:  # fmt: skip
         unknown = self._library.run_move(
             name.encode(), grid, block, records, words_per_record, pointer(ids), len(ids), pointer(columns), lanes
+        )
+        assert not unknown, name
+
+    def convert(
+        self, name: str, grid: int, block: int, records: int, stride: int, ids: np.ndarray, columns: np.ndarray,
+        lanes: int,
+    ) -> None:  # fmt: skip
+        unknown = self._library.run_convert(
+            name.encode(), grid, block, records, stride, pointer(ids), len(ids), pointer(columns), lanes
+        )
+        assert not unknown, name
+
+    def round(self, name: str, grid: int, block: int, rows: np.ndarray, ids: np.ndarray, key: int | None) -> None:
+        stochastic = key is not None
+        unknown = self._library.run_round(
+            name.encode(), grid, block, pointer(rows), rows.shape[1], pointer(ids), len(ids), stochastic, key or 0
         )
         assert not unknown, name
 

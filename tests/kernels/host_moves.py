@@ -17,6 +17,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import compact_reference as reference  # noqa: E402
 from host_library import HostKernels  # noqa: E402
 
 # By its path: the package around it would bring torch, which the sanitizer would watch too.
@@ -114,8 +115,95 @@ def check(kernels: HostKernels, layout: Layout, num_rows: int, block_offset: int
     return shape.word_bytes, shape.lanes, min(shape.grid, 3)
 
 
+# ---- columns that are converted -------------------------------------------------------------------------------------
+
+
+class CompactLayout:
+    """Records with some columns of one form in them, and what is to be in them."""
+
+    def __init__(self, form: str, widths: list[int], gap: int, offset: int) -> None:
+        self.form, self.widths = form, widths
+        self.row_bytes = [4 + width if form == "int8" else 2 * width for width in widths]
+        multiple = 16 if gap % 16 == 0 else 4 if form == "int8" else 2
+        self.offsets, end = [], offset
+        for nbytes in self.row_bytes:
+            self.offsets.append(end)
+            end = -(-(end + nbytes + gap) // multiple) * multiple
+        self.stride = end
+
+    def narrow(self, values: np.ndarray, ids: np.ndarray, key: int | None) -> np.ndarray:
+        if self.form == "int8":
+            scale, integers = reference.int8_rows(values)
+            return np.concatenate([scale.view(np.uint8), integers.view(np.uint8)], axis=1)
+        return reference.narrow(self.form, values, key, ids).view(np.uint8)
+
+    def widen(self, stored: np.ndarray) -> np.ndarray:
+        if self.form == "int8":
+            scale = np.ascontiguousarray(stored[:, :4]).view(np.float32)
+            return scale * np.ascontiguousarray(stored[:, 4:]).view(np.int8).astype(np.float32)
+        return reference.widen(self.form, np.ascontiguousarray(stored).view(np.uint16))
+
+
+def check_compact(kernels: HostKernels, layout: CompactLayout, num_rows: int, host: bool, index: type) -> tuple:
+    num_records, bits = 2 * num_rows, 8 * np.dtype(index).itemsize
+    records = misaligned(num_records * layout.stride, 0)
+    ids = RNG.permutation(num_records).astype(index)[:num_rows]
+    scale = np.float32(10.0) ** RNG.integers(-9, 6, (num_rows, 1)).astype(np.float32)
+    blocks = [RNG.standard_normal((num_rows, width)).astype(np.float32) * scale for width in layout.widths]
+    keys = [None if layout.form == "int8" or column % 2 else 2**63 + column for column in range(len(blocks))]
+    parts = [
+        launch.CompactPart(offset, block.ctypes.data, block.shape[1], key)
+        for offset, block, key in zip(layout.offsets, blocks, keys, strict=True)
+    ]
+    address = records.ctypes.data
+    if layout.form == "int8":
+        shape = launch.int8_shape(num_rows, parts, multiprocessors=1, host=host)
+        name = f"int8_i{bits}"
+    else:
+        shape = launch.convert_shape(address, layout.stride, num_rows, parts, multiprocessors=1, host=host)
+        name = f"{layout.form}_w{shape.word_bytes}_i{bits}"
+    columns = launch.compact_columns_argument(parts)
+    expected = records.copy().reshape(num_records, layout.stride)
+    held = [layout.narrow(block, ids, key) for block, key in zip(blocks, keys, strict=True)]
+    for offset, rows in zip(layout.offsets, held, strict=True):
+        expected[ids, offset : offset + rows.shape[1]] = rows
+    kernels.convert(f"scatter_{name}", shape.grid, shape.block, address, layout.stride, ids, columns, shape.lanes)
+    np.testing.assert_array_equal(records.reshape(expected.shape), expected, err_msg=f"scatter_{name} {parts}")
+    for block, rows, key in zip(blocks, held, keys, strict=True):
+        if layout.form != "int8":
+            grid = launch.round_grid(num_rows, block.shape[1], multiprocessors=1)
+            rounded = block.copy()
+            kernels.round(f"round_{layout.form}_i{bits}", grid, shape.block, rounded, ids, key)
+            np.testing.assert_array_equal(rounded.view(np.uint32), layout.widen(rows).view(np.uint32), err_msg=name)
+        block[:] = np.nan
+    kernels.convert(f"gather_{name}", shape.grid, shape.block, address, layout.stride, ids, columns, shape.lanes)
+    for block, rows in zip(blocks, held, strict=True):
+        np.testing.assert_array_equal(block.view(np.uint32), layout.widen(rows).view(np.uint32), err_msg=name)
+    np.testing.assert_array_equal(records.reshape(expected.shape), expected, err_msg=f"gather_{name} wrote to records")
+    return layout.form, shape.word_bytes, shape.lanes
+
+
+def check_conversions(kernels: HostKernels) -> set[tuple]:
+    seen = set()
+    for form in ("float16", "bfloat16", "int8"):
+        for case, width in enumerate([*range(1, 20), 31, 32, 33, 64, 100, 128, 129, 264, 520]):
+            for gap, offset in ((0, 0), (16, 16), (4, 4)):
+                layout = CompactLayout(form, [width], gap, offset)
+                seen.add(check_compact(kernels, layout, 1 + case % 9, bool(case % 3), (np.int32, np.int64)[case % 2]))
+        for count in range(2, launch.COLUMNS_PER_LAUNCH + 1):
+            for multiple in (1, 8):
+                widths = [multiple * int(RNG.integers(1, 20)) for _ in range(count)]
+                seen.add(check_compact(kernels, CompactLayout(form, widths, 0, 0), 7, False, np.int64))
+        seen.add(check_compact(kernels, CompactLayout(form, [24], 0, 0), 3000, False, np.int64))
+    return seen
+
+
 def main() -> None:
     kernels = HostKernels(Path(sys.argv[1]))
+    conversions = check_conversions(kernels)
+    for form in ("float16", "bfloat16"):
+        assert {(form, word, lanes) for word in (2, 16) for lanes in (1, 2, 4, 8, 16, 32)} <= conversions
+    assert {("int8", 1, lanes) for lanes in (1, 2, 4, 8, 16, 32)} <= conversions
     seen = set()
     for case, (layout, block_offset) in enumerate(layouts()):
         index = (np.int32, np.int64)[case % 2]

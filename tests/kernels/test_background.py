@@ -27,7 +27,7 @@ def records_over(table: Tensor) -> Records:
 
 def wanted(table: Tensor, first: int, stop: int) -> WantedColumn:
     size = table.element_size()
-    return WantedColumn(first * size, (stop - first) * size, (stop - first,), table.dtype)
+    return WantedColumn(first * size, (stop - first,), table.dtype)
 
 
 def test_rows_looked_up_ahead() -> None:
@@ -136,7 +136,7 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     table = torch.randn(100, 4)
     def look():
         records = Records(table.data_ptr(), 16, 100, table.device, False, table)
-        return kernels.AheadJob(torch.arange(100), 100, [(records, [WantedColumn(0, 16, (4,), torch.float32)])])
+        return kernels.AheadJob(torch.arange(100), 100, [(records, [WantedColumn(0, (4,), torch.float32)])])
 
     before = look()
     assert torch.equal(before.take().blocks[0], table)
