@@ -9,8 +9,17 @@ import torch
 
 from speedswap.apps.errors import SettingsError
 
-__all__ = ["STORAGES", "check_output", "check_scratch", "check_storage", "compute_device"]
+__all__ = [
+    "STATE_DTYPES",
+    "STORAGES",
+    "check_output",
+    "check_scratch",
+    "check_state_dtype",
+    "check_storage",
+    "compute_device",
+]
 
+STATE_DTYPES = ("float32", "bfloat16", "float16")
 STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
 
 
@@ -35,6 +44,12 @@ def check_storage(storage: str) -> None:
     """Refuse a storage that there is not."""
     if storage not in STORAGES:
         raise SettingsError(f"storage is {storage!r}: give one of {', '.join(STORAGES)}")
+
+
+def check_state_dtype(dtype: str) -> None:
+    """Refuse a form that the optimizer's state cannot be stored in."""
+    if dtype not in STATE_DTYPES:
+        raise SettingsError(f"state_dtype is {dtype!r}: give one of {', '.join(STATE_DTYPES)}")
 
 
 def check_scratch(scratch: Path | None) -> None:

@@ -39,6 +39,12 @@ class Embedding(TableModule):
         name: of the table, for messages.
         table: an existing table to use; of the arguments above only the first three then matter.
         device: of the placeholder ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
+        stored_dtype: ``torch.bfloat16`` or ``torch.float16``, to store float32 weights in half the bytes; or
+            ``torch.int8``, with a scale for each row, in a quarter, for lookup only. What is looked up stays float32.
+        state_dtype: the same for the optimizer's float32 state, without int8; state of one number a row stays float32.
+            ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
+        rounding: of what is trained and stored so: ``"stochastic"`` (the default: small updates survive in the mean) or
+            ``"nearest"``.
         max_norm, scale_grad_by_freq, sparse: of torch's; refused, with what to do instead.
 
     Shape:
@@ -68,9 +74,19 @@ class Embedding(TableModule):
         storage: str = "auto",
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
+        stored_dtype: torch.dtype | None = None,
     ) -> Embedding:
-        """An embedding with the given rows, shape (num_embeddings, embedding_dim); as nn.Embedding has it."""
-        return cls._with_rows(embeddings, freeze, padding_idx, storage=storage, path=path, name=name)
+        """An embedding with the given rows, shape (num_embeddings, embedding_dim); as nn.Embedding has it.
+
+        Example:
+            >>> import torch, speedswap
+            >>> rows = torch.tensor([[1.0, -2.0], [0.0, 0.1]])
+            >>> small = speedswap.Embedding.from_pretrained(rows, stored_dtype=torch.int8)  # a quarter of the bytes
+            >>> small(torch.tensor([1]))
+            tensor([[0.0000, 0.1000]])
+        """
+        settings = {"storage": storage, "path": path, "name": name, "stored_dtype": stored_dtype}
+        return cls._with_rows(embeddings, freeze, padding_idx, **settings)
 
     # The rows come from outside of any graph.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

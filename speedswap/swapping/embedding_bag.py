@@ -81,6 +81,7 @@ class EmbeddingBag(TableModule):
         storage: str = "auto",
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
+        stored_dtype: torch.dtype | None = None,
     ) -> EmbeddingBag:
         """A bag over the given rows, shape (num_embeddings, embedding_dim); as nn.EmbeddingBag has it."""
         return cls._with_rows(
@@ -92,6 +93,7 @@ class EmbeddingBag(TableModule):
             storage=storage,
             path=path,
             name=name,
+            stored_dtype=stored_dtype,
         )
 
     # The rows come from outside of any graph.

@@ -13,6 +13,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,14 +49,27 @@ class RowStep:
         table: the full rows.
         weight: the placeholder parameter.
         padding_idx: a row that gets no gradient.
+        state_dtype: in which the table stores float32 state as wide as the weight; as it has it already, or as float32,
+            by default.
+        rounding: of such state; stochastic by default.
     """
 
     steps_anywhere = 0  # steps of any optimizer in this process
 
-    def __init__(self, table: Table, weight: nn.Parameter, padding_idx: int | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        weight: nn.Parameter,
+        padding_idx: int | None,
+        state_dtype: torch.dtype | None = None,
+        rounding: str | None = None,
+    ) -> None:
         self.table = table
         self.weight = weight
         self.padding_idx = padding_idx
+        self._state_dtype = state_dtype
+        self._rounding = rounding
+        self._trainable = table.columns["weight"].stored_dtype != torch.int8
         self.in_closure = False
         self.behind = 0  # lookaheads under way: while there are any, rows are written behind the next step
         self._status = _Status.IDLE
@@ -77,11 +91,13 @@ class RowStep:
     # ------------------------------------------------------------------ forward and backward
 
     def before_forward(self) -> None:
-        """Check that the previous training step reached the table.
+        """Check that the rows can be trained, and that the previous training step reached the table.
 
         Raises:
+            OptimizerError: they are for lookup only.
             LostUpdateError: it did not, and never will; its rows and gradients are dropped.
         """
+        self._require_trainable()
         if self._status is _Status.STEPPING and not self.in_closure:
             self.abandon()  # the optimizer's step raised
         lost = self._what_was_lost()
@@ -90,6 +106,13 @@ class RowStep:
             raise LostUpdateError(lost)
         if self._status is _Status.STEPPED and self.weight.grad is None:
             self._release()
+
+    def _require_trainable(self) -> None:
+        if not self._trainable:
+            raise OptimizerError(
+                f"the weights of table {self.table.name!r} are stored as int8, for lookup only, and cannot be trained; "
+                "freeze them with embedding.weight.requires_grad_(False), or store them as torch.bfloat16"
+            )
 
     def _what_was_lost(self) -> str | None:
         """Why something that was done to the rows did not reach the table, if anything was."""
@@ -273,6 +296,7 @@ class RowStep:
         """
         if self.optimizer is optimizer:
             return
+        self._require_trainable()
         if optimizer in self._former:
             raise OptimizerError(
                 f"this {type(optimizer).__name__} was replaced as the optimizer of table {self.table.name!r}, whose "
@@ -313,18 +337,35 @@ class RowStep:
     def _declare(self, optimizer: Optimizer) -> list[Column]:
         """Give the table a column for each of the optimizer's; which of them it had already."""
         row_state = probe(optimizer, self.weight, self.table.embedding_dim, self.table.dtype)
+        columns = [self._as_stored(column) for column in row_state.columns]
         have = self.table.columns
-        for column in row_state.columns:
+        for column in columns:
             old = have.get(column.name)
-            if old is not None and (old.row_shape, old.dtype) != (column.row_shape, column.dtype):
+            if old is None:
+                continue
+            if (old.row_shape, old.dtype) != (column.row_shape, column.dtype):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} keeps {column.name!r} as {column.row_shape} of {column.dtype} a row, "
                     f"but table {self.table.name!r} has it as {old.row_shape} of {old.dtype} from another optimizer; "
                     "read its weights into a new table"
                 )
-        self.table.add_columns([column for column in row_state.columns if column.name not in have])
+            wanted = (column.stored_dtype, column.rounding if column.compact else old.rounding)
+            if self._state_dtype is not None and (old.stored_dtype, old.rounding) != wanted:
+                raise OptimizerError(
+                    f"state_dtype is {self._state_dtype}, but table {self.table.name!r} stores {column.name!r} as "
+                    f"{old.stored_dtype}, rounded {old.rounding}; give state_dtype={old.stored_dtype} and "
+                    f"rounding={old.rounding!r}, or leave both out to use what the table has"
+                )
+        self.table.add_columns([column for column in columns if column.name not in have])
         self._row_state = row_state
-        return [column for column in row_state.columns if column.name in have]
+        return [column for column in columns if column.name in have]
+
+    def _as_stored(self, column: Column) -> Column:
+        """The column in the form in which the table is to store it. One number a row is left as it is."""
+        if self._state_dtype is None or column.dtype != torch.float32 or column.width == 1:
+            return column
+        rounding = self._rounding or ("stochastic" if self._state_dtype != torch.float32 else "nearest")
+        return replace(column, stored=self._state_dtype, rounding=rounding)
 
     def _note_scalars(self) -> None:
         """Keep the optimizer's scalars with the table, so that a reopened one goes on from there."""

@@ -17,6 +17,7 @@ from speedswap.swapping.announced import Announced
 from speedswap.swapping.step import RowStep
 from speedswap.tables import Block, Table
 from speedswap.tables import init as initializers
+from speedswap.tables.record import ROUNDINGS
 from speedswap.tables.storage import warn_once
 
 __all__ = ["TableModule"]
@@ -46,6 +47,9 @@ class TableModule(nn.Module):
         name: str | None = None,
         table: Table | None = None,
         device: torch.device | str | None = None,
+        stored_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        rounding: str | None = None,
         max_norm: None = None,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
@@ -56,7 +60,12 @@ class TableModule(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
             padding_idx %= num_embeddings
+        if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+            raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
+        if rounding not in (None, *ROUNDINGS):
+            raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         if table is None:
+            compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
             table = Table.create(
                 num_embeddings,
                 embedding_dim,
@@ -67,12 +76,18 @@ class TableModule(nn.Module):
                 seed=int(torch.randint(2**62, ()).item()) if seed is None else seed,
                 name=name,
                 zero_row=padding_idx,
+                stored_dtype=stored_dtype,
+                rounding=(rounding or "stochastic") if compact else "nearest",
             )
         elif (table.num_embeddings, table.embedding_dim) != (num_embeddings, embedding_dim):
             raise ValueError(
                 f"table is {table!r}, but num_embeddings is {num_embeddings} and embedding_dim is {embedding_dim}; "
                 "give the table's own"
             )
+        else:
+            _require_stored(table, stored_dtype)
+        if state_dtype is not None and table.dtype != torch.float32:
+            raise TypeError(f"state_dtype is {state_dtype}, but the rows are {table.dtype}; only float32 state can be")
         if not table.dtype.is_floating_point and not table.dtype.is_complex:
             raise TypeError(f"dtype is {table.dtype}; an embedding is trained, so give a floating-point one")
         self.num_embeddings = num_embeddings
@@ -80,7 +95,7 @@ class TableModule(nn.Module):
         self.padding_idx = padding_idx
         self.table = table
         self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype, device=device))
-        self._step = RowStep(table, self.weight, padding_idx)
+        self._step = RowStep(table, self.weight, padding_idx, state_dtype, rounding)
         self._announced: list[Announced] | None = None  # of the current batch, inside a lookahead
 
     # The one place where a batch's rows come from.
@@ -134,6 +149,8 @@ class TableModule(nn.Module):
         """A module over a new table with the given rows, shape (num_embeddings, embedding_dim)."""
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; give (num_embeddings, embedding_dim)")
+        if not freeze and settings.get("stored_dtype") == torch.int8:
+            raise ValueError("stored_dtype is torch.int8 and freeze is False; int8 rows are for lookup: freeze them")
         module = cls(
             len(embeddings),
             embeddings.shape[1],
@@ -206,6 +223,16 @@ def _refuse(max_norm: object, scale_grad_by_freq: bool, sparse: bool) -> None:
         raise ValueError("scale_grad_by_freq is True; leave it out, and weigh the loss by how often ids occur")
     if sparse:
         raise ValueError("sparse is True; leave it out: only the batch's rows have gradients, dense ones, anyway")
+
+
+def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless a table that there is stores its weights as was asked for."""
+    stored = table.columns["weight"].stored_dtype
+    if stored_dtype not in (None, stored):
+        raise ValueError(
+            f"stored_dtype is {stored_dtype}, but table {table.name!r} stores its weights as {stored}; leave it out, "
+            "or copy them to a new table"
+        )
 
 
 def _over(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.kernels import Part, Records, WantedColumn
+from speedswap.kernels import Part, Records, Stored, WantedColumn
 
 ascending = st.lists(st.integers(0, 30), unique=True, max_size=20).map(sorted)
 
@@ -108,6 +108,25 @@ def test_rows_are_handed_over() -> None:
     gathered = torch.zeros(4, 1)
     kernels.hand_over(torch.tensor([2, 5, 9]), [written], torch.tensor([0, 2, 9, 11]), [gathered])
     assert gathered.flatten().tolist() == [0, 1, 3, 0]
+
+
+@given(from_rows=ascending, to_rows=ascending, width=st.integers(1, 20))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", [None, 99])
+def test_rows_handed_over_are_as_if_scattered_and_gathered(
+    from_rows: list[int], to_rows: list[int], width: int, dtype: torch.dtype, key: int | None
+) -> None:
+    stored = Stored(dtype, key)
+    memory = torch.randn(101, width).to(dtype)
+    table = Records(memory.data_ptr(), 2 * width, 101, memory.device, False, memory)
+    source, written = torch.randn(len(from_rows), width), torch.tensor(from_rows, dtype=torch.int64)
+    wanted = torch.tensor(to_rows, dtype=torch.int64)
+    early, late = torch.empty(2, len(to_rows), width)
+    kernels.gather_records(table, wanted, [Part(0, early, stored)])
+    kernels.scatter_records(table, written, [Part(0, source, stored)])
+    kernels.gather_records(table, wanted, [Part(0, late, stored)])
+    kernels.hand_over(written, [source], wanted, [early], [stored])
+    assert torch.equal(early, late)
 
 
 @given(from_rows=ascending, to_rows=ascending, width=st.integers(1, 5))

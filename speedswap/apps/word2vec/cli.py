@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speedswap.apps.interrupts import INTERRUPTED
-from speedswap.apps.places import STORAGES, check_output
+from speedswap.apps.places import STATE_DTYPES, STORAGES, check_output
 from speedswap.apps.word2vec.output import save
 from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.training import Result, train
@@ -51,6 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("lr", float, "learning rate (default: what suits the optimizer)")
     add("batch", int, "centers a step (default: what suits the optimizer)")
     add("storage", str, f"where the tables live: {', '.join(STORAGES)}")
+    add("state_dtype", str, f"how the optimizer's state is stored: {', '.join(STATE_DTYPES)}")
     add("device", str, "where to compute (default: cuda where there is a GPU, else cpu)")
     add("lookahead", int, "how many batches ahead rows are looked up; 0 for none")
     add("seed", int, "of everything random")

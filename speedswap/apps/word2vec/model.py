@@ -29,6 +29,7 @@ class SkipGram(nn.Module):
         storage: where the tables live, as for ``speedswap.Embedding``. Memmap tables are in a temporary directory that
             goes with ``close``, or with the model.
         scratch: where that directory is made; the system's place by default.
+        state_dtype: how the optimizer's state is stored, as for ``speedswap.Embedding``.
 
     Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
     """
@@ -43,6 +44,7 @@ class SkipGram(nn.Module):
         storage: str = "auto",
         seed: int = 0,
         scratch: Path | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.pair_weights = PairWeights(window, negative)
@@ -53,7 +55,14 @@ class SkipGram(nn.Module):
             self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         start = speedswap.init.uniform(-0.5 / dim, 0.5 / dim)
         self.center = speedswap.Embedding(
-            words, dim, storage=storage, path=folder and folder / "center", init=start, seed=seed, name="center"
+            words,
+            dim,
+            storage=storage,
+            path=folder and folder / "center",
+            init=start,
+            seed=seed,
+            name="center",
+            state_dtype=state_dtype,
         )
         self.context = speedswap.Embedding(
             words,
@@ -63,6 +72,7 @@ class SkipGram(nn.Module):
             init=speedswap.init.zeros(),
             seed=seed,
             name="context",
+            state_dtype=state_dtype,
         )
 
     def close(self) -> None:

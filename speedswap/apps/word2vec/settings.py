@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from speedswap.apps.places import check_scratch, check_storage, compute_device
+from speedswap.apps.places import check_scratch, check_state_dtype, check_storage, compute_device
 from speedswap.apps.word2vec.errors import SettingsError
 from speedswap.apps.word2vec.optimizer import DEFAULT_OPTIMIZER, optimizer_class
 
@@ -32,6 +32,7 @@ class Settings:
             Adagrad and ``rowwise_adagrad``, whose steps shrink by themselves.
         batch: centers a step, in blocks of 32; without one, what suits the optimizer.
         storage: where the tables live: ``auto``, ``device``, ``pinned``, ``pageable`` or ``memmap``.
+        state_dtype: how the optimizer's state is stored: ``float32``, or ``bfloat16`` or ``float16`` in half the bytes.
         device: where the batch's rows are computed with; CUDA where there is one, else the CPU.
         lookahead: how many batches ahead the rows are looked up; 0 for none. It does not change the result.
         seed: of everything random; on one machine, the same seed gives the same vectors.
@@ -55,6 +56,7 @@ class Settings:
     lr: float | None = None
     batch: int | None = None
     storage: str = "auto"
+    state_dtype: str = "float32"
     device: str | None = None
     lookahead: int = 1
     seed: int = 0
@@ -76,6 +78,7 @@ class Settings:
         if not 0 <= self.seed < 2**64:
             raise SettingsError(f"seed is {self.seed}: give a whole number from 0 to 2**64 - 1")
         check_storage(self.storage)
+        check_state_dtype(self.state_dtype)
         check_scratch(self.scratch)
         optimizer_class(self.optimizer)
         self.compute_device()

@@ -94,6 +94,7 @@ def train(settings: Settings, *, progress: bool = True) -> Result:
             storage=settings.storage,
             seed=settings.seed,
             scratch=settings.scratch,
+            state_dtype=getattr(torch, settings.state_dtype),
         ).to(device)
         optimizer = make_optimizer(settings.optimizer, model.parameters(), settings.lr)
         speedswap.attach(optimizer, model)
