@@ -77,6 +77,45 @@ def on_cpu(flat: torch.Tensor, row_bytes: int, count: int, repeats: int) -> dict
     })  # fmt: skip
 
 
+def compact_on_cpu(flat: torch.Tensor, row_bytes: int, count: int, repeats: int) -> dict[str, Any]:
+    """Rows of ``row_bytes`` as float32 that records hold in fewer bytes, beside the plain copy of such rows."""
+    items = row_bytes // 4
+    memory_of = flat.view(torch.uint8)
+    num_rows = flat.numel() // items
+    generator = torch.Generator().manual_seed(row_bytes)
+    sets = [torch.randperm(num_rows, generator=generator)[:count] for _ in range(ID_SETS)]
+    values, out = torch.rand(count, items), torch.empty(count, items)
+    forms = {
+        "float32": None,
+        "bfloat16": kernels.Stored(torch.bfloat16),
+        "bfloat16, stochastic": kernels.Stored(torch.bfloat16, 7),
+        "float16": kernels.Stored(torch.float16),
+        "int8": kernels.Stored(torch.int8),
+    }
+    candidates: dict[str, Callable[[int], object]] = {}
+    for name, form in forms.items():
+        width = row_bytes if form is None else kernels.stored_bytes(form.dtype, items)
+        stride = -(-width // 4) * 4
+        records = kernels.Records(flat.data_ptr(), stride, num_rows, flat.device, False, memory_of)
+        put, get = [kernels.Part(0, values, form)], [kernels.Part(0, out, form)]
+        kernels.scatter_records(records, sets[0], put)
+        kernels.gather_records(records, sets[0], get)
+        expected = values.clone()
+        if form is not None and form.dtype != torch.int8:
+            kernels.round_rows(expected, sets[0], form)
+        assert torch.allclose(out, expected, rtol=0, atol=0.5 / 127 + 1e-6 if name == "int8" else 0)
+        candidates[f"scatter {name}"] = lambda call, r=records, p=put: kernels.scatter_records(
+            r, sets[call % ID_SETS], p
+        )
+        candidates[f"gather {name}"] = lambda call, r=records, p=get: kernels.gather_records(r, sets[call % ID_SETS], p)
+    seconds = in_turn(candidates, repeats=repeats)
+    relative = {name: took / seconds[f"{name.split()[0]} float32"] for name, took in seconds.items()}
+    print(f"\n{count:,} rows of {items} float32, stored compactly; the time of float32 is 1")
+    for name, took in seconds.items():
+        print(f"  {name:<30} {took * 1e3:9.3f} ms {relative[name]:8.2f}")
+    return {"items": items, "rows": count, "seconds": seconds, "relative_to_float32": relative}
+
+
 def on_cuda(flat: torch.Tensor, row_bytes: int, count: int, repeats: int) -> dict[str, Any]:
     """Rows of a pinned table to and from a GPU, and rows of a table on the GPU: verified, then timed."""
     table = flat[: flat.numel() // (row_bytes // 4) * (row_bytes // 4)].view(-1, row_bytes // 4)
@@ -181,6 +220,8 @@ def main() -> None:
         print(f"\n{pages.replace('_', ' ')}:", end="")
         results[pages] = measure(flat, ROW_BYTES, count, 2 * repeats)
         show(results[pages])
+        if options.device == "cpu" and pages == "huge_pages":
+            results["compact"] = compact_on_cpu(flat, ROW_BYTES, count, 2 * repeats)
     results["sweep_of_ordinary_pages"] = []
     for row_bytes in SWEEP:
         result = measure(flat, row_bytes, min(count, table_bytes // row_bytes // 4), repeats)

@@ -286,26 +286,28 @@ inline void narrow_drawn(Bfloat16, char* __restrict out, const char* __restrict 
 }
 #endif
 
+// As many draws as a piece of a row may take.
+constexpr int64_t kPieceDraws = 128;
+static_assert(kPieceDraws % kDraws == 0, "whole groups");
+
 // Calls put(i, first, values, words) for pieces of rows begin ... end: for row i, `values` values from `first` on, with
 // the words of their draws. Draws of all rows are numbered through and made kDraws at a time, so that narrow rows
 // vectorize as well as wide ones.
 template <typename Format, typename Index, typename Put>
 inline void for_each_draw(const Copy& copy, int64_t begin, int64_t end, Put&& put) {
-    constexpr int64_t kTile = 128;  // draws
-    static_assert(kTile % kDraws == 0, "whole groups");
     const Index* const ids = static_cast<const Index*>(copy.ids.data);
     const Word64 key = copy.part.key;
     const int64_t items = copy.part.width / 2;
     const int64_t draws = (items + Format::kPerDraw - 1) / Format::kPerDraw;
-    Word64 id[kTile] = {}, draw[kTile] = {};
-    alignas(64) Word words[kTile][4];
+    Word64 id[kPieceDraws] = {}, draw[kPieceDraws] = {};
+    alignas(64) Word words[kPieceDraws][4];
     int64_t row = begin, done = 0;  // of this row's draws
     while (row < end) {
         // As many whole rows as fit, or a piece of one.
         const int64_t first_row = row, first_draw = done;
         int64_t filled = 0;
-        while (row < end && (filled + draws <= kTile || filled == 0)) {
-            const int64_t some = least(draws - done, kTile);
+        while (row < end && (filled + draws <= kPieceDraws || filled == 0)) {
+            const int64_t some = least(draws - done, kPieceDraws);
             for (int64_t d = 0; d < some; ++d) {
                 id[filled + d] = Word64(ids[row]);
                 draw[filled + d] = Word64(done + d);
@@ -346,11 +348,18 @@ inline void narrow_piece(char* out, const char* in, int64_t values, const Word* 
 template <typename Format, typename Index>
 void scatter_stochastic(const Copy& copy, int64_t begin, int64_t end) {
     const Rows<Index> rows(copy, 0);
+    const bool past_cache = streams(copy, copy.part.width);
     for_each_draw<Format, Index>(copy, begin, end, [&](int64_t i, int64_t first, int64_t values, const Word* words) {
         if (first == 0 && i + rows.ahead < rows.fetch_end)
-            fetch<1>(rows.fetched + int64_t(rows.ids[i + rows.ahead]) * rows.stride, rows.fetch_bytes);
-        narrow_piece<Format>(rows.record(i) + 2 * first, rows.block + i * rows.block_stride + 4 * first, values, words);
+            fetch<1>(rows.fetched + int64_t(rows.ids[i + rows.ahead]) * rows.stride, past_cache ? 1 : rows.fetch_bytes);
+        char* const out = rows.record(i) + 2 * first;
+        const char* const in = rows.block + i * rows.block_stride + 4 * first;
+        if (!past_cache) return narrow_piece<Format>(out, in, values, words);
+        alignas(kLine) char lines[2 * kPieceDraws * Format::kPerDraw];
+        narrow_piece<Format>(lines, in, values, words);
+        stream_any(out, lines, 2 * values);
     });
+    if (past_cache) drain();
 }
 
 // ---- gather, scatter, round ----------------------------------------------------------------------------------------
@@ -411,7 +420,7 @@ void round_as(const Copy& copy, int64_t begin, int64_t end) {
         return;
     }
     for_each_draw<Format, Index>(copy, begin, end, [&](int64_t i, int64_t first, int64_t values, const Word* words) {
-        char narrow[256 * Format::kPerDraw];  // as many draws as a piece has
+        char narrow[2 * kPieceDraws * Format::kPerDraw];
         char* const at = part.block + i * part.block_stride + 4 * first;
         narrow_piece<Format>(narrow, at, values, words);
         Widen<Format>()(at, narrow, 2 * values);

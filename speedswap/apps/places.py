@@ -19,7 +19,7 @@ __all__ = [
     "compute_device",
 ]
 
-STATE_DTYPES = ("float32", "bfloat16", "float16")
+STATE_DTYPES = ("float32", "bfloat16")
 STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
 
 

@@ -140,6 +140,7 @@ def test_an_optimizer_that_mixes_rows_is_refused(corpus):
         ({"lr": math.inf}, "lr is inf"),
         ({"seed": -1}, "seed is -1"),
         ({"storage": "cloud"}, "storage is 'cloud': give one of auto, device"),
+        ({"state_dtype": "float16"}, "state_dtype is 'float16': give one of float32, bfloat16"),
         ({"optimizer": "adamm"}, "optimizer is 'adamm': give one of rowwise_adagrad"),
         ({"device": "toaster"}, "device is 'toaster': give one of cpu"),
         ({"device": "meta"}, "device is 'meta': give one of cpu"),

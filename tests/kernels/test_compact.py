@@ -165,15 +165,21 @@ def test_any_width_beside_other_columns(stored: torch.dtype, ids_dtype: torch.dt
             assert torch.equal(parts[1].block.view(torch.int32), back.view(torch.int32)), items
 
 
+@pytest.mark.parametrize("key", [None, 31])
 @pytest.mark.parametrize("dtype", HALVES, ids=name)
-def test_more_than_the_cache_holds(dtype: torch.dtype):
+def test_more_than_the_cache_holds(dtype: torch.dtype, key: int | None):
     """Blocks and records that are written past the cache, in whole lines and not."""
-    for items in (128, 300):
+    for items in (128, 300, 3000):
         values = torch.randn(150_000 * 128 // items, items)
         ids = torch.randperm(len(values))
-        rows = stored_rows(values, Stored(dtype), ids)
-        assert torch.equal(rows.view(dtype), values.to(dtype))
-        assert torch.equal(gathered(rows, Stored(dtype), items), values.to(dtype).float())
+        rows = stored_rows(values, Stored(dtype, key), ids)
+        if key is None:
+            expected = values.to(dtype).float()
+        else:
+            expected = values
+            round_rows(expected, ids, Stored(dtype, key))  # which has tests of its own
+        assert torch.equal(rows.view(dtype).float(), expected)
+        assert torch.equal(gathered(rows, Stored(dtype), items), expected)
 
 
 def test_records_of_a_pageable_table_and_blocks_elsewhere(device: str):

@@ -13,7 +13,16 @@ from host_library import HERE, HostKernels, build, compiler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.kernels.launch import COLUMNS_PER_LAUNCH, HOST_THREADS, BlockPart, columns_argument, launch_shape
+from speedswap.kernels.launch import (
+    COLUMNS_PER_LAUNCH,
+    HOST_THREADS,
+    BlockPart,
+    CompactPart,
+    columns_argument,
+    compact_columns_argument,
+    convert_shape,
+    launch_shape,
+)
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: set CXX or install g++")
 
@@ -109,6 +118,33 @@ def test_every_number_limits_the_word(which: int, word: int):
     parts = [BlockPart(0, 64, 1 << 20, 64), BlockPart(offset, width, block, block_stride)]
     assert launch_shape(records, stride, 10, parts, multiprocessors=132, host=False).word_bytes == word
     assert launch_shape(4096, 512, 10, parts[:1], multiprocessors=132, host=False).word_bytes == 16
+
+
+@given(
+    records=st.integers(0, 2**20),
+    stride=st.integers(2, 9000),
+    num_rows=st.integers(1, 2**40),
+    columns=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 2**20), st.integers(1, 3000)),
+        min_size=1,
+        max_size=COLUMNS_PER_LAUNCH,
+    ),
+    multiprocessors=st.integers(1, 200),
+    host=st.booleans(),
+)
+def test_convert_shape_keeps_its_promises(records, stride, num_rows, columns, multiprocessors, host):
+    parts = [CompactPart(offset, block, width, None) for offset, block, width in columns]
+    shape = convert_shape(records, stride, num_rows, parts, multiprocessors=multiprocessors, host=host)
+    whole = all(part.width % 8 == 0 for part in parts)
+    aligned = all(number % 16 == 0 for part in parts for number in (records, stride, part.offset, part.block))
+    assert shape.word_bytes == (16 if whole and aligned else 2)
+    argument = compact_columns_argument(parts)
+    pieces = int(argument["pieces"][0])
+    assert pieces == sum(-(-part.width // 8) for part in parts)
+    assert min(pieces, 32) <= shape.lanes < 2 * pieces + 1
+    assert shape.block % shape.lanes == 0
+    limit = HOST_THREADS if host else 2048 * multiprocessors
+    assert min(num_rows * shape.lanes, limit) <= shape.grid * shape.block <= max(limit, shape.block)
 
 
 def test_more_than_a_warp_of_words_takes_whole_warps():

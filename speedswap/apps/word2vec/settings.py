@@ -32,7 +32,7 @@ class Settings:
             Adagrad and ``rowwise_adagrad``, whose steps shrink by themselves.
         batch: centers a step, in blocks of 32; without one, what suits the optimizer.
         storage: where the tables live: ``auto``, ``device``, ``pinned``, ``pageable`` or ``memmap``.
-        state_dtype: how the optimizer's state is stored: ``float32``, or ``bfloat16`` or ``float16`` in half the bytes.
+        state_dtype: how the optimizer's state is stored: ``float32``, or ``bfloat16`` in half the bytes.
         device: where the batch's rows are computed with; CUDA where there is one, else the CPU.
         lookahead: how many batches ahead the rows are looked up; 0 for none. It does not change the result.
         seed: of everything random; on one machine, the same seed gives the same vectors.
