@@ -39,6 +39,9 @@ def table() -> str:
             f"| `{ours}`, rows of {min(widths)} to {max(widths):,} B | | `{peer}` "
             f"| {min(ratios):.2f} to {max(ratios):.2f} | rows-cpu.json |"
         )
+    for name, lines_of in (("transfer-cpu.json", transfer_lines), ("step-cpu.json", step_lines)):
+        if (RESULTS / name).exists():  # made on a quiet machine, some time after the benchmark
+            lines += lines_of(_read(name)["results"], name)
     lines += _word2vec_lines(word2vec["results"])
     if (RESULTS / "ncf-cpu.json").exists():
         lines += _ncf_lines(_read("ncf-cpu.json")["results"])
@@ -52,6 +55,57 @@ def table() -> str:
             "[benchmarks/results](benchmarks/results).",
         ]
     )
+
+
+def transfer_lines(found: dict[str, Any], source: str) -> list[str]:
+    """A table's rows to the device and back, each storage beside the fastest peer that has one like it."""
+    point = found["table"]
+    lines = []
+    for storage, theirs in (("pageable", ("torch", "numpy")), ("memmap", ("numpy",))):
+        for way in ("to_device", "from_device"):
+            ours = point["stores"][f"speedswap, {storage}"][way]
+            peers = {name: point["stores"][f"{name}, {storage}"][way]["seconds"] for name in theirs}
+            peer = min(peers, key=peers.__getitem__)
+            lines.append(
+                f"| {storage} table, {point['batch_rows']:,} random rows of {point['row_bytes']} B "
+                f"{way.replace('_', ' the ')}: {ours['achieved_over_floor']:.0%} of a contiguous copy's speed "
+                f"| {1000 * ours['seconds']:.2f} ms | {peer} {1000 * peers[peer]:.2f} ms "
+                f"| {peers[peer] / ours['seconds']:.2f} | {source} |"
+            )
+    return lines
+
+
+def step_lines(found: dict[str, Any], source: str) -> list[str]:
+    """Training steps beside each peer, over the size of the table, and with lookahead."""
+    work = found["workload"]
+    lines = []
+    for optimizer, result in found["optimizers"].items():
+        seconds = {name: entry.get("seconds") for name, entry in result["trainers"].items()}
+        ours = seconds["speedswap"]
+        for peer in result["time_over"]["speedswap"]:
+            lines.append(
+                f"| training step, {optimizer}, {work['lookups']:,} lookups in {work['rows']:,} × {work['dim']} "
+                f"| {1000 * ours:.1f} ms | {peer} {1000 * seconds[peer]:.1f} ms | {seconds[peer] / ours:.2f} "
+                f"| {source} |"
+            )
+    for sizes in found["sizes"]:
+        timed = [entry for entry in sizes["tables"] if "seconds" in entry]
+        if len(timed) > 1:
+            lines.append(
+                f"| the step on {timed[-1]['rows']:,} rows of {sizes['dim']}, {sizes['optimizer']} "
+                f"| {1000 * timed[-1]['seconds']:.1f} ms "
+                f"| on {timed[0]['rows']:,} rows {1000 * timed[0]['seconds']:.1f} ms "
+                f"| {timed[0]['seconds'] / timed[-1]['seconds']:.2f} | {source} |"
+            )
+    for entry in found["overlap"]:
+        took = {name: 1000 * seconds for name, seconds in entry["seconds"].items()}
+        larger = max(took["compute"], took["swap"])
+        lines.append(
+            f"| step with lookahead; compute alone {took['compute']:.1f} ms, swap alone {took['swap']:.1f} ms "
+            f"| {took['lookahead']:.1f} ms | the larger of the two {larger:.1f} ms "
+            f"| {larger / took['lookahead']:.2f} | {source} |"
+        )
+    return lines
 
 
 def _word2vec_lines(found: dict[str, Any]) -> list[str]:

@@ -30,7 +30,7 @@ def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
 
     Args:
         device: ``cpu`` or ``cuda``.
-        num_rows: rows of 128 float32.
+        num_rows: rows of 128 float32; none for no measurement.
         folder: for the memmap table, as long as it takes.
 
     Returns:
@@ -38,6 +38,8 @@ def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
         ``machine_bytes``, by which the machine's free memory fell (other processes are in it); ``device_bytes``. Or
         why it was left out, as ``skipped``.
     """
+    if num_rows == 0:
+        return []
     if not Path("/proc/self/status").exists():
         return [{"what": "all", "skipped": "resident memory is read from /proc, which this system has not"}]
     command = [sys.executable, "-m", __name__, device, str(num_rows), str(folder)]
@@ -119,6 +121,7 @@ def _taken(device: str) -> dict[str, int]:
     on_device = 0
     if device == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # torch keeps what was freed, and the next table would be made of it
         free, total = torch.cuda.mem_get_info()
         on_device = total - free
     return {

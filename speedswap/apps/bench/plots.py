@@ -76,12 +76,12 @@ def _sweep(axes: Axes, axis: str, points: Sequence[Any]) -> None:
         for way, style in zip(DIRECTIONS, ("-", "--"), strict=True):
             speeds = [point["stores"][name][way]["gb_per_second"] for point in points]
             color = {"speedswap": "tab:blue", "torch": "tab:gray"}.get(names[name]["library"], "tab:olive")
-            axes.plot(at, speeds, style, marker=".", color=color, label=f"{name}, {way.split('_')[0]}")
+            axes.plot(at, speeds, style, marker=".", color=color, label=name if way == DIRECTIONS[0] else None)
     floor = [point["floors"]["host"]["to_device"]["gb_per_second"] for point in points]
-    axes.plot(at, floor, ":", color="black", label="floor, to")
+    axes.plot(at, floor, ":", color="black", label="contiguous copy")
     axes.set_xscale("log", base=2)
     axes.set_xlabel(_AXES[axis])
-    axes.set_ylabel("GB/s")
+    axes.set_ylabel("GB/s; dashed: from the device")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="x-small")
     axes.grid(alpha=0.3)
@@ -96,13 +96,13 @@ def step_figure(found: Mapping[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8.5), layout="constrained")
-    grid = figure.add_gridspec(2, 6)
-    for column, (optimizer, result) in enumerate(found["optimizers"].items()):
-        axes = figure.add_subplot(grid[0, 2 * column : 2 * column + 2])
+    grid = figure.add_gridspec(6, 2)
+    for row, (optimizer, result) in enumerate(found["optimizers"].items()):
+        axes = figure.add_subplot(grid[2 * row : 2 * row + 2, 0])
         axes.set_title(optimizer)
         _trainers(axes, result["trainers"])
-    _sizes(figure.add_subplot(grid[1, :3]), found["sizes"])
-    _overlap(figure.add_subplot(grid[1, 3:]), found["overlap"])
+    _sizes(figure.add_subplot(grid[:3, 1]), found["sizes"])
+    _overlap(figure.add_subplot(grid[3:, 1]), found["overlap"])
     return figure
 
 
@@ -111,20 +111,24 @@ def _trainers(axes: Axes, trainers: Mapping[str, Any]) -> None:
     colors = ["tab:blue" if entry["library"] == "speedswap" else "tab:gray" for entry in timed.values()]
     axes.barh(list(timed), [1000 * entry["seconds"] for entry in timed.values()], color=colors)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("ms a step")
+    milliseconds = sorted(1000 * entry["seconds"] for entry in timed.values())
+    axes.set_xlim(0, 1.1 * max(took for took in milliseconds if took < 5 * milliseconds[0]))
+    axes.set_xlabel("ms a step; a bar that reaches the edge is longer")
 
 
 def _sizes(axes: Axes, found: Sequence[Mapping[str, Any]]) -> None:
     for sizes in found:
         timed = [entry for entry in sizes["tables"] if "seconds" in entry]
+        if not timed:
+            continue
         rows, milliseconds = [entry["rows"] for entry in timed], [1000 * entry["seconds"] for entry in timed]
         axes.plot(rows, milliseconds, marker="o", label=f"{sizes['optimizer']}, {sizes['dim']} wide")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("rows of the table")
     axes.set_ylabel("ms a step")
-    axes.legend(fontsize="small")
+    if axes.has_data():
+        axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.apps.bench import overlap, report
-from speedswap.apps.bench.errors import BenchmarkError
+from speedswap.apps.bench.errors import BenchmarkError, WrongResultError
 from speedswap.apps.bench.measure import steps_in_turn
 from speedswap.apps.bench.parts import time_parts
 from speedswap.apps.bench.peers import Peer, step_peers
@@ -131,13 +131,21 @@ def compare(
         the time of our plain step goes.
     """
     everyone = [one for one in contestants(optimizer, device) if one.library not in peers or peers[one.library].present]
-    verify(optimizer, everyone, device)
     grad = torch.randn(plan.lookups, plan.dim, device=device)
     trainers: dict[str, dict[str, Any]] = {one.name: {"library": one.library} for one in everyone}
     lazy: dict[str, Trainer] = {}
     dense: dict[str, Trainer] = {}
     with ExitStack() as stack:
         for one in everyone:
+            try:
+                verify(optimizer, one, device)
+            except WrongResultError:
+                raise
+            except Exception as error:
+                if one.name == "speedswap":
+                    raise
+                trainers[one.name]["skipped"] = f"failed: {type(error).__name__}: {error}"
+                continue
             need = int(one.bytes_factor * plan.num_rows * plan.dim * _ITEM_BYTES)
             if not _fits(need):
                 trainers[one.name]["skipped"] = f"{need / 2**30:.1f} GiB of memory are not free"

@@ -150,8 +150,8 @@ class Fbgemm:
         return weight
 
     def steps(self, batches: Sequence[Batch], grad: Tensor) -> Iterator[None]:
+        offsets = torch.tensor([0, len(grad)], device=grad.device)
         for batch in batches:
-            offsets = torch.tensor([0, len(batch.near)], device=batch.near.device)
             self.embedding(batch.near, offsets).backward(grad)
             yield
 

@@ -53,19 +53,19 @@ class Plan:
         """SpeedTorch's sizes with their sweeps; or, quick, sizes that take seconds."""
         if quick:
             table = max(2**28, 8 * cache_bytes())
-            return cls(table, 512, 16_384, 3, (64, 512), (1024, 16_384), (table,), 200_000, 12.0)
+            return cls(table, 512, 16_384, 3, (64, 512), (1024, 16_384), (table, 2 * table), 200_000, 12.0)
         # No table that a cache could hold.
         sizes = [size for size in (2**29, 2**31, 2**33) if size >= 8 * cache_bytes()]
         return cls(
             max(2**31, 8 * cache_bytes()),
             512,
             131_072,
-            15 if device == "cpu" else 9,
-            (16, 64, 128, 256, 512, 1024, 4096),
+            15 if device == "cpu" else 7,
+            (16, 64, 128, 256, 512, 1024, 4096) if device == "cpu" else (16, 64, 256, 512, 4096),
             (1024, 8192, 131_072, 524_288),
             sizes,
             10_000_000,
-            200.0 if device == "cpu" else 45.0,
+            200.0 if device == "cpu" else 48.0,
         )
 
 

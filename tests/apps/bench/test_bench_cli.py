@@ -1,0 +1,257 @@
+"""The command: JSON of one shape, pictures, peers that are missing and why, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import readme_figures
+import torch
+
+from speedswap.apps.bench import measure, peers, step, transfer
+from speedswap.apps.bench.stores import peer_makers
+from speedswap.apps.bench.trainers import Contestant, contestants
+from speedswap.apps.bench.workload import zipf_batches
+from speedswap.cli import main
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL_TRANSFER = transfer.Plan(2**24, 512, 1024, 2, (64, 512), (256,), (2**24, 2**60), 1000, 600.0)
+PEERS = {"FBGEMM": peers.Peer(None, "left out here")}
+SMALL_STEP = step.Plan(2000, 8, 512, 4, 1, {8: (2000, 4000)}, ("sgd",), (1.0,), 600.0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes that take a second."""
+    monkeypatch.setattr(transfer.Plan, "of", lambda device, quick: SMALL_TRANSFER)
+    monkeypatch.setattr(step.Plan, "of", lambda device, quick: SMALL_STEP)
+
+
+def check_transfer(found):
+    assert found["threads"] == torch.get_num_threads()
+    assert found["peers"]["torch"] == {"version": torch.__version__, "missing": None}
+    assert found["peers"]["WholeGraph"]["missing"]
+    ours = {name for name, store in found["table"]["stores"].items() if store["library"] == "speedswap"}
+    assert ours >= {"speedswap, device", "speedswap, pageable", "speedswap, memmap"}
+    for point in [found["table"], *found["sweeps"]["row_bytes"], *found["sweeps"]["batch_rows"]]:
+        for way in ("to_device", "from_device"):
+            for entry in [point["floors"]["host"], *point["stores"].values()]:
+                assert entry[way]["seconds"] > 0
+                rate = point["payload_bytes"] / entry[way]["seconds"] / 1e9
+                assert entry[way]["gb_per_second"] == pytest.approx(rate)
+            for times in point["times_faster"][way].values():
+                assert {"torch, pageable", "numpy, pageable"} <= set(times)
+    assert [point["row_bytes"] for point in found["sweeps"]["row_bytes"]] == [64, 512]
+    fitting, too_large = found["sweeps"]["table_bytes"]
+    assert fitting["table_bytes"] == 2**24
+    assert "not free" in too_large["skipped"]
+    taken = {entry["what"]: entry for entry in found["memory"]}
+    assert taken["speedswap, memmap"]["table_bytes"] == 512_000
+    assert all(entry.keys() >= {"anonymous_bytes", "file_bytes", "device_bytes"} for entry in taken.values())
+
+
+def check_step(found):
+    assert found["workload"]["rows"] == 2000
+    assert 0 < found["workload"]["unique_rows"] < 512
+    assert set(found["optimizers"]) == {"sgd", "adagrad", "adam"}
+    for result in found["optimizers"].values():
+        seconds = {name: entry["seconds"] for name, entry in result["trainers"].items()}
+        assert min(seconds.values()) > 0
+        for name, over in result["time_over"].items():
+            assert over == pytest.approx({peer: seconds[name] / seconds[peer] for peer in over})
+        assert {"speedswap", "speedswap, lookahead"} <= set(result["time_over"])
+        assert set(result["parts"]) == {"lookup", "backward", "optimizer", "unique", "gather", "scatter"}
+    (sizes,) = found["sizes"]
+    first, last = sizes["tables"]
+    assert (first["rows"], last["rows"]) == (2000, 4000)
+    assert sizes["largest_over_first"] == pytest.approx(last["seconds"] / first["seconds"])
+    for entry in found["overlap"]:
+        assert set(entry["seconds"]) == {"compute", "swap", "plain", "lookahead"}
+        larger = max(entry["seconds"]["compute"], entry["seconds"]["swap"])
+        assert entry["lookahead_over_larger"] == pytest.approx(entry["seconds"]["lookahead"] / larger)
+
+
+def check_readme_lines(results):
+    """README's rows can be made of what was found: five cells each, with the figures of the files."""
+    rows = readme_figures.transfer_lines(results["transfer"], "t.json")
+    rows += readme_figures.step_lines(results["step"], "s.json")
+    assert all(row.startswith("| ") and row.endswith(".json |") and row.count("|") == 6 for row in rows)
+    pageable = results["transfer"]["table"]["stores"]["speedswap, pageable"]["to_device"]["seconds"]
+    assert f"| {1000 * pageable:.2f} ms |" in rows[0]
+    adam = results["step"]["optimizers"]["adam"]["trainers"]
+    said = f"| {1000 * adam['speedswap']['seconds']:.1f} ms | torch SparseAdam "
+    assert sum(said in row for row in rows) == 1
+
+
+def test_both_benchmarks_write_what_they_print(small, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report, plot = tmp_path / "all.json", tmp_path / "all.png"
+    assert main(["bench", "--device", "cpu", "--json", str(report), "--plot", str(plot)]) == 0
+    document = json.loads(report.read_text())
+    assert document["benchmark"] == "all-cpu"
+    assert document["machine"]["torch"] == torch.__version__
+    check_transfer(document["results"]["transfer"])
+    check_step(document["results"]["step"])
+    printed = capsys.readouterr().out
+    for expected in ("speedswap, memmap", "torch, pageable", "A step with adam", "WholeGraph: left out, is for a GPU"):
+        assert expected in printed
+    check_readme_lines(document["results"])
+    for name in ("transfer", "step"):
+        assert (tmp_path / f"all-{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_benchmark_alone(small, tmp_path):
+    report, plot = tmp_path / "step.json", tmp_path / "step.svg"
+    words = ["--compute", "0.5,2", "--json", str(report), *_plot(plot)]
+    assert main(["bench", "step", "--device", "cpu", *words]) == 0
+    document = json.loads(report.read_text())
+    assert document["benchmark"] == "step-cpu"
+    assert [entry["compute_asked_for"] for entry in document["results"]["overlap"]] == [0.5, 2.0]
+    assert not _plot(plot) or "<svg" in plot.read_text()
+
+
+def _plot(path):
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return []
+    return ["--plot", str(path)]
+
+
+def test_a_wrong_store_ends_the_run_with_one_line_and_no_file(small, monkeypatch, tmp_path, capsys):
+    real = peer_makers("cpu")["torch"][0]
+
+    def broken(rows, room, folder):
+        right = real(rows, room, folder)
+        return replace(right, library="broken", gather=lambda batch: right.gather(batch) + 1)
+
+    monkeypatch.setattr(transfer, "peer_makers", lambda device: {"torch": [broken]})
+    monkeypatch.setattr(transfer.Plan, "of", lambda device, quick: replace(SMALL_TRANSFER, memory_rows=0))
+    assert main(["bench", "transfer", "--device", "cpu", "--json", str(tmp_path / "never.json")]) == 2
+    err = capsys.readouterr().err
+    assert "broken, pageable gathers row" in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_peer_that_cannot_be_made_is_left_out_with_its_reason(monkeypatch, tmp_path):
+    def failing(rows, room, folder):
+        raise OSError("no such device")
+
+    makers = {**peer_makers("cpu"), "numpy": [failing]}
+    monkeypatch.setattr(transfer, "peer_makers", lambda device: makers)
+    found = transfer.run("cpu", folder=tmp_path, plan=replace(SMALL_TRANSFER, memory_rows=0))
+    assert found["peers"]["numpy"]["missing"] == "failed: OSError: no such device"
+    assert "torch, pageable" in found["table"]["stores"]
+    assert not list(tmp_path.iterdir())  # memmap tables are gone
+
+
+def test_peers_that_are_missing_say_why():
+    assert peers.transfer_peers("cpu")["SpeedTorch's method (CuPy)"] == peers.Peer(None, "is for a GPU")
+    assert peers._imported("no_such_library", "none", "pip it") == peers.Peer(None, "not installed: pip it")
+    assert peers._imported("no_such_library", "none").missing == "not installed: No module named 'no_such_library'"
+
+
+def test_a_library_built_for_another_torch_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "built_for_another.py").write_text("raise OSError('undefined symbol: x\\nmore')")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = peers._imported("built_for_another", "none")
+    assert found == peers.Peer(None, "cannot be imported: OSError: undefined symbol: x")
+
+
+MISTAKES = {
+    "unknown device": (["--device", "tpu"], "device is 'tpu': give cpu or cuda"),
+    "no threads": (["--threads", "0"], "threads is 0"),
+    "no such folder": (["--folder", "nowhere"], "folder is 'nowhere', which is no directory"),
+    "json into nowhere": (["--json", "nowhere/x.json"], "there is no directory"),
+    "plot is a directory": (["--plot", "."], "'.' is a directory"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_before_the_work(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *MISTAKES[name][0]]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert MISTAKES[name][1] in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_cuda_without_a_gpu_is_one_line(capsys):
+    assert main(["bench", "step", "--device", "cuda"]) == 2
+    assert "device is 'cuda', but there is none to use" in capsys.readouterr().err
+
+
+def test_ratios_that_are_no_numbers(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "step", "--compute", "1,fast"])
+    assert ended.value.code == 2
+    assert "--compute" in capsys.readouterr().err
+
+
+def test_sizes_without_room_are_left_out():
+    plan = replace(SMALL_STEP, sizes={8: (2000, 10**13)})
+    found = step.over_sizes("sgd", 8, plan.sizes[8], "cpu", plan, float("inf"))
+    assert "seconds" in found["tables"][0]
+    assert found["tables"][1]["skipped"] == "298023.2 GiB of memory are not free"
+    assert "largest_over_first" not in found
+
+
+def test_no_table_is_begun_after_the_time():
+    found = step.over_sizes("sgd", 8, (2000, 4000), "cpu", SMALL_STEP, 0.0)
+    assert [entry["skipped"] for entry in found["tables"]] == ["the 600 seconds for this benchmark are over"] * 2
+
+
+@pytest.mark.parametrize("name", ["transfer", "step"])
+def test_a_script_is_the_command(name):
+    script = ROOT / "benchmarks" / f"bench_{name}.py"
+    done = subprocess.run([sys.executable, str(script), "--device", "tpu"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "device is 'tpu'" in done.stderr
+
+
+def test_the_second_of_two_calls_counts():
+    """The first one of each pair is slow, as one is that wakes its threads; the warm-up is slower still."""
+    calls = []
+
+    def candidate(number):
+        calls.append(number)
+        time.sleep(0.2 if len(calls) <= 2 else 0.05 if len(calls) % 2 else 0.002)
+
+    found = measure.in_turn({"one": candidate}, repeats=3, warm_up=1)
+    assert 0.002 <= found["one"] < 0.045
+    assert calls == list(range(8))
+
+
+def test_steps_count_from_the_second_to_the_last_but_one():
+    def loop(repeat):
+        for seconds in (0.2, 0.2, 0.004, 0.004, 0.2):
+            time.sleep(seconds)
+            yield
+
+    found = measure.steps_in_turn({"loop": loop}, steps=5, repeats=1, warm_up=0)
+    assert 0.004 <= found["loop"] < 0.1
+
+
+def test_a_library_that_fails_is_left_out_with_its_reason(small, monkeypatch):
+    """Its constructor raises what it likes; ours would end the run."""
+
+    def failing(num_rows, dim, optimizer, device):
+        raise TypeError("no such argument")
+
+    def one_more(optimizer, device):
+        return [*contestants(optimizer, device), Contestant("FBGEMM on Tuesday", "other", failing, 1.0)]
+
+    monkeypatch.setattr(step, "contestants", one_more)
+    found = step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))
+    assert found["trainers"]["FBGEMM on Tuesday"]["skipped"] == "failed: TypeError: no such argument"
+    monkeypatch.setattr(step, "contestants", lambda *_: [Contestant("speedswap", "speedswap", failing, 1.0)])
+    with pytest.raises(TypeError):
+        step.compare("sgd", "cpu", SMALL_STEP, PEERS, zipf_batches(2000, 512, 32, "cpu"))

@@ -1,0 +1,70 @@
+"""Everyone who is timed trains as torch does, and one who does not is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from speedswap.apps.bench.errors import WrongResultError
+from speedswap.apps.bench.peers import step_peers
+from speedswap.apps.bench.trainers import OPTIMIZERS, Contestant, Ours, contestants
+from speedswap.apps.bench.verification import verify
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_every_contestant_trains_as_torch_does(optimizer, device):
+    peers = step_peers(device)
+    everyone = [one for one in contestants(optimizer, device) if one.library not in peers or peers[one.library].present]
+    assert {"speedswap", "torch"} <= {one.library for one in everyone}
+    for one in everyone:
+        verify(optimizer, one, device)
+
+
+class Forgetful(Ours):
+    """Leaves the second batch out."""
+
+    def steps(self, batches, grad):
+        yield from super().steps([*batches[:1], *batches[2:]], grad)
+
+
+class Hasty(Ours):
+    """Takes all but one lookup's gradient."""
+
+    def steps(self, batches, grad):
+        grad = grad.clone()
+        grad[-1] = 0
+        yield from super().steps(batches, grad)
+
+
+class Slow(Ours):
+    """With a learning rate a thousandth smaller."""
+
+    def steps(self, batches, grad):
+        self.optimizer.param_groups[0]["lr"] *= 1 - 1e-3
+        yield from super().steps(batches, grad)
+
+
+@pytest.mark.parametrize("trainer", [Forgetful, Hasty, Slow])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_trainer_that_is_wrong_is_found(trainer, optimizer, device):
+    with pytest.raises(WrongResultError, match=f"broken trains .* wrongly with {optimizer}: row "):
+        verify(optimizer, Contestant("broken", "broken", trainer, 1.0), device)
+
+
+def test_a_dense_optimizer_drifts_and_says_so(device):
+    """Dense Adam moves rows that a batch leaves out: it is verified after one step, and would fail after three."""
+    (dense,) = (one for one in contestants("adam", device) if one.dense)
+    verify("adam", dense, device)
+    with pytest.raises(WrongResultError):
+        verify("adam", replace(dense, dense=False), device)
+
+
+def test_trainers_of_a_run_start_from_the_same_rows(device):
+    first, second = (Ours(100, 8, "sgd", device) for _ in range(2))
+    assert torch.equal(first.weights(), second.weights())
+    assert first.weights().std() > 0.01  # nothing is timed on zeros
+    for trainer in (first, second):
+        trainer.close()
