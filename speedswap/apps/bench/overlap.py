@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import speedswap
 from speedswap import kernels
@@ -17,6 +16,7 @@ from speedswap.apps.bench.measure import steps_in_turn, synchronize
 from speedswap.apps.bench.parts import swaps
 from speedswap.apps.bench.trainers import LEARNING_RATE, Ours
 from speedswap.apps.bench.workload import Batch, random_batches
+from speedswap.swapping.lookup import look_up
 
 __all__ = ["run"]
 
@@ -125,7 +125,7 @@ def _compute(trainer: Ours, batches: Sequence[Batch], work: _Work) -> Iterator[N
     weight = nn.Parameter(trainer.embedding.table.gather(rows, columns=["weight"], device=local.device).weight)
     optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE["adam"], fused=not weight.is_cuda)
     for _ in batches:
-        found: Tensor = F.embedding(local, weight)
+        found = look_up(weight, local)
         work.do()
         found.backward(work.grad)  # type: ignore[no-untyped-call]
         optimizer.step()
