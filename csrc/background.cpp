@@ -2,14 +2,14 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstdlib>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <new>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 
@@ -21,14 +21,26 @@ namespace speedswap {
 
 class Background {
   public:
-    void give(std::shared_ptr<Job> job) {
+    void give(std::shared_ptr<Job> job, int threads) {
         job->process_ = getpid();
         {
             std::lock_guard<std::mutex> lock(mutex_);
             if (!started_) start();
+            threads_ = threads;
             jobs_.push_back(std::move(job));
         }
-        given_.notify_one();
+        changed_.notify_all();
+    }
+
+    // Does jobs, in their order, until this one is done.
+    void finish(const Job& job, int threads) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!job.done()) {
+            if (running_ == nullptr)
+                do_first(lock, threads);
+            else
+                changed_.wait(lock);
+        }
     }
 
     std::shared_ptr<Job> last() {
@@ -54,22 +66,35 @@ class Background {
 
     void serve() {
         use_own_pool();
+#ifdef __linux__
+        // Where every core computes, a job that pushed a computing thread aside would hold up all the others.
+        setpriority(PRIO_PROCESS, id_t(gettid()), kNice);
+#endif
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            given_.wait(lock, [this] { return !jobs_.empty(); });
-            running_ = std::move(jobs_.front());
-            jobs_.pop_front();
-            lock.unlock();
-            running_->run();
-            lock.lock();
-            running_.reset();
+            changed_.wait(lock, [this] { return !jobs_.empty() && running_ == nullptr; });
+            do_first(lock, threads_);
         }
     }
 
-    std::mutex mutex_;
-    std::condition_variable given_;
+    void do_first(std::unique_lock<std::mutex>& lock, int threads) {
+        running_ = std::move(jobs_.front());
+        jobs_.pop_front();
+        const std::shared_ptr<Job> job = running_;
+        lock.unlock();
+        job->run(threads);
+        lock.lock();
+        running_.reset();
+        changed_.notify_all();
+    }
+
+    static constexpr int kNice = 19;
+
+    std::mutex mutex_;  // guards what follows
+    std::condition_variable changed_;
     std::deque<std::shared_ptr<Job>> jobs_;
     std::shared_ptr<Job> running_;
+    int threads_ = 1;
     bool started_ = false;
 };
 
@@ -91,137 +116,63 @@ Background& background() {
 
 }  // namespace
 
-void Job::run() {
-    std::exception_ptr error;
+void Job::run(int threads) {
     try {
-        work();
+        work(threads);
     } catch (...) {
-        error = std::current_exception();
+        error_ = std::current_exception();
     }
-    std::lock_guard<std::mutex> lock(mutex_);
-    error_ = error;
-    done_ = true;
-    finished_.notify_all();
+    done_.store(true, std::memory_order_release);
 }
 
-void Job::wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (!done_ && process_ != getpid())
-        throw std::runtime_error("the job was given by the process that forked this one");
-    finished_.wait(lock, [this] { return done_; });
+void Job::wait(int threads) {
+    if (!done()) {
+        if (process_ != getpid()) throw std::runtime_error("the job was given by the process that forked this one");
+        background().finish(*this, threads);
+    }
     if (error_) std::rethrow_exception(error_);
 }
 
-bool Job::done() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return done_;
-}
-
-void give(std::shared_ptr<Job> job) {
-    background().give(std::move(job));
+void give(std::shared_ptr<Job> job, int threads) {
+    background().give(std::move(job), threads);
 }
 
 void finish_jobs() {
     Background* const existing = current_background.load(std::memory_order_acquire);
     if (existing == nullptr) return;
-    if (const std::shared_ptr<Job> last = existing->last()) last->wait();
-}
-
-// ---- buffers -------------------------------------------------------------------------------------------------------
-
-namespace {
-
-constexpr int64_t kAlignment = 64;
-constexpr size_t kSpares = 16;
-
-struct Spare {
-    char* data;
-    int64_t capacity;
-};
-
-struct Store {
-    std::mutex mutex;
-    std::deque<Spare> spares;  // the one given back last is at the end
-};
-
-Store& store() {
-    static Store* const one = new Store;
-    return *one;
-}
-
-}  // namespace
-
-Buffer::Buffer(int64_t bytes) : bytes_(bytes) {
-    {
-        std::lock_guard<std::mutex> lock(store().mutex);
-        auto& spares = store().spares;
-        auto best = spares.end();
-        for (auto spare = spares.begin(); spare != spares.end(); ++spare)
-            if (spare->capacity >= bytes && spare->capacity / 2 <= bytes &&
-                (best == spares.end() || spare->capacity <= best->capacity))
-                best = spare;
-        if (best != spares.end()) {
-            data_ = best->data;
-            capacity_ = best->capacity;
-            spares.erase(best);
-            return;
-        }
-    }
-    // A little more, since the next batch may have a few more rows.
-    capacity_ = std::max<int64_t>((bytes + bytes / 8 + kAlignment) / kAlignment * kAlignment, kAlignment);
-    data_ = static_cast<char*>(std::aligned_alloc(kAlignment, size_t(capacity_)));
-    if (data_ == nullptr) throw std::bad_alloc();
-}
-
-Buffer::~Buffer() {
-    if (data_ == nullptr) return;
-    char* dropped = data_;
-    try {
-        std::lock_guard<std::mutex> lock(store().mutex);
-        auto& spares = store().spares;
-        spares.push_back({data_, capacity_});
-        dropped = nullptr;
-        if (spares.size() > kSpares) {
-            dropped = spares.front().data;
-            spares.pop_front();
-        }
-    } catch (const std::bad_alloc&) {
-        // Not kept, then.
-    }
-    std::free(dropped);
+    if (const std::shared_ptr<Job> last = existing->last()) existing->finish(*last, 1);
 }
 
 // ---- the jobs that there are ---------------------------------------------------------------------------------------
 
-GatherJob::GatherJob(Ids ids, int64_t num_rows, std::vector<Move> moves, int threads)
+GatherJob::GatherJob(Ids ids, int64_t num_rows, std::vector<Move> moves)
     : ids_(static_cast<const char*>(ids.data), static_cast<const char*>(ids.data) + ids.count * ids.bytes),
       id_bytes_(ids.bytes),
       count_(ids.count),
       num_rows_(num_rows),
-      moves_(std::move(moves)),
-      threads_(threads) {}
+      moves_(std::move(moves)) {}
 
-void GatherJob::work() {
+void GatherJob::work(int threads) {
     const Ids ids{ids_.data(), id_bytes_, count_};
-    outside = check_ids(ids, num_rows_, threads_);
+    outside = check_ids(ids, num_rows_, threads);
     if (outside >= 0) return;
     const int64_t id_memory = count_ * int64_t(sizeof(int64_t));
     local = Buffer(id_memory);
     rows = Buffer(id_memory);
     int64_t* const found = reinterpret_cast<int64_t*>(rows.data());
-    distinct = unique(ids, found, reinterpret_cast<int64_t*>(local.data()), threads_);
+    distinct = unique(ids, found, reinterpret_cast<int64_t*>(local.data()), threads);
     for (Move& move : moves_) {
         for (Part& part : move.parts) {
             blocks.emplace_back(distinct * part.block_stride);
             part.block = blocks.back().data();
         }
-        gather(move.records, move.stride, {found, sizeof(int64_t), distinct}, move.parts, threads_);
+        gather(move.records, move.stride, {found, sizeof(int64_t), distinct}, move.parts, threads);
     }
 }
 
-void ScatterJob::work() {
+void ScatterJob::work(int threads) {
     for (const Move& move : moves_)
-        scatter(move.records, move.stride, ids_, move.parts, threads_);
+        scatter(move.records, move.stride, ids_, move.parts, threads);
 }
 
 int64_t hand_over(const int64_t* from_rows, int64_t from_count, const int64_t* to_rows, int64_t to_count,

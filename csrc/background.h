@@ -1,14 +1,13 @@
 // A thread beside the callers', for work whose result is wanted later.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
+#include "buffer.h"
 #include "rows_cpu.h"
 
 namespace speedswap {
@@ -18,26 +17,27 @@ class Job {
   public:
     virtual ~Job() = default;
 
-    // Returns when the work is done; throws what it threw.
-    void wait();
-    bool done() const;
+    // Returns when the work is done; throws what it threw. Work that nobody has begun is done by the caller, on this
+    // many threads, after what was given before it.
+    void wait(int threads);
+    bool done() const { return done_.load(std::memory_order_acquire); }
 
   protected:
-    virtual void work() = 0;
+    virtual void work(int threads) = 0;
 
   private:
     friend class Background;
-    void run();
+    void run(int threads);
 
-    mutable std::mutex mutex_;
-    std::condition_variable finished_;
-    bool done_ = false;
+    std::atomic<bool> done_{false};
     std::exception_ptr error_;
     int process_ = 0;  // a forked child has the job, but not the thread
 };
 
-// Jobs are done in the order in which they are given, one after the other, whoever gave them.
-void give(std::shared_ptr<Job> job);
+// Jobs are done in the order in which they are given, one after the other, whoever gave them. The thread gives way to
+// every other one: it is for cores that are idle. What it has not come to is done by those who wait for it.
+// `threads` is how many it may use.
+void give(std::shared_ptr<Job> job, int threads);
 
 // Returns when every job given so far is done.
 void finish_jobs();
@@ -49,39 +49,11 @@ struct Move {
     std::vector<Part> parts;
 };
 
-// Memory of a job's result. It goes back to a small store when it is no longer needed, since memory that is new from
-// the system costs more than what is done with it here.
-class Buffer {
-  public:
-    Buffer() = default;
-    explicit Buffer(int64_t bytes);
-    Buffer(Buffer&& other) noexcept { swap(other); }
-    Buffer& operator=(Buffer&& other) noexcept {
-        swap(other);
-        return *this;
-    }
-    ~Buffer();
-
-    char* data() const { return data_; }
-    int64_t bytes() const { return bytes_; }
-
-  private:
-    void swap(Buffer& other) noexcept {
-        std::swap(data_, other.data_);
-        std::swap(bytes_, other.bytes_);
-        std::swap(capacity_, other.capacity_);
-    }
-
-    char* data_ = nullptr;
-    int64_t bytes_ = 0;
-    int64_t capacity_ = 0;
-};
-
 // A lookup ahead of its time: the ids, copied, are checked and made unique, and their rows gathered.
 class GatherJob : public Job {
   public:
     // The parts' blocks are the job's to make: block_stride bytes for each row.
-    GatherJob(Ids ids, int64_t num_rows, std::vector<Move> moves, int threads);
+    GatherJob(Ids ids, int64_t num_rows, std::vector<Move> moves);
 
     // Once the job is done:
     int64_t outside = -1;  // the position of an id that is out of range; then there is nothing else
@@ -91,7 +63,7 @@ class GatherJob : public Job {
     std::vector<Buffer> blocks;  // of every part of every move
 
   protected:
-    void work() override;
+    void work(int threads) override;
 
   private:
     std::vector<char> ids_;
@@ -99,22 +71,19 @@ class GatherJob : public Job {
     int64_t count_;
     int64_t num_rows_;
     std::vector<Move> moves_;
-    int threads_;
 };
 
 // Rows written later. ids and blocks are the caller's to keep until the job is done.
 class ScatterJob : public Job {
   public:
-    ScatterJob(Ids ids, std::vector<Move> moves, int threads)
-        : ids_(ids), moves_(std::move(moves)), threads_(threads) {}
+    ScatterJob(Ids ids, std::vector<Move> moves) : ids_(ids), moves_(std::move(moves)) {}
 
   protected:
-    void work() override;
+    void work(int threads) override;
 
   private:
     Ids ids_;
     std::vector<Move> moves_;
-    int threads_;
 };
 
 // A column of a written block and of one that was gathered: the rows of `to.block`, as records would give them back.

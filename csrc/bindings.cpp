@@ -200,10 +200,6 @@ void sum_taken(const SegmentsTuple& segments, uintptr_t entries, const MatrixTup
         [&] { speedswap::sum_taken(over, at<const int64_t>(entries), from, at<const int64_t>(taken), to, threads); });
 }
 
-void advise_huge_pages(uintptr_t pointer, int64_t nbytes) {
-    speedswap::advise_huge_pages(at(pointer), nbytes);
-}
-
 // ---- the background thread -----------------------------------------------------------------------------------------
 
 using MoveTuple = std::tuple<uintptr_t, int64_t, std::vector<PartTuple>>;
@@ -218,15 +214,15 @@ std::vector<Move> moves_of(const std::vector<MoveTuple>& tuples) {
 std::shared_ptr<GatherJob> gather_ahead(uintptr_t ids, int id_bytes, int64_t count, int64_t num_rows,
                                         const std::vector<MoveTuple>& moves, int threads) {
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
-    auto job = std::make_shared<GatherJob>(ids_at(ids, id_bytes, count), num_rows, moves_of(moves), threads);
-    speedswap::give(job);
+    auto job = std::make_shared<GatherJob>(ids_at(ids, id_bytes, count), num_rows, moves_of(moves));
+    speedswap::give(job, threads);
     return job;
 }
 
 std::shared_ptr<ScatterJob> scatter_behind(uintptr_t ids, int id_bytes, int64_t count,
                                            const std::vector<MoveTuple>& moves, int threads) {
-    auto job = std::make_shared<ScatterJob>(ids_at(ids, id_bytes, count), moves_of(moves), threads);
-    speedswap::give(job);
+    auto job = std::make_shared<ScatterJob>(ids_at(ids, id_bytes, count), moves_of(moves));
+    speedswap::give(job, threads);
     return job;
 }
 
@@ -278,14 +274,20 @@ PYBIND11_MODULE(_C, module) {
                arg("item_bytes"), arg("threads"));
     module.def("sum_taken", &sum_taken, arg("segments"), arg("entries"), arg("values"), arg("taken"), arg("out"),
                arg("item_bytes"), arg("threads"));
-    module.def("advise_huge_pages", &advise_huge_pages, arg("pointer"), arg("nbytes"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
 
-    py::class_<Buffer>(module, "Buffer", py::buffer_protocol()).def_buffer([](Buffer& buffer) {
-        return py::buffer_info(buffer.data(), 1, py::format_descriptor<uint8_t>::format(), buffer.bytes());
-    });
+    py::class_<Buffer>(module, "Buffer", py::buffer_protocol())
+        .def(py::init([](int64_t nbytes) {
+                 require(nbytes >= 0, "nbytes", nbytes, "0 or more");
+                 return Buffer(nbytes);
+             }),
+             arg("nbytes"))
+        .def_buffer([](Buffer& buffer) {
+            return py::buffer_info(buffer.data(), 1, py::format_descriptor<uint8_t>::format(), buffer.bytes());
+        });
     py::class_<Job, std::shared_ptr<Job>>(module, "Job")
-        .def("wait", [](Job& job) { without_gil([&] { job.wait(); }); })
+        .def(
+            "wait", [](Job& job, int threads) { without_gil([&] { job.wait(threads); }); }, arg("threads") = 1)
         .def("done", &Job::done);
     py::class_<GatherJob, Job, std::shared_ptr<GatherJob>>(module, "GatherJob")
         .def_readonly("outside", &GatherJob::outside)

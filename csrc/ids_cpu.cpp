@@ -2,14 +2,17 @@
 #include <cstring>
 #include <memory>
 
+#include "buffer.h"
 #include "pool.h"
 #include "rows_cpu.h"
 
 namespace speedswap {
 namespace {
 
-// A bitmap over the ids' range is the fastest set while it is not much larger than the ids themselves.
+// A bitmap over the ids' range is the fastest set, and the fastest way to sort, while it is not much larger than the
+// ids themselves.
 constexpr int64_t kBitsPerId = 256;
+constexpr int64_t kBitsPerSortedId = 16;
 
 template <typename Body>
 auto with_index_type(Ids ids, Body&& body) {
@@ -67,15 +70,17 @@ template <typename Index>
 int64_t unique_by_bitmap(const Index* ids, int64_t count, uint64_t lowest, uint64_t range, int64_t* rows,
                          int64_t* local, int threads) {
     const size_t words = size_t(range / 64 + 1);
-    std::unique_ptr<uint64_t[]> present(new uint64_t[words]());
-    std::unique_ptr<int64_t[]> below(new int64_t[words]);
+    const Buffer bits_memory(int64_t(words * sizeof(uint64_t))), below_memory(int64_t(words * sizeof(uint32_t)));
+    uint64_t* const present = bits_memory.as<uint64_t>();
+    uint32_t* const below = below_memory.as<uint32_t>();
+    std::fill_n(present, words, uint64_t(0));
     for (int64_t i = 0; i < count; ++i) {
         const uint64_t key = uint64_t(int64_t(ids[i])) - lowest;
         present[key / 64] |= uint64_t(1) << (key % 64);
     }
     int64_t distinct = 0;
     for (size_t word = 0; word < words; ++word) {
-        below[word] = distinct;
+        below[word] = uint32_t(distinct);
         for (uint64_t bits = present[word]; bits != 0; bits &= bits - 1)
             rows[distinct++] = int64_t(lowest + 64 * word + uint64_t(__builtin_ctzll(bits)));
     }
@@ -83,7 +88,7 @@ int64_t unique_by_bitmap(const Index* ids, int64_t count, uint64_t lowest, uint6
         for (int64_t i = begin; i < end; ++i) {
             const uint64_t key = uint64_t(int64_t(ids[i])) - lowest;
             const uint64_t lower = (uint64_t(1) << (key % 64)) - 1;
-            local[i] = below[key / 64] + __builtin_popcountll(present[key / 64] & lower);
+            local[i] = int64_t(below[key / 64]) + __builtin_popcountll(present[key / 64] & lower);
         }
     });
     return distinct;
@@ -100,8 +105,9 @@ int64_t unique_by_radix(const Index* ids, int64_t count, uint64_t lowest, uint64
                         int64_t* local) {
     constexpr int kBits = 11;
     constexpr uint64_t kDigits = uint64_t(1) << kBits;
-    std::unique_ptr<Keyed[]> sorted(new Keyed[size_t(count)]);
-    std::unique_ptr<Keyed[]> spare(new Keyed[size_t(count)]);
+    const Buffer memory(2 * count * int64_t(sizeof(Keyed)));
+    Keyed* sorted = memory.as<Keyed>();
+    Keyed* spare = sorted + count;
     for (int64_t i = 0; i < count; ++i)
         sorted[size_t(i)] = {uint64_t(int64_t(ids[i])) - lowest, i};
     for (int shift = 0; shift < 64 && (range >> shift) != 0; shift += kBits) {
@@ -118,7 +124,7 @@ int64_t unique_by_radix(const Index* ids, int64_t count, uint64_t lowest, uint64
             const Keyed keyed = sorted[size_t(i)];
             spare[size_t(starts[(keyed.key >> shift) % kDigits]++)] = keyed;
         }
-        sorted.swap(spare);
+        std::swap(sorted, spare);
     }
     int64_t distinct = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -135,7 +141,8 @@ int64_t unique_ids(const Index* ids, int64_t count, int64_t* rows, int64_t* loca
     const auto [lowest, highest] = std::minmax_element(ids, ids + count);
     const uint64_t first = uint64_t(int64_t(*lowest));
     const uint64_t range = uint64_t(int64_t(*highest)) - first;
-    if (range / kBitsPerId <= uint64_t(count)) return unique_by_bitmap(ids, count, first, range, rows, local, threads);
+    if (range / kBitsPerSortedId <= uint64_t(count) && count <= int64_t(UINT32_MAX))
+        return unique_by_bitmap(ids, count, first, range, rows, local, threads);
     return unique_by_radix(ids, count, first, range, rows, local);
 }
 

@@ -41,7 +41,4 @@ void max_segments(Segments segments, Matrix values, Matrix out, int64_t* taken, 
 // way back of max_segments.
 void sum_taken(Segments segments, const int64_t* entries, Matrix values, const int64_t* taken, Matrix out, int threads);
 
-// Asks for huge pages where memory was not touched yet. Only a hint.
-void advise_huge_pages(char* memory, int64_t bytes);
-
 }  // namespace speedswap

@@ -1,8 +1,5 @@
 #include "segments.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -105,15 +102,6 @@ void sum_taken(Segments segments, const int64_t* entries, Matrix values, const i
                int threads) {
     run(segments, values, true, threads,
         [&](Share share) { loops().sum_taken(segments, entries, values, taken, out, share); });
-}
-
-void advise_huge_pages([[maybe_unused]] char* memory, [[maybe_unused]] int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE));
-    const uintptr_t begin = (uintptr_t(memory) + page - 1) & -page;
-    const uintptr_t end = (uintptr_t(memory) + uintptr_t(bytes)) & -page;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
 }
 
 }  // namespace speedswap

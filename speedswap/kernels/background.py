@@ -84,11 +84,11 @@ class AheadJob:
 
     def wait(self) -> None:
         """Return when the thread is done with it."""
-        self._job.wait()
+        self._job.wait(get_num_threads())
 
     def take(self) -> Lookup | None:
         """Wait for the rows, and take them; None if an id is out of range. Once only."""
-        self._job.wait()
+        self._job.wait(get_num_threads())
         if self._job.outside >= 0:
             return None
         count = self._job.distinct

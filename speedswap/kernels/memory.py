@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,22 +12,24 @@ from speedswap import _C
 
 __all__ = ["empty"]
 
-# Below this a result has too few pages for their size to count.
-_HUGE_BYTES = 4 << 20
+# From here on torch's memory is new from the system each time.
+_LARGE_BYTES = 1 << 20
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """Return an uninitialized tensor; on the CPU in huge pages where it is large and the system gives them.
+    """Return an uninitialized tensor; on the CPU, where it is large, in memory that earlier results have given back.
 
-    A large result is new memory each time, and the system provides ordinary pages one by one as they are first
-    written: for the rows of a batch that can take several times as long as writing them.
+    Memory that is new from the system is provided page by page as it is first written: for the rows of a batch that
+    takes several times as long as writing them. Such a tensor is like any other, but for ``resize_``, which cannot make
+    it larger.
 
     Args:
         shape: of the tensor.
         dtype: of the tensor.
         device: the CPU by default.
     """
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=device or "cpu")
-    if tensor.device.type == "cpu" and tensor.nbytes >= _HUGE_BYTES:
-        _C.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor
+    device = torch.device(device or "cpu")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < _LARGE_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.frombuffer(_C.Buffer(nbytes), dtype=torch.uint8).view(dtype).view(tuple(shape))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,17 @@ class Write:
         """Whether the rows are in the table."""
         return self.job is None or self.job.done()
 
+    def hand_over(self, block: Block) -> None:
+        """Give a block the rows that it shares with these."""
+        names = [name for name in block.columns if name in self.values]
+        kernels.hand_over(
+            self.rows.to(block.rows.device),
+            [self.values[name] for name in names],
+            block.rows,
+            [block.columns[name] for name in names],
+            [self.forms[name] for name in names],
+        )
+
 
 class Ahead:
     """A batch's rows, asked for before the steps in between are done.
@@ -62,20 +73,12 @@ class Ahead:
         gathering: what fetches them.
         version: the table's, when that began.
         writes: those that the gathering may have overtaken.
-        hand_over: copies the rows that a write and a block share from the one to the other.
     """
 
-    def __init__(
-        self,
-        gathering: Gathering,
-        version: int,
-        writes: Iterable[Write],
-        hand_over: Callable[[Write, Block], None],
-    ) -> None:
+    def __init__(self, gathering: Gathering, version: int, writes: Iterable[Write]) -> None:
         self.version = version
         self._gathering = gathering
         self._writes = list(writes)
-        self._hand_over = hand_over
 
     def follow(self, write: Write, version: int) -> None:
         """Take note of a write that brought the table to ``version``."""
@@ -95,7 +98,7 @@ class Ahead:
         found = self._gathering.result()
         if found is not None:
             for write in self._writes:
-                self._hand_over(write, found[0])
+                write.hand_over(found[0])
         self._writes = []
         return found
 

@@ -57,6 +57,18 @@ class Segments:
             memory = self.directory.open_data(entry.file, entry.layout, self.num_embeddings)
             self._segments.append(Segment(entry.layout, memory, self.num_embeddings, entry.file))
 
+    def copy(self, source: Segments) -> None:
+        """Take memory for the columns of other segments, laid out as they are, with what they hold."""
+        for segment in source:
+            memory = storages.allocate(self.storage, segment.nbytes)
+            copied = Segment(segment.layout, memory, self.num_embeddings)
+            for rows in segment.chunks(0, self.num_embeddings):
+                stride = segment.layout.stride
+                piece = slice(rows.start * stride, rows.stop * stride)
+                memory.bytes[piece].copy_(segment.memory.bytes[piece])
+            self._segments.append(copied)
+        self.written = True
+
     def __iter__(self) -> Iterator[Segment]:
         return iter(self._segments)
 

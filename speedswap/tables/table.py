@@ -18,11 +18,11 @@ from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
-from speedswap.tables.in_flight import Ahead, EngineGathering, InFlight, SideGathering, Write
+from speedswap.tables.in_flight import Ahead
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column, count
-from speedswap.tables.segment import Segment
 from speedswap.tables.segments import Segments
+from speedswap.tables.traffic import Traffic
 
 __all__ = ["Table"]
 
@@ -63,7 +63,7 @@ class Table:
         self.before_saving: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
         self._lock = threading.RLock()
-        self._flight = InFlight()
+        self._traffic = Traffic(segments)
         self._owner_pid = os.getpid()
 
     # ------------------------------------------------------------------ making one
@@ -166,6 +166,23 @@ class Table:
             raise
         return cls(segments, manifest.attributes)
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, storage: str = "auto") -> Table:
+        """A copy, in memory, of a table that :meth:`save` wrote or that lives in a file.
+
+        Args:
+            path: the table's directory.
+            storage: ``device``, ``pinned``, ``pageable`` or ``auto``, as in :meth:`create`.
+
+        Raises:
+            FileNotFoundError, TableFormatError, TableTooLargeError: as :meth:`open` and :meth:`create` do.
+        """
+        with cls.open(path, mode="r") as source:
+            kind = storages.resolve_storage(storage, None)
+            segments = Segments(source.num_embeddings, kind, source.seed, source.name, None, writes=source.writes)
+            segments.copy(source._segments)
+            return cls(segments, dict(source.attributes))
+
     # ------------------------------------------------------------------ what it is
 
     def __len__(self) -> int:
@@ -243,34 +260,8 @@ class Table:
     ) -> Block:
         """Gather rows whose ids have been checked; columns named in ``into`` go to those contiguous tensors."""
         self._check_open()
-        self._flight.land()
-        return self._fetch(rows, columns, device, into)
-
-    def _fetch(
-        self,
-        rows: Tensor,
-        columns: Sequence[str] | None,
-        device: torch.device | str | None,
-        into: Mapping[str, Tensor] | None = None,
-    ) -> Block:
-        """Gather without waiting for writes that are on their way."""
-        names = list(self.columns) if columns is None else columns
-        if device is None:
-            home = self._segments.of("weight").memory.device
-            device = home if home.type != "cpu" else rows.device
-        blocks: dict[str, Tensor] = {}
-        for segment, found in self._segments.grouped(names):
-            if torch.device(device).type == "cpu":
-                segment.memory.settle()
-            parts = []
-            for column in found:
-                block = into.get(column.name) if into is not None else None
-                if block is None:
-                    block = kernels.empty((len(rows), *column.row_shape), column.dtype, device)
-                blocks[column.name] = block
-                parts.append(kernels.Part(segment.layout.offset(column.name), block, column.form()))
-            kernels.gather_records(segment.records(), rows, parts)
-        return Block(rows, {name: blocks[name] for name in names})
+        self._traffic.land()
+        return self._traffic.fetch(rows, columns, device, into)
 
     def scatter(self, rows: Tensor, values: Block | Tensor | Mapping[str, Tensor]) -> None:
         """Copy rows into the table.
@@ -305,49 +296,9 @@ class Table:
             behind: return before the rows are written. They are ascending, and nobody changes ``values`` any more.
         """
         self._check_open(writing=True)
-        if len(rows) == 0:
-            return
-        with self._lock:
-            by_segment = self._segments.grouped(values)
-            through = [segment.memory.reserve(rows, segment.layout.stride) for segment, _ in by_segment]
-            blocks = {name: value.detach().contiguous() for name, value in values.items()}
-            forms = {c.name: self._form(c, self.writes) for _, columns in by_segment for c in columns}
-            moves = [
-                (
-                    segment,
-                    [kernels.Part(segment.layout.offset(c.name), blocks[c.name], forms[c.name]) for c in columns],
-                )
-                for segment, columns in by_segment
-            ]
-            at_once = not behind or any(mask is not None for mask in through)
-            if at_once:
-                self._flight.land()
-            self._mark_written()
-            if at_once:
-                for (segment, parts), mask in zip(moves, through, strict=True):
-                    if parts[0].block.device.type == "cpu":
-                        segment.memory.settle()
-                    segment.scatter(rows, parts, through=mask)
-            self._segments.writes += 1
-            if behind:
-                job = None if at_once else self._write_behind(rows, moves)
-                self._flight.wrote(Write(rows, blocks, forms, job), self.version)
-
-    def _write_behind(
-        self, rows: Tensor, moves: Sequence[tuple[Segment, Sequence[kernels.Part]]]
-    ) -> kernels.Job | kernels.Aside[None]:
-        """Begin to write; the engine's thread where all is host memory, else a stream and thread beside the GPU's."""
-        blocks = [part.block for _, parts in moves for part in parts]
-        if self._in_host_memory(blocks[0].device):
-            for segment, _ in moves:
-                segment.memory.settle()
-            return kernels.scatter_behind(rows, [(segment.records(), parts) for segment, parts in moves])
-
-        def write() -> None:
-            for segment, parts in moves:
-                kernels.scatter_records(segment.records(), rows, parts)
-
-        return kernels.Aside(write, blocks[0].device, "out", [rows, *blocks])
+        if len(rows):
+            with self._lock:
+                self._traffic.write(rows, values, begins=self._mark_written, behind=behind)
 
     def _gather_ahead(self, ids: Tensor, device: torch.device) -> Ahead:
         """Begin to look up a later batch: check the ids, make them unique, gather their rows.
@@ -357,43 +308,12 @@ class Table:
             device: where the block goes.
         """
         self._check_open()
-        gathering: EngineGathering | SideGathering
-        writes: list[Write] = []
-        if ids.device.type == "cpu" and self._in_host_memory(device):
-            # In the same thread as the writes, and so after those that were given to it.
-            names, moves = [], []
-            for segment in self._segments:
-                segment.memory.settle()
-                names += [column.name for column in segment.layout.columns]
-                moves.append((segment.records(), segment.wanted()))
-            gathering = EngineGathering(kernels.AheadJob(ids, self.num_embeddings, moves), names)
-        else:
-            writes = self._flight.unwritten()
-
-            def look_up() -> tuple[Block, Tensor]:
-                kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
-                rows, local = kernels.unique(ids)
-                block = self._fetch(rows, None, device)
-                return Block(rows.to(device, non_blocking=True), block.columns), local.to(device, non_blocking=True)
-
-            gathering = SideGathering(kernels.Aside(look_up, device, "in", [ids]))
-        ahead = Ahead(gathering, self.version, writes, _hand_over)
-        self._flight.asked(ahead)
-        return ahead
-
-    def _in_host_memory(self, device: torch.device) -> bool:
-        return device.type == "cpu" and all(segment.memory.device.type == "cpu" for segment in self._segments)
+        return self._traffic.gather_ahead(ids, device, self.version)
 
     @property
     def writes(self) -> int:
         """How many scatters there have been: the number of the next one. It is kept with a table's files."""
         return self._segments.writes
-
-    def _form(self, column: Column, write: int) -> kernels.Stored | None:
-        """How the kernels convert a column in a scatter of this number."""
-        if column.rounding == "nearest" or not column.compact:
-            return column.form()
-        return column.form(kernels.rounding_key(self.seed, column.key, write))
 
     def check_rows(self, ids: Tensor) -> None:
         """Check one-dimensional ids against the table before anything moves.
@@ -425,7 +345,7 @@ class Table:
                 f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r} are {nbytes / 2**30:.2f} GiB, "
                 f"and {free / 2**30:.2f} GiB of memory are free; read fewer rows, or use Table.save(path)"
             )
-        self._flight.land()
+        self._traffic.land()
         segment.memory.settle()
         values = segment.read(column, start, max(start, stop))
         return values.to("cpu", copy=not self.columns[column].compact).contiguous()
@@ -452,7 +372,7 @@ class Table:
         segment = self._segments.of(column)
         with self._lock:
             segment.memory.reserve(slice(start, start + len(values)), segment.layout.stride)
-            self._flight.land()
+            self._traffic.land()
             self._mark_written()
             segment.memory.settle()
             segment.write(column, start, values)
@@ -476,7 +396,7 @@ class Table:
         segment = self._segments.of(column)
         view = segment.view(column)
         segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
-        self._flight.land()
+        self._traffic.land()
         self._mark_written()
         segment.memory.settle()
         return view
@@ -513,7 +433,7 @@ class Table:
         """
         self._check_open(writing=True)
         with self._lock:
-            self._flight.land()
+            self._traffic.land()
             self._mark_written()
             for column in columns:
                 self._segments.fill(self._segments.of(column.name), [column])
@@ -536,7 +456,7 @@ class Table:
         if self.path is not None and target.exists() and target.samefile(self.path):
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
         with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
-            self._flight.land()
+            self._traffic.land()
             self._note_attributes()
             self._segments.save_to(directory, self.attributes)
 
@@ -546,7 +466,7 @@ class Table:
         if self._segments.directory is None or not self._segments.directory.writable:
             return
         with self._lock:
-            self._flight.land()
+            self._traffic.land()
             for segment in self._segments:
                 segment.memory.flush()
             self._save_manifest()
@@ -595,14 +515,16 @@ class Table:
 
     def _come_to_rest(self) -> None:
         """Wait until nothing reads or writes the table's memory, which is about to go."""
-        self._flight.land()
+        self._traffic.land()
         kernels.finish_jobs()
 
-    def _mark_written(self) -> None:
+    def _mark_written(self) -> int:
+        """Note that rows are about to change; returns the version that they will be of."""
         self.version += 1
         if not self._segments.written:
             self._segments.written = True
             self._save_manifest()
+        return self.version
 
     def _check_open(self, *, writing: bool = False) -> None:
         if self._closed:
@@ -615,15 +537,3 @@ class Table:
             )
         if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
-
-
-def _hand_over(write: Write, block: Block) -> None:
-    """Give a block the rows that it shares with a step's write."""
-    names = [name for name in block.columns if name in write.values]
-    kernels.hand_over(
-        write.rows.to(block.rows.device),
-        [write.values[name] for name in names],
-        block.rows,
-        [block.columns[name] for name in names],
-        [write.forms[name] for name in names],
-    )

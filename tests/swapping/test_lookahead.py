@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 import speedswap
 from speedswap.errors import IdError, LostUpdateError, SpeedswapWarning, TableClosedError
 from speedswap.tables import storage as storages
+from speedswap.tables.traffic import Traffic
 
 ROWS, DIM = 60, 5
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -111,7 +112,7 @@ def by_both(
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: str) -> str:
     """How rows come and go beside the computation; the threads that serve a GPU work without one too."""
     if request.param == "aside":
-        monkeypatch.setattr(speedswap.Table, "_in_host_memory", lambda table, device: False)
+        monkeypatch.setattr(Traffic, "_in_host_memory", lambda traffic, device: False)
     return str(request.param)
 
 

@@ -447,3 +447,24 @@ def test_registration_that_fails_leaves_a_working_pageable_table(monkeypatch: py
     assert not table.pinned
     table.scatter(torch.tensor([5]), torch.ones(1, 4))
     assert torch.equal(table.gather(torch.tensor([5])).weight, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("storage", ["auto", "pageable", "device"])
+def test_a_saved_table_is_loaded_into_memory(storage: str, tmp_path: Path) -> None:
+    """Every column, compact ones and late ones, the attributes and the number of writes."""
+    rows = torch.arange(50)
+    with Table.create(50, 3, init=init.normal(), stored_dtype=torch.bfloat16, rounding="stochastic") as table:
+        table.scatter(rows, torch.randn(50, 3))
+        table.add_columns([Column("late", (2,), torch.float64, init.constant(0.5))])
+        table.attributes["step"] = 7
+        table.save(tmp_path / "saved")
+        with Table.load(tmp_path / "saved", storage=storage) as loaded:
+            assert loaded.path is None
+            assert loaded.columns == table.columns
+            assert loaded.attributes == {"step": 7}
+            for values in (None, torch.randn(50, 3)):  # and the next write rounds as the table's would
+                for each in (table, loaded):
+                    if values is not None:
+                        each.scatter(rows, values)
+                for name in table.columns:
+                    assert torch.equal(loaded.read(column=name), table.read(column=name))

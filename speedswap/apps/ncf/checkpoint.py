@@ -24,6 +24,7 @@ __all__ = ["Checkpoint", "Place", "load"]
 FOLDER = "checkpoints"
 DECIDING = (
     *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users", "seed"),
+    "state_dtype",
 )
 """Settings that a resumed run must share with the one before; the ratings are compared by their contents."""
 

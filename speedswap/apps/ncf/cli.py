@@ -12,7 +12,7 @@ from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.output import save
 from speedswap.apps.ncf.settings import Settings
 from speedswap.apps.ncf.training import train
-from speedswap.apps.places import STORAGES, check_output
+from speedswap.apps.places import STATE_DTYPES, STORAGES, check_output
 
 __all__ = ["add_parser", "run"]
 
@@ -56,6 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("test_negatives", int, "items that each tested user's own is ranked among")
     add("test_users", int, "test so many users at most")
     add("storage", str, f"where the tables live: {', '.join(STORAGES)}")
+    add("state_dtype", str, f"how the optimizer's state is stored: {', '.join(STATE_DTYPES)}")
     add("device", str, "where to compute (default: cuda where there is a GPU, else cpu)")
     add("seed", int, "of everything random")
     add("scratch", Path, "directory for memmap tables, which are temporary (default: the system's)", metavar="DIR")

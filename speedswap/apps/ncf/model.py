@@ -19,7 +19,6 @@ __all__ = ["MODELS", "NCF"]
 
 MODELS = ("gmf", "mlp", "neumf")
 INIT_STD = 0.01
-COPIED_ROWS = 1 << 16
 
 
 class NCF(nn.Module):
@@ -42,6 +41,7 @@ class NCF(nn.Module):
         storage: where the tables live, as for ``speedswap.Embedding``. Memmap tables are in a temporary directory that
             goes with ``close``, or with the model.
         scratch: where that directory is made; the system's place by default.
+        state_dtype: how the optimizer's state is stored, as for ``speedswap.Embedding``.
         seed: of all initial values; rows are normal with a deviation of 0.01, as in the paper.
         source: a directory with saved tables ``users`` and ``items``, which are copied, the optimizer's state too.
 
@@ -64,6 +64,7 @@ class NCF(nn.Module):
         factors: int = 32,
         layers: Sequence[int] = (64, 32, 16, 8),
         storage: str = "auto",
+        state_dtype: torch.dtype | None = None,
         scratch: Path | None = None,
         seed: int = 0,
         source: Path | None = None,
@@ -85,7 +86,15 @@ class NCF(nn.Module):
             table = copied(source / name, storage, path) if source is not None else None
             init = speedswap.init.normal(std=INIT_STD)
             return speedswap.Embedding(
-                rows, width, storage=storage, path=path, init=init, seed=seed, name=name, table=table
+                rows,
+                width,
+                storage=storage,
+                path=path,
+                init=init,
+                seed=seed,
+                name=name,
+                table=table,
+                state_dtype=state_dtype,
             )
 
         self.user = embedding("users", num_users, seeds[0])
@@ -137,23 +146,8 @@ class NCF(nn.Module):
 
 def copied(saved: Path, storage: str, path: Path | None) -> speedswap.Table:
     """A table like a saved one, with all its columns and attributes, where ``storage`` says."""
+    if path is None:
+        return speedswap.Table.load(saved, storage=storage)
     with speedswap.Table.open(saved, mode="r") as source:
-        if path is not None:
-            source.save(path)
-            return speedswap.Table.open(path)
-        table = speedswap.Table.create(
-            len(source),
-            source.embedding_dim,
-            dtype=source.dtype,
-            storage=storage,
-            init=speedswap.init.zeros(),
-            seed=source.seed,
-            name=source.name,
-        )
-        table.add_columns([column for name, column in source.columns.items() if name != "weight"])
-        for column in source.columns:
-            for start in range(0, len(source), COPIED_ROWS):
-                rows = source.read(start, start + COPIED_ROWS, column=column)
-                table.write(start, rows, column=column)
-        table.attributes.update(source.attributes)
-        return table
+        source.save(path)
+    return speedswap.Table.open(path)

@@ -12,7 +12,7 @@ import torch
 from speedswap.apps.ncf.errors import SettingsError
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.optimizers import named_optimizer, plain
-from speedswap.apps.places import check_scratch, check_storage, compute_device
+from speedswap.apps.places import check_scratch, check_state_dtype, check_storage, compute_device
 
 __all__ = ["Settings"]
 
@@ -46,6 +46,7 @@ class Settings:
         test_negatives: items that each tested user's own is ranked among.
         test_users: of more users so many are tested.
         storage: where the tables live: ``auto``, ``device``, ``pinned``, ``pageable`` or ``memmap``.
+        state_dtype: how the optimizer's state is stored: ``float32``, or ``bfloat16`` in half the bytes.
         device: where the batch's rows are computed with; CUDA where there is one, else the CPU.
         seed: of everything random; on one machine, the same seed gives the same model.
         scratch: the directory for memmap tables, which are temporary; the system's by default.
@@ -70,6 +71,7 @@ class Settings:
     test_negatives: int = 99
     test_users: int = 50_000
     storage: str = "auto"
+    state_dtype: str = "float32"
     device: str | None = None
     seed: int = 0
     scratch: Path | None = None
@@ -95,6 +97,7 @@ class Settings:
         if not 0 <= self.seed < 2**64:
             raise SettingsError(f"seed is {self.seed}: give a whole number from 0 to 2**64 - 1")
         check_storage(self.storage)
+        check_state_dtype(self.state_dtype)
         check_scratch(self.scratch)
         named_optimizer(self.optimizer)
         self.compute_device()

@@ -131,6 +131,7 @@ def train(
         factors=settings.factors,
         layers=settings.layers,
         storage=settings.storage,
+        state_dtype=getattr(torch, settings.state_dtype),
         scratch=settings.scratch,
         seed=settings.seed,
         source=checkpoint.folder if checkpoint is not None else None,

@@ -95,6 +95,7 @@ def test_every_option_reaches_the_settings(tmp_path):
         "test_negatives": 9,
         "test_users": 11,
         "storage": "memmap",
+        "state_dtype": "bfloat16",
         "device": "cpu",
         "seed": 11,
         "scratch": str(tmp_path),

@@ -120,9 +120,8 @@ def test_with_adagrad_every_loss_is_that_of_the_model_in_torchs_memory(depth, de
 
 
 @pytest.mark.parametrize("storage", ["pageable", "memmap", "device"])
-def test_a_model_goes_on_from_saved_tables(storage, tmp_path, monkeypatch):
+def test_a_model_goes_on_from_saved_tables(storage, tmp_path):
     """Weights, optimizer state and step count: the next step is that of the model that was saved."""
-    monkeypatch.setattr("speedswap.apps.ncf.model.COPIED_ROWS", 7)
     train = Interactions(np.arange(0, 600, 3), 30, 20)
     first, second, third = Batches(train, epoch=0, size=70, negatives=2, seed=0)
     model = NCF(30, 20, factors=4, layers=[8, 4])

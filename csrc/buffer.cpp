@@ -1,0 +1,85 @@
+#include "buffer.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <vector>
+
+namespace speedswap {
+namespace {
+
+constexpr int64_t kLine = 64;
+constexpr int64_t kHugePage = int64_t(2) << 20;
+// From here on a buffer begins on a huge page, and asks for them.
+constexpr int64_t kHugeBytes = 2 * kHugePage;
+
+struct Spare {
+    char* data;
+    int64_t capacity;
+};
+
+constexpr size_t kSpares = 64;
+
+struct Store {
+    Store() { spares.reserve(kSpares + 1); }  // so that giving back never allocates
+    std::mutex mutex;
+    std::vector<Spare> spares;  // the one given back last is at the end
+    int64_t bytes = 0;
+};
+
+// Never destroyed: buffers may outlive every static object.
+Store& store() {
+    static Store* const one = new Store;
+    return *one;
+}
+
+int64_t rounded(int64_t bytes, int64_t multiple) {
+    return (bytes + multiple - 1) / multiple * multiple;
+}
+
+}  // namespace
+
+Buffer::Buffer(int64_t bytes) : bytes_(bytes) {
+    {
+        std::lock_guard<std::mutex> lock(store().mutex);
+        auto& spares = store().spares;
+        auto best = spares.end();
+        for (auto spare = spares.begin(); spare != spares.end(); ++spare)
+            if (spare->capacity >= bytes && spare->capacity / 2 <= bytes &&
+                (best == spares.end() || spare->capacity <= best->capacity))
+                best = spare;
+        if (best != spares.end()) {
+            data_ = best->data;
+            capacity_ = best->capacity;
+            store().bytes -= capacity_;
+            spares.erase(best);
+            return;
+        }
+    }
+    // A little more than asked for: the next batch may have a few more rows.
+    const int64_t wanted = std::max<int64_t>(bytes + bytes / 8, 1);
+    const int64_t alignment = wanted >= kHugeBytes ? kHugePage : kLine;
+    capacity_ = rounded(wanted, alignment);
+    data_ = static_cast<char*>(std::aligned_alloc(size_t(alignment), size_t(capacity_)));
+    if (data_ == nullptr) throw std::bad_alloc();
+    // Where the system has no huge pages, ordinary ones do.
+    if (alignment == kHugePage) madvise(data_, size_t(capacity_), MADV_HUGEPAGE);
+}
+
+Buffer::~Buffer() {
+    if (data_ == nullptr) return;
+    std::lock_guard<std::mutex> lock(store().mutex);
+    auto& spares = store().spares;
+    spares.push_back({data_, capacity_});
+    store().bytes += capacity_;
+    while (spares.size() > kSpares || store().bytes > kStoreBytes) {
+        std::free(spares.front().data);
+        store().bytes -= spares.front().capacity;
+        spares.erase(spares.begin());
+    }
+}
+
+}  // namespace speedswap

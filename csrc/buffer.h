@@ -1,0 +1,45 @@
+// Memory that is used again.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+namespace speedswap {
+
+// Uninitialized memory. It goes back to a store when it is no longer needed, for the next one of about its size: memory
+// that is new from the system is provided page by page, which costs more than most of what is done with it here.
+// The store holds at most kStoreBytes.
+class Buffer {
+  public:
+    static constexpr int64_t kStoreBytes = int64_t(512) << 20;
+
+    Buffer() = default;
+    explicit Buffer(int64_t bytes);  // throws std::bad_alloc
+    Buffer(Buffer&& other) noexcept { swap(other); }
+    Buffer& operator=(Buffer&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+    ~Buffer();
+
+    char* data() const { return data_; }
+    int64_t bytes() const { return bytes_; }
+
+    template <typename T>
+    T* as() const {
+        return reinterpret_cast<T*>(data_);
+    }
+
+  private:
+    void swap(Buffer& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+        std::swap(capacity_, other.capacity_);
+    }
+
+    char* data_ = nullptr;
+    int64_t bytes_ = 0;
+    int64_t capacity_ = 0;
+};
+
+}  // namespace speedswap
