@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 
@@ -149,6 +150,29 @@ Pool& pool() {
     return *existing;
 }
 
+// torch's threads, where it has an OpenMP team of that many for the calling thread: two sets of threads on one set of
+// cores would push each other aside, the more so since OpenMP's spin. GNU's and LLVM's libraries both have this entry,
+// which compilers call for a parallel region. A forked child has no team.
+using ParallelRegion = void (*)(void (*)(void*), void*, unsigned, unsigned);
+using MaxThreads = int (*)();
+
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int team_at_fork = pthread_atfork(nullptr, nullptr, [] { forked.store(true); });
+
+bool run_on_team(RangeBody body, void* context, int64_t count, int64_t grain, int threads) {
+    static const auto region = reinterpret_cast<ParallelRegion>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    static const auto max_threads = reinterpret_cast<MaxThreads>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+    if (region == nullptr || max_threads == nullptr || forked.load() || own_pool != nullptr) return false;
+    if (max_threads() != threads) return false;
+    Loop loop;
+    loop.body = body;
+    loop.context = context;
+    loop.count = count;
+    loop.grain = grain;
+    region([](void* each) { static_cast<Loop*>(each)->work(); }, &loop, unsigned(threads), 0);
+    return true;
+}
+
 }  // namespace
 
 void use_own_pool() {
@@ -160,6 +184,7 @@ void parallel_ranges(int64_t count, int64_t grain, int threads, RangeBody body, 
     grain = std::max<int64_t>(grain, 1);
     const int64_t pieces = (count - 1) / grain + 1;
     const int helpers = static_cast<int>(std::min<int64_t>(threads, pieces)) - 1;
+    if (helpers > 0 && run_on_team(body, context, count, grain, threads)) return;
     if (helpers > 0 && pool().try_run(body, context, count, grain, helpers)) return;
     for (int64_t begin = 0; begin < count; begin += grain)
         body(context, begin, std::min(count, begin + grain));
