@@ -123,8 +123,10 @@ def test_every_option_reaches_the_settings(corpus, tmp_path):
         "lr": 0.07,
         "batch": 96,
         "storage": "pageable",
+        "state_dtype": "bfloat16",
         "seed": 11,
         "device": "cpu",
+        "lookahead": 2,
         "max_types": 99,
     }
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
