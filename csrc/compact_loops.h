@@ -39,6 +39,25 @@ inline int64_t narrow_vectors(Float16, char* out, const char* in, int64_t items)
     }
     return k;
 }
+// The upper halves of the result are the values.
+inline __m512i nearest_bfloat16(const char* in) {
+    const __m512i bits = load(in);
+    const __m512i odd = _mm512_and_si512(_mm512_maskz_srli_epi32(kAll, bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512 value = _mm512_castsi512_ps(bits);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+}
+inline int64_t narrow_vectors(Bfloat16, char* out, const char* in, int64_t items) {
+    alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+    const __m512i upper = load(reinterpret_cast<const char*>(kUpper));
+    int64_t k = 0;
+    for (; k + 32 <= items; k += 32)
+        store(out + 2 * k,
+              _mm512_permutex2var_epi16(nearest_bfloat16(in + 4 * k), upper, nearest_bfloat16(in + 4 * k + 64)));
+    return k;
+}
 #elif defined(__AVX2__)
 inline int64_t widen_vectors(Float16, char* out, const char* in, int64_t items) {
     int64_t k = 0;
