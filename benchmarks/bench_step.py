@@ -1,6 +1,6 @@
 """Training steps, plain and with lookahead, beside torch's and FBGEMM's: ``speedswap bench step``.
 
-python benchmarks/bench_step.py [--device cpu|cuda] [--quick] [--compute 0.5,1,2] [--json FILE] [--plot FILE]
+python benchmarks/bench_step.py [--device cpu|cuda] [--quick] [--compute 1,2,4] [--json FILE] [--plot FILE]
 """
 
 import sys

@@ -39,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--compute",
         type=_numbers,
         metavar="RATIOS",
-        help="step: compute beside the swap, over the swap's time, separated by commas (default: 0.5,1,2)",
+        help="step: compute beside the swap, over the swap's time, separated by commas (default: 1,2,4)",
     )
     parser.add_argument("--folder", type=Path, help="where memmap tables are put meanwhile (default: the system's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
