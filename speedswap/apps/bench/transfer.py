@@ -60,7 +60,7 @@ class Plan:
             max(2**31, 8 * cache_bytes()),
             512,
             131_072,
-            15 if device == "cpu" else 7,
+            11 if device == "cpu" else 7,
             (16, 64, 128, 256, 512, 1024, 4096) if device == "cpu" else (16, 64, 256, 512, 4096),
             (1024, 8192, 131_072, 524_288),
             sizes,
