@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("epochs", int, "passes over the corpus")
     add("optimizer", str, "rowwise_adagrad, or any of torch.optim that works row by row, such as sgd, adagrad or adam")
     add("lr", float, "learning rate (default: what suits the optimizer)")
-    add("batch", int, "centers a step (default: what suits the optimizer)")
+    add("batch", int, "centers a step (default: what suits the optimizer and the corpus)")
     add("storage", str, f"where the tables live: {', '.join(STORAGES)}")
     add("state_dtype", str, f"how the optimizer's state is stored: {', '.join(STATE_DTYPES)}")
     add("device", str, "where to compute (default: cuda where there is a GPU, else cpu)")

@@ -30,7 +30,7 @@ class Settings:
         optimizer: ``rowwise_adagrad``, or the name of any optimizer in ``torch.optim`` that works row by row.
         lr: learning rate; without one, what suits the optimizer. It falls linearly to almost nothing, except with
             Adagrad and ``rowwise_adagrad``, whose steps shrink by themselves.
-        batch: centers a step, in blocks of 32; without one, what suits the optimizer.
+        batch: centers a step, in blocks of 32; without one, what suits the optimizer and the length of the corpus.
         storage: where the tables live: ``auto``, ``device``, ``pinned``, ``pageable`` or ``memmap``.
         state_dtype: how the optimizer's state is stored: ``float32``, or ``bfloat16`` in half the bytes.
         device: where the batch's rows are computed with; CUDA where there is one, else the CPU.

@@ -114,7 +114,7 @@ def run_epochs(
     settings = result.settings
     total_words = settings.epochs * corpus.corpus_words
     suits = suited(settings.optimizer)
-    blocks = -(-(settings.batch or suits.batch) // BLOCK)
+    blocks = -(-(settings.batch or suits.batch_for(corpus.corpus_words)) // BLOCK)
     sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
     passages = (passage for _ in range(settings.epochs) for passage in corpus.passages())
     batches = (batch.to(device) for passage in passages for batch in sampler.batches(passage, blocks))
