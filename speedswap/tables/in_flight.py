@@ -156,7 +156,6 @@ class SideGathering:
     """A gather beside a GPU's computation.
 
     Args:
-        gather: looks the ids up, without waiting for writes.
         aside: runs it.
     """
 
