@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "buffer.h"
 #include "pool.h"
@@ -94,43 +95,57 @@ int64_t unique_by_bitmap(const Index* ids, int64_t count, uint64_t lowest, uint6
     return distinct;
 }
 
-struct Keyed {
-    uint64_t key;
-    int64_t position;
+// An id above the lowest, and its position: in one word where both are short, since sorting moves them several times.
+struct Wide {
+    uint64_t key_;
+    int64_t position_;
+    static Wide of(uint64_t key, int64_t position) { return {key, position}; }
+    uint64_t key() const { return key_; }
+    int64_t position() const { return position_; }
 };
 
-// Least significant digit first; as many digits as the range has.
-template <typename Index>
+struct Narrow {
+    uint64_t both;
+    static Narrow of(uint64_t key, int64_t position) { return {key << 32 | uint64_t(position)}; }
+    uint64_t key() const { return both >> 32; }
+    int64_t position() const { return int64_t(both & UINT32_MAX); }
+};
+
+// Least significant digit first, in as few digits of one size as the range has.
+template <typename Keyed, typename Index>
 int64_t unique_by_radix(const Index* ids, int64_t count, uint64_t lowest, uint64_t range, int64_t* rows,
                         int64_t* local) {
-    constexpr int kBits = 11;
-    constexpr uint64_t kDigits = uint64_t(1) << kBits;
+    constexpr int kMostBits = 14;  // their counts stay in the second-level cache
+    const int bits = range == 0 ? 1 : 64 - __builtin_clzll(range);
+    const int passes = (bits + kMostBits - 1) / kMostBits;
+    const int digit_bits = (bits + passes - 1) / passes;
+    const uint64_t mask = (uint64_t(1) << digit_bits) - 1;
     const Buffer memory(2 * count * int64_t(sizeof(Keyed)));
     Keyed* sorted = memory.as<Keyed>();
     Keyed* spare = sorted + count;
     for (int64_t i = 0; i < count; ++i)
-        sorted[size_t(i)] = {uint64_t(int64_t(ids[i])) - lowest, i};
-    for (int shift = 0; shift < 64 && (range >> shift) != 0; shift += kBits) {
-        int64_t starts[kDigits] = {};
+        sorted[i] = Keyed::of(uint64_t(int64_t(ids[i])) - lowest, i);
+    std::vector<int64_t> starts(size_t(mask) + 1);
+    for (int pass = 0; pass < passes; ++pass) {
+        const int shift = pass * digit_bits;
+        std::fill(starts.begin(), starts.end(), 0);
         for (int64_t i = 0; i < count; ++i)
-            ++starts[(sorted[size_t(i)].key >> shift) % kDigits];
+            ++starts[size_t((sorted[i].key() >> shift) & mask)];
         int64_t start = 0;
         for (int64_t& slot : starts) {
             const int64_t here = slot;
             slot = start;
             start += here;
         }
-        for (int64_t i = 0; i < count; ++i) {
-            const Keyed keyed = sorted[size_t(i)];
-            spare[size_t(starts[(keyed.key >> shift) % kDigits]++)] = keyed;
-        }
+        for (int64_t i = 0; i < count; ++i)
+            spare[starts[size_t((sorted[i].key() >> shift) & mask)]++] = sorted[i];
         std::swap(sorted, spare);
     }
     int64_t distinct = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const Keyed keyed = sorted[size_t(i)];
-        if (i == 0 || keyed.key != sorted[size_t(i - 1)].key) rows[distinct++] = int64_t(lowest + keyed.key);
-        local[keyed.position] = distinct - 1;
+        const Keyed keyed = sorted[i];
+        if (i == 0 || keyed.key() != sorted[i - 1].key()) rows[distinct++] = int64_t(lowest + keyed.key());
+        local[keyed.position()] = distinct - 1;
     }
     return distinct;
 }
@@ -143,7 +158,9 @@ int64_t unique_ids(const Index* ids, int64_t count, int64_t* rows, int64_t* loca
     const uint64_t range = uint64_t(int64_t(*highest)) - first;
     if (range / kBitsPerSortedId <= uint64_t(count) && count <= int64_t(UINT32_MAX))
         return unique_by_bitmap(ids, count, first, range, rows, local, threads);
-    return unique_by_radix(ids, count, first, range, rows, local);
+    if (range <= UINT32_MAX && count <= int64_t(UINT32_MAX))
+        return unique_by_radix<Narrow>(ids, count, first, range, rows, local);
+    return unique_by_radix<Wide>(ids, count, first, range, rows, local);
 }
 
 }  // namespace
