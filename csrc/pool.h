@@ -9,8 +9,8 @@ namespace speedswap {
 // items, on up to `threads` threads; the calling thread is one of them. body must not throw.
 //
 // The threads are torch's own OpenMP team where it has that many, else a pool's. One loop owns the pool at a time. A
-// second caller does not wait: it runs its loop on its own thread, which cannot deadlock and adds no threads to a machine
-// that is already busy. After fork() the child has no team, and starts with an empty pool of its own.
+// second caller does not wait: it runs its loop on its own thread, which cannot deadlock and adds no threads to a
+// machine that is already busy. After fork() the child has no team, and starts with an empty pool of its own.
 using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
 void parallel_ranges(int64_t count, int64_t grain, int threads, RangeBody body, void* context);
 
