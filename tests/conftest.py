@@ -14,6 +14,10 @@ settings.register_profile("speedswap", deadline=None, derandomize=bool(os.enviro
 settings.load_profile("speedswap")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+if wanted := os.environ.get("SPEEDSWAP_TEST_DEVICE"):  # one alone, where there is no time for both
+    DEVICES = [device for device in DEVICES if device == wanted]
+    if not DEVICES:
+        raise pytest.UsageError(f"SPEEDSWAP_TEST_DEVICE is {wanted!r}, which this machine does not have")
 
 
 @pytest.fixture(params=DEVICES)

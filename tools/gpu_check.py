@@ -192,7 +192,7 @@ def plan(
     parts: list[Part | Outcome] = [
         Part("build", [*pip, "--editable", "."], 150, env={"SPEEDSWAP_CUDA": cuda}),
         Part("info", [python, "-m", "speedswap", "info"], 30),
-        Part("tests", [*pytest, "--durations=5", "tests", "speedswap"], 240),
+        Part("tests", [*pytest, "--durations=5", "tests", "speedswap"], 240, env={"SPEEDSWAP_TEST_DEVICE": "cuda"}),
         Part("kernel tests, NVRTC", [*pytest, *kernel_tests], 60, env={"SPEEDSWAP_CUDA_SOURCE": "nvrtc"}),
     ]
     for path in benchmarks:
