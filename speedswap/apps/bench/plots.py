@@ -61,7 +61,7 @@ def transfer_figure(found: Mapping[str, Any]) -> Figure:
 def _stores(axes: Axes, point: Mapping[str, Any], way: str) -> None:
     stores = {name: store for name, store in point["stores"].items() if way in store}
     speeds = [store[way]["gb_per_second"] for store in stores.values()]
-    colors = ["tab:blue" if store["library"] == "speedswap" else "tab:gray" for store in stores.values()]
+    colors = ["tab:blue" if store["package"] == "speedswap" else "tab:gray" for store in stores.values()]
     axes.barh(list(stores), speeds, color=colors)
     axes.invert_yaxis()
     axes.axvline(point["floors"]["host"][way]["gb_per_second"], color="black", linestyle=":")
@@ -75,7 +75,7 @@ def _sweep(axes: Axes, axis: str, points: Sequence[Any]) -> None:
     for name in names:
         for way, style in zip(DIRECTIONS, ("-", "--"), strict=True):
             speeds = [point["stores"][name][way]["gb_per_second"] for point in points]
-            color = {"speedswap": "tab:blue", "torch": "tab:gray"}.get(names[name]["library"], "tab:olive")
+            color = {"speedswap": "tab:blue", "torch": "tab:gray"}.get(names[name]["package"], "tab:olive")
             axes.plot(at, speeds, style, marker=".", color=color, label=name if way == DIRECTIONS[0] else None)
     floor = [point["floors"]["host"]["to_device"]["gb_per_second"] for point in points]
     axes.plot(at, floor, ":", color="black", label="contiguous copy")
@@ -108,7 +108,7 @@ def step_figure(found: Mapping[str, Any]) -> Figure:
 
 def _trainers(axes: Axes, trainers: Mapping[str, Any]) -> None:
     timed = {name: entry for name, entry in trainers.items() if "seconds" in entry}
-    colors = ["tab:blue" if entry["library"] == "speedswap" else "tab:gray" for entry in timed.values()]
+    colors = ["tab:blue" if entry["package"] == "speedswap" else "tab:gray" for entry in timed.values()]
     axes.barh(list(timed), [1000 * entry["seconds"] for entry in timed.values()], color=colors)
     axes.invert_yaxis()
     milliseconds = sorted(1000 * entry["seconds"] for entry in timed.values())

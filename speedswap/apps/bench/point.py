@@ -127,7 +127,7 @@ def measure(
     }
     for store in stores:
         place = "device" if store.storage == "device" and "device" in floors else "host"
-        entry: dict[str, Any] = {"library": store.library, "storage": store.storage}
+        entry: dict[str, Any] = {"package": store.package, "storage": store.storage}
         for way in DIRECTIONS:
             took = seconds.get((store.name, way))
             if took is not None:
@@ -136,11 +136,11 @@ def measure(
         result["stores"][store.name] = entry
     for way in DIRECTIONS:
         for store in stores:
-            if store.library == "speedswap":
+            if store.package == "speedswap":
                 result["times_faster"][way][store.name] = {
                     peer.name: seconds[peer.name, way] / seconds[store.name, way]
                     for peer in stores
-                    if peer.library != "speedswap" and (peer.name, way) in seconds
+                    if peer.package != "speedswap" and (peer.name, way) in seconds
                 }
     return result
 

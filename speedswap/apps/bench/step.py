@@ -126,13 +126,13 @@ def compare(
     """One optimizer: everyone who has it is verified, and then timed in turn.
 
     Returns:
-        ``trainers``: by name the ``library`` and median ``seconds`` of a step, or why it was ``skipped``;
+        ``trainers``: by name the ``package`` and median ``seconds`` of a step, or why it was ``skipped``;
         ``time_over``: the time of each of ours over that of each peer, below 1 where ours is faster; ``parts``: where
         the time of our plain step goes.
     """
-    everyone = [one for one in contestants(optimizer, device) if one.library not in peers or peers[one.library].present]
+    everyone = [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
     grad = torch.randn(plan.lookups, plan.dim, device=device)
-    trainers: dict[str, dict[str, Any]] = {one.name: {"library": one.library} for one in everyone}
+    trainers: dict[str, dict[str, Any]] = {one.name: {"package": one.package} for one in everyone}
     lazy: dict[str, Trainer] = {}
     dense: dict[str, Trainer] = {}
     with ExitStack() as stack:
@@ -164,9 +164,9 @@ def compare(
     for name, took in seconds.items():
         trainers[name]["seconds"] = took
     time_over = {
-        name: {peer: took / seconds[peer] for peer in seconds if trainers[peer]["library"] != "speedswap"}
+        name: {peer: took / seconds[peer] for peer in seconds if trainers[peer]["package"] != "speedswap"}
         for name, took in seconds.items()
-        if trainers[name]["library"] == "speedswap"
+        if trainers[name]["package"] == "speedswap"
     }
     return {"trainers": trainers, "time_over": time_over, "parts": spent}
 

@@ -46,7 +46,7 @@ class Store:
     """Rows kept by one library in one storage.
 
     Attributes:
-        library: whose way of copying this is.
+        package: whose way of copying this is.
         storage: ``device``, ``pinned``, ``pageable`` or ``memmap``.
         memory: all rows, as a tensor over the store's own memory: what verification looks at.
         gather: copies a batch's rows to the compute device, and returns them.
@@ -54,7 +54,7 @@ class Store:
         close: gives the memory back.
     """
 
-    library: str
+    package: str
     storage: str
     memory: Tensor
     gather: Callable[[Batch], Tensor]
@@ -63,7 +63,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        return f"{self.library}, {self.storage}"
+        return f"{self.package}, {self.storage}"
 
 
 class StoreMaker(Protocol):

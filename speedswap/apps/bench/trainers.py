@@ -171,14 +171,14 @@ class Contestant:
 
     Attributes:
         name: as it is reported.
-        library: whose it is.
+        package: whose it is.
         make: makes the trainer: rows, width, optimizer, device.
         dense: every row takes part in every step, so that rows outside the batch drift.
         bytes_factor: memory it needs, over that of the weights alone.
     """
 
     name: str
-    library: str
+    package: str
     make: Callable[[int, int, str, str], Trainer]
     bytes_factor: float
     dense: bool = False

@@ -36,7 +36,7 @@ def check_transfer(found):
     assert found["threads"] == torch.get_num_threads()
     assert found["peers"]["torch"] == {"version": torch.__version__, "missing": None}
     assert found["peers"]["WholeGraph"]["missing"]
-    ours = {name for name, store in found["table"]["stores"].items() if store["library"] == "speedswap"}
+    ours = {name for name, store in found["table"]["stores"].items() if store["package"] == "speedswap"}
     assert ours >= {"speedswap, device", "speedswap, pageable", "speedswap, memmap"}
     for point in [found["table"], *found["sweeps"]["row_bytes"], *found["sweeps"]["batch_rows"]]:
         for way in ("to_device", "from_device"):
@@ -128,7 +128,7 @@ def test_a_wrong_store_ends_the_run_with_one_line_and_no_file(small, monkeypatch
 
     def broken(rows, room, folder):
         right = real(rows, room, folder)
-        return replace(right, library="broken", gather=lambda batch: right.gather(batch) + 1)
+        return replace(right, package="broken", gather=lambda batch: right.gather(batch) + 1)
 
     monkeypatch.setattr(transfer, "peer_makers", lambda device: {"torch": [broken]})
     monkeypatch.setattr(transfer.Plan, "of", lambda device, quick: replace(SMALL_TRANSFER, memory_rows=0))

@@ -69,7 +69,7 @@ def test_torchs_ways_to_a_gpu_are_right(rows, tmp_path):
 def test_stores_over_the_same_rows_are_verified_together(rows, room, batches):
     """Peers index the rows themselves: what one has scattered must not be the next one's error."""
     first = plain(rows, room)
-    verify([first, dataclasses.replace(first, library="again")], rows, batches, room)
+    verify([first, dataclasses.replace(first, package="again")], rows, batches, room)
 
 
 def test_a_gather_of_other_rows_is_found(rows, room, batches):
@@ -101,7 +101,7 @@ def test_a_scatter_that_was_done_before_does_not_pass_again(rows, room, batches)
     """Two stores over one memory: the second one does nothing, and finds the first one's rows in place."""
     first = plain(rows, room)
     with pytest.raises(WrongResultError, match="idle, device scatters row"):
-        verify([first, dataclasses.replace(first, library="idle", scatter=lambda batch: None)], rows, batches, room)
+        verify([first, dataclasses.replace(first, package="idle", scatter=lambda batch: None)], rows, batches, room)
 
 
 def test_a_scatter_to_other_rows_as_well_is_found(rows, room, batches):
@@ -131,9 +131,9 @@ def test_nothing_wrong_is_timed(rows, room, batches):
 
 def test_a_point_has_every_figure(rows, room, batches):
     """Rates and ratios follow from the seconds."""
-    mine = dataclasses.replace(plain(rows, room), library="speedswap", storage="pageable")
+    mine = dataclasses.replace(plain(rows, room), package="speedswap", storage="pageable")
     floor = {way: lambda call: sum(range(1000)) for way in DIRECTIONS}
-    one_way = dataclasses.replace(plain(rows, room), library="one way", scatter=None)
+    one_way = dataclasses.replace(plain(rows, room), package="one way", scatter=None)
     found = measure([mine, plain(rows, room), one_way], {"host": floor}, rows, batches, room, repeats=3)
     assert (found["table_rows"], found["row_bytes"], found["batch_rows"], found["payload_bytes"]) == (50, 16, 5, 80)
     for way in DIRECTIONS:

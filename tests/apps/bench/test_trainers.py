@@ -17,8 +17,8 @@ from speedswap.apps.bench.verification import verify
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_every_contestant_trains_as_torch_does(optimizer, device):
     peers = step_peers(device)
-    everyone = [one for one in contestants(optimizer, device) if one.library not in peers or peers[one.library].present]
-    assert {"speedswap", "torch"} <= {one.library for one in everyone}
+    everyone = [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
+    assert {"speedswap", "torch"} <= {one.package for one in everyone}
     for one in everyone:
         verify(optimizer, one, device)
 
