@@ -1,6 +1,7 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
 from speedswap import errors
+from speedswap.batching import plan_accumulation
 from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
@@ -22,6 +23,7 @@ __all__ = [
     "get_num_threads",
     "init",
     "lookahead",
+    "plan_accumulation",
     "scatter_rows",
     "set_num_threads",
 ]

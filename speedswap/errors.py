@@ -7,6 +7,10 @@
     ├── DuplicateIdError        (ValueError)    ids that must be unique are not
     ├── OptimizerError          (TypeError)     this optimizer cannot train a table's rows
     ├── LostUpdateError         (RuntimeError)  a training step did not reach the table
+    ├── BatchError              (ValueError)    a batch, or what a loss returned for it, cannot be split
+    ├── CoupledLossError        (TypeError)     a loss that couples the samples of a batch was to be split
+    ├── MemoryBudgetError       (ValueError)    a memory budget is too small for the least that was asked for
+    ├── PeerError               (RuntimeError)  another process of the job failed, or was asked for something else
     └── TableError
         ├── TableFormatError    (ValueError)    a file is damaged, or is not a table
         ├── TableBusyError      (OSError)       another process has the table open for writing
@@ -20,11 +24,15 @@ Every message names the argument, its value and the remedy, and every error is r
 from __future__ import annotations
 
 __all__ = [
+    "BatchError",
+    "CoupledLossError",
     "DuplicateIdError",
     "DuplicateRowsWarning",
     "IdError",
     "LostUpdateError",
+    "MemoryBudgetError",
     "OptimizerError",
+    "PeerError",
     "SpeedswapError",
     "SpeedswapWarning",
     "TableBusyError",
@@ -54,6 +62,22 @@ class OptimizerError(SpeedswapError, TypeError):
 
 class LostUpdateError(SpeedswapError, RuntimeError):
     """A training step changed the rows on the device in a way that never reached the table."""
+
+
+class BatchError(SpeedswapError, ValueError):
+    """A batch, or what a loss returned for it, cannot be split; nothing was computed with it."""
+
+
+class CoupledLossError(SpeedswapError, TypeError):
+    """A loss that couples the samples of a batch was to be accumulated over parts of it."""
+
+
+class MemoryBudgetError(SpeedswapError, ValueError):
+    """A memory budget is too small for the least that was asked for."""
+
+
+class PeerError(SpeedswapError, RuntimeError):
+    """Another process of the job failed, or was asked for something else."""
 
 
 class TableError(SpeedswapError):

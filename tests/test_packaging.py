@@ -75,8 +75,10 @@ ALLOWED = {
     "kernels": {"_C", "errors"},
     "tables": {"_C", "errors", "kernels"},
     "swapping": {"errors", "kernels", "tables"},
-    "compat": {"errors", "kernels", "tables", "swapping"},
-    "apps": {"errors", "kernels", "tables", "swapping"},
+    "batching": {"errors"},
+    "monitor": {"errors", "batching"},
+    "compat": {"errors", "kernels", "tables", "swapping", "batching", "monitor"},
+    "apps": {"errors", "kernels", "tables", "swapping", "batching", "monitor"},
 }
 
 

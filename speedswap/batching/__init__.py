@@ -1,0 +1,8 @@
+"""Make batches fit that do not: split them, accumulate exactly, and recover from running out of memory."""
+
+from speedswap.batching.callbacks import Callback, Event
+from speedswap.batching.nested import PerSample, Whole
+from speedswap.batching.oom import is_out_of_memory
+from speedswap.batching.plan import plan_accumulation
+
+__all__ = ["Callback", "Event", "PerSample", "Whole", "is_out_of_memory", "plan_accumulation"]

@@ -1,0 +1,227 @@
+"""A batch of nested inputs, and its parts along the first dimension."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from speedswap.errors import BatchError
+
+__all__ = ["Batch", "PerSample", "Whole", "concatenate", "tensors_of"]
+
+
+class Whole:
+    """A tensor or array that belongs to no sample and goes with every micro-batch as it is, such as class weights.
+
+    >>> Batch((torch.zeros(8, 3), Whole(torch.ones(3)))).part(0, 2)[0][1].shape
+    torch.Size([3])
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class PerSample:
+    """A list with one item for each sample, such as images of different sizes.
+
+    >>> images = [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)]
+    >>> [len(part) for part in Batch((PerSample(images),)).part(0, 1)[0]]
+    [1]
+    """
+
+    def __init__(self, items: list[Any] | tuple[Any, ...]) -> None:
+        self.items = items
+
+
+class Batch:
+    """The arguments of one call, split together along the first dimension.
+
+    Tensors, arrays and whatever else has a shape and can be sliced are split as views; dictionaries, tuples, named
+    tuples, dataclasses and lists are looked into. A list without tensors that has one item for each sample is sliced.
+    What has no batch dimension (None, numbers, strings, 0-d tensors, modules, :class:`Whole`) goes along as it is.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Attributes:
+        size: number of samples.
+
+    Raises:
+        BatchError: two leading sizes differ, there is nothing to split, or something that cannot be split is in it.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        self._args = args
+        self._kwargs = kwargs or {}
+        self._first: Any = None
+        self.size = self._check()
+
+    def _check(self) -> int:
+        size, where = -1, ""
+        for path, leading, value in _leading_sizes(self._args, self._kwargs):
+            if size < 0:
+                size, where, self._first = leading, path, value
+            elif leading != size:
+                raise BatchError(
+                    f"{path} has {leading} samples, but {where} has {size}; every tensor's first dimension must count "
+                    "the batch's samples: wrap one that belongs to no sample in speedswap.batching.Whole, and a list "
+                    "with one tensor for each sample in speedswap.batching.PerSample"
+                )
+        if size < 0:
+            raise BatchError("the batch has no tensor with a batch dimension; pass what is to be split as arguments")
+        if size == 0:
+            raise BatchError(f"{where} has no samples; skip empty batches")
+        return size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first thing that is split lies."""
+        return self._first.device if isinstance(self._first, Tensor) else torch.device("cpu")
+
+    def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for samples ``start`` to ``stop - 1``."""
+        if start == 0 and stop == self.size:
+            cut: Callable[[Any], Any] = _unwrapped
+        else:
+
+            def cut(value: Any) -> Any:
+                return value[start:stop]
+
+        args = tuple([_part(value, self.size, cut) for value in self._args])
+        return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
+
+    def signature(self) -> Hashable:
+        """The dtypes and shapes of one sample, as a key."""
+        return tuple(
+            (path, str(getattr(value, "dtype", "")), tuple(value.shape[1:]) if hasattr(value, "shape") else ())
+            for path, _, value in _leading_sizes(self._args, self._kwargs)
+        )
+
+
+def _unwrapped(value: Any) -> Any:
+    return value
+
+
+def _is_sliceable(value: Any) -> bool:
+    """Whether a value has a batch dimension of its own: tensors, arrays, and containers that act like them."""
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
+
+
+def _is_plain_list(value: Any) -> bool:
+    """Whether a value is a list of things that are not tensors and hold none."""
+    return type(value) is list and next(tensors_of(value), None) is None
+
+
+def _fields(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with its place in words; None for what is none."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if isinstance(value, torch.Size):
+        return None
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", item) for name, item in zip(value._fields, value, strict=True)]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{index}]", item) for index, item in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested value, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Whole):
+        yield from tensors_of(value.value)
+    elif isinstance(value, PerSample):
+        yield from tensors_of(list(value.items))
+    else:
+        for _, item in _fields(value) or ():
+            yield from tensors_of(item)
+
+
+def _leading_sizes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """Place, leading size and value of everything that is split."""
+    for index, value in enumerate(args):
+        yield from _leading(f"batch[{index}]", value)
+    for name, value in kwargs.items():
+        yield from _leading(name, value)
+
+
+def _leading(path: str, value: Any) -> Iterator[tuple[str, int, Any]]:
+    if isinstance(value, PackedSequence):
+        raise BatchError(f"{path} is a PackedSequence, which has no batch dimension; pass it padded, with its lengths")
+    if isinstance(value, PerSample):
+        yield path, len(value.items), value
+    elif _is_sliceable(value):
+        yield path, int(value.shape[0]), value
+    elif not isinstance(value, Whole) and not _is_plain_list(value):
+        for place, item in _fields(value) or ():
+            yield from _leading(path + place, item)
+
+
+def _part(value: Any, size: int, cut: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return cut(value) if value.dim() else value
+    if isinstance(value, Whole):
+        return value.value
+    if isinstance(value, PerSample):
+        return cut(value.items)
+    if _is_sliceable(value):
+        return cut(value)
+    if _is_plain_list(value):
+        return cut(value) if len(value) == size else value
+    fields = _fields(value)
+    if fields is None:
+        return value
+    parts = [_part(item, size, cut) for _, item in fields]
+    return _rebuilt(value, parts)
+
+
+def _rebuilt(value: Any, parts: list[Any]) -> Any:
+    """A container like ``value`` around other items."""
+    if isinstance(value, MutableMapping):
+        new = copy.copy(value)
+        for key, part in zip(value, parts, strict=True):
+            new[key] = part
+        return new
+    if isinstance(value, Mapping):
+        return dict(zip(value, parts, strict=True))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(parts)
+    if isinstance(value, (tuple, list)):
+        return type(value)(parts)
+    new = copy.copy(value)
+    for field, part in zip(dataclasses.fields(value), parts, strict=True):
+        object.__setattr__(new, field.name, part)
+    return new
+
+
+def concatenate(parts: list[Any]) -> Any:
+    """Nested values of the same structure, with their tensors joined along the first dimension.
+
+    0-d tensors are stacked; what is no tensor is taken from the first part.
+
+    Raises:
+        BatchError: the structures differ.
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise BatchError("a function returned a tensor for one micro-batch and something else for another")
+        return torch.stack(parts) if first.dim() == 0 else torch.cat(parts) if len(parts) > 1 else first
+    fields = _fields(first)
+    if fields is None:
+        return first
+    if any(type(part) is not type(first) or len(_fields(part) or ()) != len(fields) for part in parts):
+        raise BatchError(f"a function returned a {type(first).__name__} of another structure for each micro-batch")
+    columns = zip(*[[item for _, item in _fields(part) or ()] for part in parts], strict=True)
+    return _rebuilt(first, [concatenate(list(column)) for column in columns])
