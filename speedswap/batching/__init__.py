@@ -4,5 +4,15 @@ from speedswap.batching.callbacks import Callback, Event
 from speedswap.batching.nested import PerSample, Whole
 from speedswap.batching.oom import is_out_of_memory
 from speedswap.batching.plan import plan_accumulation
+from speedswap.batching.splitter import BatchSplitter, coupled
 
-__all__ = ["Callback", "Event", "PerSample", "Whole", "is_out_of_memory", "plan_accumulation"]
+__all__ = [
+    "BatchSplitter",
+    "Callback",
+    "Event",
+    "PerSample",
+    "Whole",
+    "coupled",
+    "is_out_of_memory",
+    "plan_accumulation",
+]

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from speedswap.errors import BatchError
 
-__all__ = ["Batch", "PerSample", "Whole", "concatenate", "tensors_of"]
+__all__ = ["Batch", "PerSample", "Whole", "concatenate", "replace_tensors", "tensors_of"]
 
 
 class Whole:
@@ -96,6 +96,11 @@ class Batch:
 
         args = tuple([_part(value, self.size, cut) for value in self._args])
         return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor in it, split or not."""
+        yield from tensors_of(self._args)
+        yield from tensors_of(self._kwargs)
 
     def signature(self) -> Hashable:
         """The dtypes and shapes of one sample, as a key."""
@@ -225,3 +230,13 @@ def concatenate(parts: list[Any]) -> Any:
         raise BatchError(f"a function returned a {type(first).__name__} of another structure for each micro-batch")
     columns = zip(*[[item for _, item in _fields(part) or ()] for part in parts], strict=True)
     return _rebuilt(first, [concatenate(list(column)) for column in columns])
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A nested value with each tensor replaced by what ``change`` makes of it."""
+    if isinstance(value, Tensor):
+        return change(value)
+    fields = _fields(value)
+    if fields is None:
+        return value
+    return _rebuilt(value, [replace_tensors(item, change) for _, item in fields])

@@ -1,0 +1,99 @@
+"""Running statistics of BatchNorm over a whole batch, though it is normalized part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["batch_norms", "whole_batch_statistics"]
+
+
+def batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
+    """The BatchNorm layers that normalize by the batch's own statistics and track them; each once."""
+    found = {part: None for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
+    return [norm for norm in found if norm.training and norm.track_running_stats]
+
+
+@contextmanager
+def whole_batch_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Let several forward passes move running statistics once, by what they saw together.
+
+    Inside, each pass leaves its own mean and variance as the running ones; they are combined (Chan, Golub and LeVeque
+    1983) and at the end applied with the layer's momentum, and ``num_batches_tracked`` rises by one. Where an exception
+    leaves the block, only the momentum is put back: the buffers are the caller's to restore.
+    """
+    moments = {norm: _Moments(norm) for norm in norms}
+    hooks = [norm.register_forward_hook(moments[norm]) for norm in norms]
+    momentum = {norm: norm.momentum for norm in norms}
+    try:
+        for norm in norms:
+            norm.momentum = 1.0
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for norm in norms:
+            norm.momentum = momentum[norm]
+    for seen in moments.values():
+        seen.apply()
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations of all that went through one layer."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        self._norm = norm
+        self._old = [None if buffer is None else buffer.detach().clone() for buffer in _statistics(norm)]
+        self._count = 0
+        self._mean: Tensor | float = 0.0
+        self._squares: Tensor | float = 0.0
+
+    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        mean, variance = self._norm.running_mean, self._norm.running_var
+        assert mean is not None
+        assert variance is not None
+        if not self._norm.training:
+            return
+        count = output.numel() // output.shape[1]
+        total = self._count + count
+        new = mean.double()
+        difference = new - self._mean
+        squares = variance.double() * (count - 1) + difference.square() * (self._count * count / total)
+        self._squares = squares + self._squares
+        self._mean = new - difference * (self._count / total)
+        self._count = total
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        mean, variance, tracked = _statistics(self._norm)
+        old_mean, old_variance, old_tracked = self._old
+        if self._count == 0:
+            return
+        assert mean is not None
+        assert variance is not None
+        assert old_mean is not None
+        assert old_variance is not None
+        factor = self._norm.momentum
+        if tracked is not None and old_tracked is not None:
+            tracked.copy_(old_tracked + 1)
+            factor = 1 / float(tracked) if factor is None else factor
+        assert factor is not None
+        mean.copy_(old_mean.double().lerp(self._mean_tensor(), factor))
+        variance.copy_(old_variance.double().lerp(self._squares_tensor() / max(1, self._count - 1), factor))
+
+    def _mean_tensor(self) -> Tensor:
+        assert isinstance(self._mean, Tensor)
+        return self._mean
+
+    def _squares_tensor(self) -> Tensor:
+        assert isinstance(self._squares, Tensor)
+        return self._squares
+
+
+def _statistics(norm: _BatchNorm) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return norm.running_mean, norm.running_var, norm.num_batches_tracked

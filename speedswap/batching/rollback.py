@@ -1,0 +1,142 @@
+"""What a batch changes besides computing: gradients, buffers and random numbers, and how each is put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Buffers", "Gradients", "RandomState", "leaves_of", "parameters_and_buffers"]
+
+
+def parameters_and_buffers(modules: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """The parameters that want gradients, and the buffers, of modules and all below them; each once.
+
+    One walk, since this is done for every batch.
+    """
+    seen: set[int] = set()
+    parameters: list[Tensor] = []
+    buffers: list[Tensor] = []
+    for module in modules:
+        for part in module.modules():
+            for parameter in part._parameters.values():
+                if parameter is not None and parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    parameters.append(parameter)
+            for buffer in part._buffers.values():
+                if buffer is not None and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    buffers.append(buffer)
+    return parameters, buffers
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves that a backward pass from ``loss`` would give gradients to."""
+    if loss.grad_fn is None:
+        if loss.requires_grad:
+            yield loss
+        return
+    seen = {loss.grad_fn}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+class Gradients:
+    """The gradients that there were before a batch.
+
+    A gradient that was not None is copied, since the batch adds to it in place.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def note(self, leaves: Iterable[Tensor]) -> None:
+        """Remember the gradients of leaves that have not been noted yet."""
+        for leaf in leaves:
+            if id(leaf) not in self._before:
+                grad = leaf.grad
+                self._before[id(leaf)] = leaf, None if grad is None else grad.detach().clone()
+
+    def restore(self) -> None:
+        """Put back what was noted; a gradient's tensor stays the same one where that is possible."""
+        for leaf, before in self._before.values():
+            grad = leaf.grad
+            if before is None:
+                leaf.grad = None
+            elif grad is not None and grad.layout == before.layout == torch.strided and grad.shape == before.shape:
+                with torch.no_grad():
+                    grad.copy_(before)
+            else:
+                leaf.grad = before.clone()
+
+
+class Buffers:
+    """A copy of buffers such as running statistics.
+
+    Args:
+        buffers: those to copy.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
+        self._before: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.note(buffers)
+
+    def note(self, buffers: Iterable[Tensor]) -> None:
+        """Copy the buffers that have not been noted yet."""
+        for buffer in buffers:
+            if id(buffer) not in self._before:
+                self._before[id(buffer)] = buffer, buffer.detach().clone(), buffer._version
+
+    def again(self) -> Buffers:
+        """A copy of the same buffers as they are now."""
+        return Buffers(buffer for buffer, _, _ in self._before.values())
+
+    def restore(self) -> None:
+        """Put back what was copied; buffers that nothing has written to are left alone."""
+        with torch.no_grad():
+            for key, (buffer, before, version) in self._before.items():
+                if buffer._version != version:
+                    buffer.copy_(before)
+                    self._before[key] = buffer, before, -1
+
+
+class RandomState:
+    """The states of torch's generators (CPU and every CUDA device in use), of Python's and of NumPy's global one."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda: list[Tensor] = torch.cuda.get_rng_state_all() if in_use else []
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()  # noqa: NPY002, the global generator is what loss functions draw from
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RandomState)
+            and self._python == other._python
+            and all(map(np.array_equal, self._numpy, other._numpy))
+            and len(self._cuda) == len(other._cuda)
+            and all(map(torch.equal, [self._cpu, *self._cuda], [other._cpu, *other._cuda]))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Put them back."""
+        torch.set_rng_state(self._cpu)
+        for device, state in enumerate(self._cuda):
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)  # noqa: NPY002

@@ -1,0 +1,517 @@
+"""Gradients of a whole batch from parts of it that fit."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from speedswap.batching.accumulate import HALF_PRECISION
+from speedswap.batching.attempts import Attempts
+from speedswap.batching.batch_norm import batch_norms, whole_batch_statistics
+from speedswap.batching.callbacks import Callback, Event
+from speedswap.batching.changes import Changes
+from speedswap.batching.functions import closure, identity, name_of
+from speedswap.batching.nested import Batch, replace_tensors, tensors_of
+from speedswap.batching.offload import activations_on_host
+from speedswap.batching.ranks import ranks_of
+from speedswap.batching.two_passes import TwoPasses
+from speedswap.errors import BatchError, CoupledLossError
+
+__all__ = ["BatchSplitter", "coupled"]
+
+_log = logging.getLogger("speedswap")
+
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def coupled(loss_fn: Function) -> Function:
+    """Declare that a loss compares the samples of a batch with each other, as contrastive losses do.
+
+    :meth:`BatchSplitter.backward` refuses such a loss: summed over parts of a batch it is another loss.
+
+    >>> @coupled
+    ... def contrastive(queries, documents): ...
+    """
+    loss_fn.couples_batch = True  # type: ignore[attr-defined]
+    return loss_fn
+
+
+class BatchSplitter:
+    """Computes the gradients of a batch that may be larger than what fits.
+
+    The batch is cut into micro-batches of nearly equal size, as views; their gradients add up to those of the whole
+    batch. With ``micro_batch_size="auto"`` it starts whole and is halved whenever memory runs out: gradients, buffers
+    and random numbers are put back as they were and the same batch is tried again, so that it trains exactly as if the
+    smaller size had been asked for. What fitted is remembered for each function, shape of a sample and class of free
+    memory, and after a while without failures twice the size is tried.
+
+    Splitting belongs to the backward pass: the optimizer's step, clipping, schedulers and averages of weights stay in
+    the training loop, once a batch. Under torch's DistributedDataParallel and fully_shard the gradients, and the
+    returned loss, are those of all ranks' samples together.
+
+    Args:
+        model: whose parameters get gradients: a module, or several. Where it is None, what a loss function uses is
+            found while it runs, which costs about a microsecond for each operation.
+        micro_batch_size: samples in one forward and backward pass at the most, or ``"auto"``.
+        reduction: what ``loss_fn`` does with its samples: ``"mean"`` (over what ``normalizer`` counts), ``"sum"``, or
+            ``"none"`` for a loss a sample, whose sum is differentiated.
+        normalizer: counts what the mean is over, called as ``loss_fn`` is, e.g. the targets that are not padding, or
+            the sum of their class weights. Samples by default. Micro-batches that count 0 are left out.
+        batch_norm: ``"micro_batch"`` updates running statistics with every micro-batch, as torch does; ``"window"``
+            once for the whole batch. Each micro-batch is normalized by its own statistics either way.
+        offload_activations: keep what autograd saves in pinned host memory between forward and backward.
+        scaler: scales the losses; unscaling and skipping stay ``scaler.step(optimizer)``'s.
+        grow_after: batches without a failure before a larger micro-batch is tried.
+        callbacks: told what happens.
+
+    Attributes:
+        callbacks: the list of callbacks, which may be changed between batches.
+
+    >>> model = nn.Linear(3, 1)
+    >>> splitter = BatchSplitter(model, micro_batch_size=10)
+    >>> inputs, targets = torch.randn(64, 3), torch.randn(64, 1)
+    >>> loss = splitter.backward(lambda x, y: nn.functional.mse_loss(model(x), y), inputs, targets)
+    >>> bool(torch.isclose(loss, nn.functional.mse_loss(model(inputs), targets)))
+    True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module] | None = None,
+        *,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        reduction: Literal["mean", "sum", "none"] = "mean",
+        normalizer: Callable[..., Tensor | float] | None = None,
+        batch_norm: Literal["micro_batch", "window"] = "micro_batch",
+        offload_activations: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
+        grow_after: int = 32,
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
+        _require(reduction in ("mean", "sum", "none"), "reduction", reduction, '"mean", "sum" or "none"')
+        _require(batch_norm in ("micro_batch", "window"), "batch_norm", batch_norm, '"micro_batch" or "window"')
+        auto = micro_batch_size == "auto"
+        _require(auto or _is_positive(micro_batch_size), "micro_batch_size", micro_batch_size, 'at least 1, or "auto"')
+        _require(_is_positive(grow_after), "grow_after", grow_after, "at least 1")
+        _require(normalizer is None or reduction == "mean", "normalizer", normalizer, 'None unless reduction is "mean"')
+        _require(batch_norm != "window" or model is not None, "batch_norm", batch_norm, '"micro_batch" without a model')
+        self.callbacks = list(callbacks)
+        self._modules = None if model is None else [model] if isinstance(model, nn.Module) else list(model)
+        self._reduction = reduction
+        self._normalizer = normalizer
+        self._batch_norm = batch_norm
+        self._offload = offload_activations
+        self._scaler = scaler
+        self._ranks = ranks_of(self._modules or [])
+        self._attempts = Attempts(None if auto else int(micro_batch_size), grow_after, self._ran_out, self._resized)
+        self._walked: set[Hashable] = set()
+        self._warned = False
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """The size in use, by the last batch; None before the first one if it is to be found."""
+        return self._attempts.size
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run begins with, so that it need not run out of memory to find it again."""
+        return {"micro_batch_size": self._attempts.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin with the micro-batch size of another run; it grows again if it can. A fixed size stays."""
+        size = state["micro_batch_size"]
+        _require(size is None or _is_positive(size), "state['micro_batch_size']", size, "at least 1, or None")
+        self._attempts.begin_with(size)
+
+    # ------------------------------------------------------------------ what users call
+
+    def backward(self, loss_fn: Callable[..., Tensor], /, *batch: Any, **named: Any) -> Tensor:
+        """Add the gradients of a batch's loss to its parameters' ``grad``.
+
+        Args:
+            loss_fn: called as ``loss_fn(*micro_batch, **named)``; returns the loss of those samples, one number, or for
+                reduction ``"none"`` one a sample. It is called again after an out-of-memory.
+            batch: tensors and nested containers of them, see :class:`~speedswap.batching.nested.Batch`.
+            named: the same, by name.
+
+        Returns:
+            The loss of the whole batch, detached: 0-d, or for reduction ``"none"`` of the losses' shape.
+
+        Raises:
+            CoupledLossError: the loss is declared coupled.
+            BatchError: the batch or the loss cannot be split.
+            Exception: what ``loss_fn`` raises, out-of-memory included if one sample does not fit. Gradients, buffers
+                and random numbers are as they were before the call.
+        """
+        if getattr(loss_fn, "couples_batch", False):
+            raise CoupledLossError(
+                f"loss_fn {name_of(loss_fn)} is declared to couple the samples of a batch, so that parts of it have "
+                "another loss; give its encoder and itself to backward_coupled"
+            )
+        whole = Batch(batch, named)
+        _refuse_graphs(whole)
+        changes = Changes(self._modules, self._is_new(loss_fn))
+        changes.note([tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad])
+
+        def attempt(size: int) -> Tensor:
+            return self._accumulate(loss_fn, whole, self._ranks.sizes(whole.size, size), changes)
+
+        loss = self._reduced(self._run([loss_fn], [whole], changes, attempt), changes)
+        self._walked.add(closure(loss_fn))
+        self._tell("after_batch", batch_size=whole.size, loss=loss)
+        return loss
+
+    def backward_coupled(
+        self,
+        encode: Callable[..., Any] | Sequence[Callable[..., Any]],
+        loss_fn: Callable[..., Tensor],
+        /,
+        *batch: Any,
+        **named: Any,
+    ) -> Tensor:
+        """Add the exact gradients of a loss that compares all samples of a batch with each other.
+
+        Two passes: representations of all micro-batches without a graph, the loss once over all of them, and then each
+        micro-batch again, with the same random numbers, for its part of the gradient. That costs one more forward pass,
+        and the memory of all representations beside that of one micro-batch.
+
+        Args:
+            encode: returns a micro-batch's representations, one tensor or a nesting of them, first dimension samples.
+                Or several functions, one for each positional argument of the batch, called with it alone: the
+                arguments may then have different numbers of samples.
+            loss_fn: called with the representations of the whole batch, one argument for each encoder; returns one
+                number. Its own parameters get their gradients too. Its reduction is its own affair.
+            batch: what is encoded.
+            named: more of it, for a single encoder.
+
+        Returns:
+            The loss, detached, 0-d.
+
+        Raises:
+            BatchError: the batch cannot be split, or there are not as many encoders as arguments.
+            Exception: as for :meth:`backward`.
+        """
+        encoders, batches = _towers(encode, batch, named)
+        for part in batches:
+            _refuse_graphs(part)
+        changes = Changes(self._modules, self._is_new(*encoders, loss_fn))
+
+        def attempt(size: int) -> Tensor:
+            passes = [
+                TwoPasses(encoder, part, self._ranks.sizes(part.size, size), changes.snapshot)
+                for encoder, part in zip(encoders, batches, strict=True)
+            ]
+            return self._both_passes(passes, loss_fn, changes)
+
+        loss = self._reduced(self._run([*encoders, loss_fn], batches, changes, attempt), changes)
+        self._walked.update(map(closure, [*encoders, loss_fn]))
+        self._tell("after_batch", batch_size=max(part.size for part in batches), loss=loss)
+        return loss
+
+    def forward(self, function: Callable[..., Any], /, *batch: Any, **named: Any) -> Any:
+        """Run a function over a batch in micro-batches, keeping no graph but differentiable all the same.
+
+        What is computed from the outputs can be differentiated as usual. When the backward pass arrives, each
+        micro-batch is run again, with the same random numbers, and its gradients are added.
+
+        Args:
+            function: called with each micro-batch; returns tensors whose first dimension counts samples.
+            batch: its arguments.
+            named: the same, by name.
+
+        Returns:
+            The outputs of the whole batch, in the function's nesting.
+
+        Raises:
+            BatchError: the batch or the outputs cannot be split and joined.
+            Exception: what ``function`` raises. Running out of memory in the backward pass, which needs a little more
+                than the forward pass, is recovered from unless the function draws random numbers.
+        """
+        whole = Batch(batch, named)
+        _refuse_graphs(whole)
+        changes = Changes(self._modules, False)
+
+        def attempt(size: int) -> tuple[TwoPasses, Any]:
+            passes = TwoPasses(function, whole, self._ranks.sizes(whole.size, size), changes.snapshot)
+            each = self._each(passes.sizes, changes)
+            with self._statistics(len(passes.sizes)):
+                return passes, passes.first(each, with_graph=torch.is_grad_enabled())
+
+        passes, outputs = self._run([function], [whole], changes, attempt)
+        if not torch.is_grad_enabled():
+            return outputs
+        anchor = torch.empty(0, requires_grad=True)
+        differentiable = iter(_Replay.apply(anchor, self, passes, *tensors_of(outputs)))  # type: ignore[no-untyped-call]
+        return replace_tensors(outputs, lambda _: next(differentiable))
+
+    def map(self, function: Callable[..., Any], /, *batch: Any, **named: Any) -> Any:
+        """Run a function over a batch in micro-batches, without gradients, as for evaluation.
+
+        Args:
+            function: called with each micro-batch; returns tensors whose first dimension counts samples.
+            batch: its arguments.
+            named: the same, by name.
+
+        Returns:
+            The outputs of the whole batch, in the function's nesting.
+        """
+        with torch.no_grad():
+            return self.forward(function, *batch, **named)
+
+    # ------------------------------------------------------------------ one attempt
+
+    def _accumulate(self, loss_fn: Callable[..., Tensor], batch: Batch, sizes: list[int], changes: Changes) -> Tensor:
+        """Forward and backward, micro-batch by micro-batch."""
+        parts = [batch.part(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        weights = self._weights(parts, sizes)
+        place: dict[str, Any] = {"batch_size": batch.size, "micro_batch_sizes": tuple(sizes)}
+        self._tell("before_batch", **place)
+        losses: list[Tensor] = []
+        with self._statistics(len(parts)), changes.summing(len(parts)):
+            for index, ((args, kwargs), size, weight) in enumerate(zip(parts, sizes, weights, strict=True)):
+                with self._ranks.micro_batch(index, len(parts)):
+                    if weight:
+                        losses.append(self._one(loss_fn, args, kwargs, size, weight, place | {"index": index}, changes))
+        if self._reduction == "none":
+            return torch.cat(losses)
+        return functools.reduce(torch.add, losses) if losses else torch.zeros((), device=batch.device)
+
+    def _one(
+        self,
+        loss_fn: Callable[..., Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        size: int,
+        weight: float,
+        place: dict[str, Any],
+        changes: Changes,
+    ) -> Tensor:
+        """One micro-batch. Returns what it adds to the loss, detached."""
+        self._tell("before_micro_batch", **place)
+        with changes.watched(), self._offloaded(changes):
+            loss = self._checked(loss_fn(*args, **kwargs), loss_fn, size)
+        self._tell("before_backward", **place, loss=loss.detach())
+        part = loss if weight == 1 else loss.float() * weight if loss.dtype in HALF_PRECISION else loss * weight
+        changes.before_backward(part)
+        scaled = part if self._scaler is None else self._scaler.scale(part)
+        torch.autograd.backward([scaled], [torch.ones_like(scaled)])
+        self._tell("after_micro_batch", **place, loss=loss.detach())
+        return part.detach()
+
+    def _both_passes(self, passes: list[TwoPasses], loss_fn: Callable[..., Tensor], changes: Changes) -> Tensor:
+        sizes = [size for one in passes for size in one.sizes]
+        batch_size = max(sum(one.sizes) for one in passes)
+        self._tell("before_batch", batch_size=batch_size, micro_batch_sizes=tuple(sizes))
+        each = self._each(sizes, changes)
+        with self._statistics(len(sizes)):
+            outputs = [replace_tensors(one.first(each), _as_leaf) for one in passes]
+        with changes.watched():
+            loss = self._checked(loss_fn(*outputs), loss_fn, 1)
+        if loss.dim():
+            raise BatchError(
+                f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number"
+            )
+        with changes.summing(len(sizes)):
+            changes.before_backward(loss)
+            torch.autograd.backward([loss if self._scaler is None else self._scaler.scale(loss)])
+            second = self._each(sizes, changes, offloaded=True)
+            for one, output in zip(passes, outputs, strict=True):
+                one.second([tensor.grad for tensor in tensors_of(output)], one.sizes, second)
+        return loss.detach()
+
+    def _each(
+        self, sizes: list[int], changes: Changes, *, offloaded: bool = False
+    ) -> Callable[[int, Callable[[], Any]], Any]:
+        """Runs one micro-batch of two passes, and tells about it."""
+        count, batch_size, index = len(sizes), sum(sizes), -1
+
+        def each(size: int, run: Callable[[], Any]) -> Any:
+            nonlocal index
+            index += 1
+            place = {"batch_size": batch_size, "micro_batch_sizes": tuple(sizes), "index": index}
+            self._tell("before_micro_batch", **place)
+            with (
+                self._ranks.micro_batch(index, count),
+                changes.watched(),
+                self._offloaded(changes) if offloaded else nullcontext(),
+            ):
+                result = run()
+            self._tell("after_micro_batch", **place)
+            return result
+
+        return each
+
+    def _replay(self, passes: TwoPasses, gradients: Sequence[Tensor | None]) -> None:
+        """The backward pass of :meth:`forward`."""
+        changes = Changes(self._modules, False)
+        batch_size, largest = sum(passes.sizes), max(passes.sizes)
+
+        def attempt(size: int) -> None:
+            sizes = passes.sizes if size == largest else self._ranks.sizes(batch_size, size)
+            with changes.summing(len(sizes)):
+                passes.second(gradients, sizes, self._each(sizes, changes, offloaded=True))
+
+        part = functools.partial(self._largest_part, batch_size)
+        self._attempts.run(attempt, changes.restore, largest, part, may_shrink=not passes.is_random)
+
+    def _run(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        batches: Sequence[Batch],
+        changes: Changes,
+        attempt: Callable[[int], Result],
+    ) -> Result:
+        """Call ``attempt`` with sizes from what is known of the functions and batches on down."""
+        batch_size = max(batch.size for batch in batches)
+        key = (*map(identity, functions), *(batch.signature() for batch in batches))
+        size = self._ranks.begin(self._attempts.choose(key, batch_size, batches[0].device))
+        result = self._attempts.run(attempt, changes.restore, size, functools.partial(self._largest_part, batch_size))
+        self._attempts.succeeded(batch_size)
+        return result
+
+    def _largest_part(self, batch_size: int, size: int) -> int:
+        return max(self._ranks.sizes(batch_size, size))
+
+    def _weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], sizes: list[int]) -> list[float]:
+        """What each micro-batch's loss counts in that of the batch."""
+        if self._reduction != "mean":
+            return [1.0] * len(sizes)
+        counts: list[float] = list(sizes)
+        if self._normalizer is not None:
+            with torch.no_grad():
+                counts = _as_floats([self._normalizer(*args, **kwargs) for args, kwargs in parts])
+            for count in counts:
+                _require(0 <= count < float("inf"), "normalizer(…)", count, "a finite count of at least 0")
+        total = self._ranks.total(sum(counts))
+        return [count / total if total else 0.0 for count in counts]
+
+    def _checked(self, loss: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
+        if not isinstance(loss, Tensor):
+            raise BatchError(f"loss_fn {name_of(loss_fn)} returned a {type(loss).__name__}; it must return a tensor")
+        if self._reduction == "none" and loss.dim() and len(loss) == size:
+            return loss
+        if self._reduction != "none" and loss.numel() == 1:
+            return loss.reshape(())
+        wanted = "one loss a sample" if self._reduction == "none" else 'one number, or choose reduction="none"'
+        raise BatchError(
+            f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)} for {size} samples; return {wanted}"
+        )
+
+    def _reduced(self, loss: Tensor, changes: Changes) -> Tensor:
+        """The loss on all ranks together, once their gradients have been added up."""
+        try:
+            return self._ranks.reduce(changes.parameters, loss)
+        except BaseException:
+            changes.restore()
+            raise
+
+    # ------------------------------------------------------------------ what surrounds an attempt
+
+    @contextmanager
+    def _statistics(self, count: int) -> Iterator[None]:
+        norms = batch_norms(self._modules or []) if count > 1 else []
+        if norms and not self._warned:
+            self._warned = True
+            _log.warning(
+                "BatchNorm normalizes each micro-batch by its own statistics, so that gradients are not quite those of "
+                "the unsplit batch; GroupNorm or LayerNorm do not depend on the split"
+            )
+        with whole_batch_statistics(norms) if self._batch_norm == "window" else nullcontext():
+            yield
+
+    @contextmanager
+    def _offloaded(self, changes: Changes) -> Iterator[None]:
+        with activations_on_host(changes.storages()) if self._offload else nullcontext():
+            yield
+
+    def _is_new(self, *functions: Callable[..., Any]) -> bool:
+        """Whether it has to be looked up which leaves these functions use."""
+        return self._modules is None or any(closure(function) not in self._walked for function in functions)
+
+    def _ran_out(self, error: BaseException, old: int, new: int) -> None:
+        self._tell("on_out_of_memory", error=error, old_size=old, new_size=new)
+
+    def _resized(self, old: int, new: int) -> None:
+        self._tell("on_resize", old_size=old, new_size=new)
+
+    def _tell(self, moment: str, **what: Any) -> None:
+        if self.callbacks:
+            event = Event(self, **what)
+            for callback in self.callbacks:
+                getattr(callback, moment)(event)
+
+
+class _Replay(torch.autograd.Function):
+    """Outputs that were computed without a graph, and how they are differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, splitter: BatchSplitter, passes: TwoPasses, *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.splitter, ctx.passes = splitter, passes
+        ctx.set_materialize_grads(False)
+        results = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*(result for result in results if not _is_differentiable(result)))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.splitter._replay(ctx.passes, gradients)
+        return (None,) * (3 + len(gradients))
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(_is_differentiable(tensor))
+
+
+def _towers(
+    encode: Callable[..., Any] | Sequence[Callable[..., Any]], batch: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[list[Callable[..., Any]], list[Batch]]:
+    """Encoders, and the batch of each."""
+    if callable(encode):
+        return [encode], [Batch(batch, named)]
+    if named or len(encode) != len(batch):
+        raise BatchError(
+            f"{len(encode)} encoders were given {len(batch)} arguments and {len(named)} named ones; several encoders "
+            "take one positional argument each"
+        )
+    return list(encode), [Batch((argument,)) for argument in batch]
+
+
+def _refuse_graphs(batch: Batch) -> None:
+    for tensor in batch.tensors():
+        if tensor.requires_grad and not tensor.is_leaf:
+            raise BatchError(
+                f"a tensor of shape {tuple(tensor.shape)} in the batch was computed with a graph, which the first "
+                "micro-batch's backward pass would free; detach it, or compute it inside the function"
+            )
+
+
+def _as_floats(counts: list[Tensor | float]) -> list[float]:
+    """Numbers and 0-d tensors as floats; one wait for the device."""
+    if any(isinstance(count, Tensor) for count in counts):
+        device = next(count.device for count in counts if isinstance(count, Tensor))
+        return torch.stack([torch.as_tensor(count, device=device).double().reshape(()) for count in counts]).tolist()
+    return [float(count) for count in counts]
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _require(fulfilled: bool, name: str, value: object, wanted: str) -> None:
+    if not fulfilled:
+        raise BatchError(f"{name} is {value!r}; it must be {wanted}")
