@@ -90,26 +90,29 @@ class Buffers:
     """
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
-        self._before: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self.note(buffers)
 
     def note(self, buffers: Iterable[Tensor]) -> None:
         """Copy the buffers that have not been noted yet."""
         for buffer in buffers:
             if id(buffer) not in self._before:
-                self._before[id(buffer)] = buffer, buffer.detach().clone(), buffer._version
+                self._before[id(buffer)] = buffer, buffer.detach().clone()
 
     def again(self) -> Buffers:
         """A copy of the same buffers as they are now."""
-        return Buffers(buffer for buffer, _, _ in self._before.values())
+        return Buffers(buffer for buffer, _ in self._before.values())
 
     def restore(self) -> None:
-        """Put back what was copied; buffers that nothing has written to are left alone."""
+        """Put back what was copied.
+
+        The values are compared, since BatchNorm's updates do not show in the version of a tensor. Not on other devices,
+        where the answer would have to be waited for.
+        """
         with torch.no_grad():
-            for key, (buffer, before, version) in self._before.items():
-                if buffer._version != version:
+            for buffer, before in self._before.values():
+                if buffer.device.type != "cpu" or not torch.equal(buffer, before):
                     buffer.copy_(before)
-                    self._before[key] = buffer, before, -1
 
 
 class RandomState:

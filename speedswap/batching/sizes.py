@@ -71,6 +71,11 @@ class Sizes:
             self._known.popitem(last=False)
         return known
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether the size that was chosen is larger than what is known to fit."""
+        return self._trial is not None
+
     def shrink(self, largest: int) -> int:
         """What to try after micro-batches of ``largest`` samples and fewer have run out of memory.
 

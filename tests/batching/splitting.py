@@ -1,0 +1,58 @@
+"""What the tests of batching share: models, and memory that runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    """Everything that a batch may change: gradients and buffers."""
+    return [*gradients(model), *[buffer.clone() for buffer in model.buffers()]]
+
+
+def relative_error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    assert len(found) == len(wanted)
+    assert wanted
+    return max(float((one - other).norm() / other.norm()) for one, other in zip(found, wanted, strict=True))
+
+
+def same_bits(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def classifier(dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)).to(dtype)
+
+
+class OutOfMemoryBeyond:
+    """Runs out of memory as CUDA's allocator does when a function is called with too many samples.
+
+    Args:
+        function: called with the micro-batch.
+        limit: samples that fit.
+        calls: how many calls with too many samples fit all the same, so that the failure comes late in a batch.
+    """
+
+    def __init__(self, function: Callable[..., Any], limit: int, calls: int = 0) -> None:
+        self.function = function
+        self.limit = limit
+        self.calls = calls
+        self.sizes: list[int] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        samples = len(args[0])
+        self.sizes.append(samples)
+        result = self.function(*args, **kwargs)
+        if samples > self.limit:
+            self.calls -= 1
+            if self.calls < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return result

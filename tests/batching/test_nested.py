@@ -1,0 +1,163 @@
+"""P24: what a batch may be made of, and how it is cut."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from speedswap.batching import PerSample, Whole
+from speedswap.batching.nested import Batch, concatenate
+from speedswap.errors import BatchError
+
+
+class Pair(NamedTuple):
+    ids: Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    image: Tensor
+    label: Tensor
+    note: str = "note"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def test_p24_nested_inputs_are_cut_together_and_in_order():
+    image = torch.arange(12).view(4, 3)
+    batch = Batch(
+        (image, None, "words", 3, torch.tensor(7.0), Pair(image, "pair"), (image, [image, image])),
+        {
+            "sample": Sample(image, image[:, 0], extra={"deep": (image,)}),
+            "array": np.arange(8).reshape(4, 2),
+            "texts": ["a", "b", "c", "d"],
+            "classes": ["cat", "dog"],
+            "size": torch.Size([4, 3]),
+            "module": nn.Linear(1, 1),
+        },
+    )
+    assert batch.size == 4
+    args, kwargs = batch.part(1, 3)
+    wanted = image[1:3]
+    assert torch.equal(args[0], wanted)
+    assert args[1:4] == (None, "words", 3)
+    assert args[4] == 7
+    assert isinstance(args[5], Pair)
+    assert torch.equal(args[5].ids, wanted)
+    assert args[5].name == "pair"
+    assert torch.equal(args[6][1][1], wanted)
+    assert isinstance(kwargs["sample"], Sample)
+    assert torch.equal(kwargs["sample"].label, image[1:3, 0])
+    assert torch.equal(kwargs["sample"].extra["deep"][0], wanted)
+    assert kwargs["sample"].note == "note"
+    assert np.array_equal(kwargs["array"], [[2, 3], [4, 5]])
+    assert kwargs["texts"] == ["b", "c"]
+    assert kwargs["classes"] == ["cat", "dog"]
+    assert kwargs["size"] == torch.Size([4, 3])
+    assert isinstance(kwargs["module"], nn.Linear)
+
+
+def test_p24_parts_are_views():
+    image = torch.zeros(4, 3)
+    args, _ = Batch(({"image": image},)).part(1, 3)
+    args[0]["image"].fill_(1)
+    assert image.sum(1).tolist() == [0, 3, 3, 0]
+
+
+@pytest.mark.parametrize("make", [dict, OrderedDict, UserDict, lambda items: defaultdict(list, items)])
+def test_p24_mappings_keep_their_type_and_order(make):
+    value = make({"b": torch.ones(4), "a": torch.zeros(4)})
+    (part,), _ = Batch((value,)).part(0, 2)
+    assert type(part) is type(value)
+    assert list(part) == ["b", "a"]
+    assert [len(tensor) for tensor in part.values()] == [2, 2]
+    assert [len(tensor) for tensor in value.values()] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, message",
+    [
+        ((torch.ones(6), torch.ones(4)), {}, r"batch\[1\] has 4 samples, but batch\[0\] has 6"),
+        ((), {"a": torch.ones(6), "b": torch.ones(4)}, r"b has 4 samples, but a has 6"),
+        (({"x": (torch.ones(3), torch.ones(2))},), {}, r"batch\[0\]\['x'\]\[1\] has 2 samples"),
+        ((torch.ones(2), PerSample([1, 2, 3])), {}, r"batch\[1\] has 3 samples"),
+        ((torch.ones(2), np.ones((3, 2))), {}, r"batch\[1\] has 3 samples"),
+        ((None, "text", torch.tensor(1)), {}, r"no tensor with a batch dimension"),
+        ((torch.ones(0, 3),), {}, r"batch\[0\] has no samples"),
+        ((nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]),), {}, r"PackedSequence"),
+    ],
+)
+def test_p24_what_does_not_fit_together_is_an_error(args, kwargs, message):
+    with pytest.raises(BatchError, match=message):
+        Batch(args, kwargs)
+
+
+def test_p24_what_belongs_to_no_sample_and_lists_of_samples():
+    weights, images = torch.ones(10), [torch.ones(3, 2, 2), torch.ones(3, 5, 5), torch.ones(3, 1, 1)]
+    batch = Batch((torch.arange(3), Whole(weights), PerSample(images)))
+    args, _ = batch.part(1, 3)
+    assert args[1] is weights
+    assert [tuple(image.shape) for image in args[2]] == [(3, 5, 5), (3, 1, 1)]
+    args, _ = batch.part(0, 3)
+    assert args[1] is weights
+    assert args[2] == images
+
+
+def test_p24_whole_batch_is_passed_unchanged():
+    tensor = torch.ones(4)
+    args, _ = Batch((tensor,)).part(0, 4)
+    assert args[0] is tensor
+
+
+leaves = st.sampled_from(["tensor", "none", "scalar", "text"])
+trees = st.recursive(
+    leaves, lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.text(max_size=3), inner)
+)
+
+
+def grown(tree: Any, size: int) -> Any:
+    if isinstance(tree, list):
+        return tuple(grown(item, size) for item in tree)
+    if isinstance(tree, dict):
+        return {key: grown(item, size) for key, item in tree.items()}
+    return {"tensor": torch.randn(size, 2), "none": None, "scalar": torch.tensor(1.0), "text": "t"}[tree]
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in flat(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in flat(item)]
+    return [value]
+
+
+@given(trees, st.integers(1, 7), st.data())
+def test_p24_any_nesting_comes_together_again(tree, size, data):
+    value = (grown(tree, size), torch.randn(size))
+    cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))})
+    batch = Batch(value)
+    parts = [batch.part(start, stop)[0] for start, stop in pairwise(cuts)]
+    joined = concatenate(parts)
+    for found, wanted in zip(flat(joined), flat(value), strict=True):
+        if isinstance(wanted, Tensor) and wanted.dim():
+            assert torch.equal(found, wanted)
+        elif isinstance(wanted, Tensor):
+            assert torch.equal(found, wanted.expand(len(parts)))
+        else:
+            assert found == wanted
+
+
+def test_parts_of_different_structure_cannot_be_joined():
+    with pytest.raises(BatchError, match="structure"):
+        concatenate([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
+    with pytest.raises(BatchError, match="something else"):
+        concatenate([torch.ones(1), None])

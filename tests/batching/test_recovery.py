@@ -1,0 +1,382 @@
+"""Running out of memory: the batch is tried again in smaller parts, as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import resource
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import pytest
+import torch
+from splitting import OutOfMemoryBeyond, classifier, gradients, same_bits, state
+from torch import nn
+from torch.nn import functional
+
+import speedswap
+from speedswap.batching import Callback, oom
+from speedswap.batching.sizes import Sizes
+from speedswap.errors import BatchError
+
+
+def stateful_model() -> nn.Module:
+    """One that draws random numbers and keeps running statistics."""
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+def batch(samples: int):
+    return torch.randn(samples, 6), torch.randint(4, (samples,))
+
+
+@pytest.mark.parametrize("known, policy", [(True, "micro_batch"), (True, "window"), (False, "micro_batch")])
+@pytest.mark.parametrize("calls", [0, 1, 3], ids=lambda calls: f"fails at micro-batch {calls}")
+def test_p08_retried_batch_is_a_clean_run_at_the_smaller_size(known, policy, calls):
+    """Gradients, buffers and random numbers, bit for bit; the failure comes at different micro-batches."""
+    model = stateful_model()
+    clean = copy.deepcopy(model)
+    first, second = batch(40), batch(40)
+
+    loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=12)
+    splitter = speedswap.BatchSplitter(model if known else None, batch_norm=policy)
+    torch.manual_seed(5)
+    splitter.backward(loss_fn, *first)
+    loss_fn.limit, loss_fn.calls = 6, calls
+    loss = splitter.backward(loss_fn, *second)
+    numbers = torch.get_rng_state()
+
+    torch.manual_seed(5)
+    for size, inputs in ((10, first), (5, second)):
+        splitter = speedswap.BatchSplitter(clean if known else None, micro_batch_size=size, batch_norm=policy)
+        expected = splitter.backward(lambda x, y: functional.cross_entropy(clean(x), y), *inputs)
+    assert loss_fn.sizes == [40, 20, *[10] * 4, *[10] * (calls + 1), *[5] * 8]
+    assert torch.equal(loss, expected)
+    assert same_bits(state(model), state(clean))
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_p08_python_and_numpy_random_numbers_are_put_back():
+    import random
+
+    import numpy as np
+
+    drawn = []
+
+    def loss_fn(x):
+        drawn.append((len(x), random.random(), float(np.random.rand())))  # noqa: NPY002
+        return (x * weight).sum()
+
+    weight = torch.ones(3, requires_grad=True)
+    speedswap.BatchSplitter(reduction="sum").backward(OutOfMemoryBeyond(loss_fn, limit=2), torch.ones(4, 3))
+    whole, first, _ = drawn
+    assert whole[1:] == first[1:]
+
+
+def test_p09_running_out_in_the_optimizers_step_is_the_callers(monkeypatch):
+    """The splitter has no part in the step, and so cannot do it twice; the next batch trains on."""
+    model, twin = classifier(), classifier()
+    twin.load_state_dict(model.state_dict())
+    splitter = speedswap.BatchSplitter(model)
+    inputs = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+
+    class Failing(torch.optim.SGD):
+        failures = 1
+
+        def step(self, closure=None):
+            super().step()
+            if self.failures:
+                self.failures -= 1
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    optimizer, theirs = Failing(model.parameters(), lr=0.1), torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        splitter.backward(lambda x, y: functional.cross_entropy(model(x), y), *inputs)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            optimizer.step()
+        theirs.zero_grad()
+        functional.cross_entropy(twin(inputs[0]), inputs[1]).backward()
+        theirs.step()
+    assert same_bits(list(model.parameters()), list(twin.parameters()))
+    assert splitter.micro_batch_size == 8
+
+
+class Fails(torch.autograd.Function):
+    """An operation whose backward pass runs out of memory when it is given more than two samples."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if len(grad) > 2:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return grad
+
+
+def test_running_out_in_the_backward_pass_is_recovered_from():
+    model = classifier()
+    clean = copy.deepcopy(model)
+    inputs = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+    splitter = speedswap.BatchSplitter(model)
+    splitter.backward(lambda x, y: functional.cross_entropy(Fails.apply(model(x)), y), *inputs)
+    assert splitter.micro_batch_size == 2
+    speedswap.BatchSplitter(clean, micro_batch_size=2).backward(
+        lambda x, y: functional.cross_entropy(clean(x), y), *inputs
+    )
+    assert same_bits(gradients(model), gradients(clean))
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_p17_nothing_of_a_failed_attempt_is_alive_when_memory_is_released(monkeypatch, fails_in):
+    model = classifier()
+    activations, alive = [], []
+
+    def loss_fn(x, y):
+        hidden = model(x)
+        activations.append(weakref.ref(hidden))
+        if fails_in == "forward" and len(x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return functional.cross_entropy(Fails.apply(hidden), y)
+
+    release = oom.release_cached_memory
+
+    def released():
+        alive.append([reference() is not None for reference in activations])
+        release()
+
+    monkeypatch.setattr("speedswap.batching.attempts.release_cached_memory", released)
+    gc.disable()  # what is freed is freed by itself, not by a collection that happens to come along
+    try:
+        splitter = speedswap.BatchSplitter(model)
+        splitter.backward(loss_fn, torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,)))
+    finally:
+        gc.enable()
+    assert alive == [[False], [False, False]]
+
+
+def test_p17_the_callers_frame_is_left_alone():
+    """Variables of the function that calls the splitter are not cleared with those of the failed one."""
+    mine = torch.ones(3)
+    weight = torch.ones(3, requires_grad=True)
+    loss_fn = OutOfMemoryBeyond(lambda x: (x * weight).sum(), limit=1)
+    speedswap.BatchSplitter(reduction="sum").backward(loss_fn, torch.ones(4, 3))
+    assert mine.sum() == 3
+    assert weight.grad.tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("CUDA out of memory"), RuntimeError("CUDA error: device-side assert triggered"), IndexError("x")],
+    ids=lambda error: type(error).__name__,
+)
+def test_p18_other_errors_are_never_swallowed(error):
+    calls = []
+
+    def loss_fn(x):
+        calls.append(len(x))
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        speedswap.BatchSplitter().backward(loss_fn, torch.ones(4, 3))
+    assert raised.value is error
+    assert calls == [4]
+
+
+def test_p18_one_sample_that_does_not_fit_raises_the_original_with_its_history():
+    model = classifier()
+    loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=0)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
+        speedswap.BatchSplitter(model).backward(loss_fn, torch.randn(9, 6, dtype=torch.float64), torch.randint(4, (9,)))
+    assert loss_fn.sizes == [9, 3, 1]  # 9 in two parts of at most 4 would be 5 and 4
+    causes = []
+    error = raised.value.__cause__
+    while error is not None:
+        causes.append(error)
+        error = error.__cause__
+    assert isinstance(causes[0], BatchError)
+    assert str(causes[0]) == "micro-batches of 9, 3 samples had run out of memory before"
+    assert [type(cause) for cause in causes[1:]] == [torch.OutOfMemoryError] * 2
+    assert raised.traceback[-1].name == "__call__"
+    assert gradients(model) == []
+
+
+def test_given_size_is_not_changed():
+    loss_fn = OutOfMemoryBeyond(lambda x: x.sum(), limit=2)
+    with pytest.raises(torch.OutOfMemoryError):
+        speedswap.BatchSplitter(micro_batch_size=4).backward(loss_fn, torch.ones(8, 3, requires_grad=True))
+    assert loss_fn.sizes == [4]
+
+
+def test_p19_success_collects_no_garbage_and_empties_no_cache(monkeypatch):
+    model = classifier()
+    called = []
+    monkeypatch.setattr(gc, "collect", lambda *args: called.append("gc.collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("empty_cache"))
+    splitter = speedswap.BatchSplitter(model, grow_after=1)
+    inputs = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
+    for _ in range(5):
+        splitter.backward(lambda x, y: functional.cross_entropy(model(x), y), *inputs)
+    assert called == []
+
+
+def split_sizes(splitter, loss_fn, samples, times):
+    """The largest micro-batch of each of some batches in turn, and how many attempts each took."""
+    found = []
+    for _ in range(times):
+        del loss_fn.sizes[:]
+        splitter.backward(loss_fn, torch.ones(samples, 3))
+        found.append((loss_fn.sizes[-1], len(list(itertools.groupby(loss_fn.sizes)))))
+    return found
+
+
+def limited(limit: int) -> OutOfMemoryBeyond:
+    weight = torch.ones(3, requires_grad=True)
+    return OutOfMemoryBeyond(lambda x: (x * weight).sum(), limit)
+
+
+def test_size_is_remembered_and_grows_again_without_swinging(caplog):
+    loss_fn = limited(10)
+    splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3)
+    caplog.set_level("INFO", logger="speedswap")
+    assert split_sizes(splitter, loss_fn, 64, 3) == [(8, 4), (8, 1), (8, 1)]
+    found = split_sizes(splitter, loss_fn, 64, 60)
+    assert {size for size, _ in found} == {8}
+    trials = [index for index, (_, attempts) in enumerate(found) if attempts == 2]
+    assert trials == [0, 6, 18, 42]  # ever rarer
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        f"micro-batch size {old} → {new}" for old, new in [(64, 32), (32, 16), (16, 8)]
+    ]
+
+    loss_fn = limited(10)
+    splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3)
+    split_sizes(splitter, loss_fn, 64, 1)
+    loss_fn.limit = 64  # memory is free again
+    assert [size for size, _ in split_sizes(splitter, loss_fn, 64, 16)][-1] == 64
+
+
+def test_functions_and_shapes_have_sizes_of_their_own():
+    small = limited(8)
+    splitter = speedswap.BatchSplitter(reduction="sum")
+    assert split_sizes(splitter, small, 64, 1)[0][0] == 8
+    narrow = torch.ones(64, 2)
+    weight = torch.ones(2, requires_grad=True)
+    sizes = []
+
+    def other(x):
+        sizes.append(len(x))
+        return (x * weight).sum()
+
+    splitter.backward(other, narrow)
+    assert sizes == [64]
+    assert split_sizes(splitter, small, 64, 1) == [(8, 1)]
+
+
+def test_lambda_in_a_loop_is_one_function():
+    weight = torch.ones(3, requires_grad=True)
+    loss_of = OutOfMemoryBeyond(lambda x: (x * weight).sum(), limit=16)
+    splitter = speedswap.BatchSplitter(reduction="sum")
+    for _ in range(3):
+        splitter.backward(lambda x: loss_of(x), torch.ones(64, 3))
+    assert loss_of.sizes == [64, 32, *[16] * 12]
+
+
+def test_resumed_run_begins_with_the_size_that_fitted():
+    loss_fn = limited(10)
+    splitter = speedswap.BatchSplitter(reduction="sum")
+    split_sizes(splitter, loss_fn, 64, 1)
+    resumed = speedswap.BatchSplitter(reduction="sum")
+    resumed.load_state_dict(splitter.state_dict())
+    assert resumed.micro_batch_size == 8
+    assert split_sizes(resumed, loss_fn, 64, 1) == [(8, 1)]
+    with pytest.raises(BatchError, match="micro_batch_size"):
+        resumed.load_state_dict({"micro_batch_size": -1})
+
+
+def test_callbacks_are_told_what_happens():
+    told = []
+
+    class Listener(Callback):
+        def before_batch(self, event):
+            told.append(("before_batch", event.batch_size, event.micro_batch_sizes))
+
+        def before_micro_batch(self, event):
+            told.append(("before", event.index))
+
+        def before_backward(self, event):
+            told.append(("loss", float(event.loss)))
+
+        def after_micro_batch(self, event):
+            told.append(("after", event.index))
+
+        def on_out_of_memory(self, event):
+            told.append(("out of memory", event.old_size, event.new_size, type(event.error).__name__))
+
+        def on_resize(self, event):
+            told.append(("resize", event.old_size, event.new_size))
+
+        def after_batch(self, event):
+            told.append(("after_batch", float(event.loss)))
+
+    splitter = speedswap.BatchSplitter(reduction="sum", callbacks=[Listener()])
+    splitter.backward(limited(2), torch.ones(4, 3))
+    assert told == [
+        ("before_batch", 4, (4,)),
+        ("before", 0),
+        ("out of memory", 4, 2, "OutOfMemoryError"),
+        ("resize", 4, 2),
+        ("before_batch", 4, (2, 2)),
+        *[("before", 0), ("loss", 6.0), ("after", 0), ("before", 1), ("loss", 6.0), ("after", 1)],
+        ("after_batch", 12.0),
+    ]
+
+
+def test_known_size_of_another_class_of_memory_is_where_a_new_one_begins():
+    sizes = Sizes(grow_after=4)
+    assert sizes.choose("key", 64, 2**30) == 64
+    assert sizes.shrink(64) == 32
+    assert sizes.choose("key", 64, 2**32) == 32
+    assert sizes.choose("other", 64, 2**30) == 64
+    assert sizes.choose("key", 20, 2**30) == 20
+
+
+def test_forgotten_situations_begin_anew():
+    sizes = Sizes(grow_after=4)
+    sizes.choose("key", 64, 0)
+    sizes.shrink(64)
+    for index in range(2000):
+        sizes.choose(index, 64, 0)
+    assert sizes.choose("key", 64, 0) == 64
+
+
+@pytest.mark.slow
+def test_real_allocator_out_of_memory_is_recovered_from():
+    """torch's own CPU allocator fails under a limit of the process's address space."""
+    code = """
+        import resource, torch, speedswap
+        weight = torch.ones(1024, requires_grad=True)
+        data = torch.ones(64, 1024)
+        torch.nn.functional.relu(torch.ones(4)).sum()
+        taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 400 * 2**20,) * 2)
+        def loss_fn(x):
+            wide = (x * weight).repeat(1, 1024)  # 4 MiB a sample, kept for the backward pass
+            return wide.square().mean()
+        splitter = speedswap.BatchSplitter()
+        loss = splitter.backward(loss_fn, data)
+        assert splitter.micro_batch_size < 64, splitter.micro_batch_size
+        assert torch.allclose(loss, torch.ones(())), loss
+        assert torch.allclose(weight.grad, torch.full((1024,), 2 / 1024)), weight.grad
+        print("recovered at", splitter.micro_batch_size)
+    """
+    assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("recovered at")
