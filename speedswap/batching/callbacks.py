@@ -43,7 +43,8 @@ class Callback:
     """Base of callbacks: every method does nothing until it is overridden.
 
     A splitter calls ``before_batch`` to ``after_batch``. Training loops add the epoch and the optimizer's step, which a
-    splitter does not see. What a callback raises ends the batch, which is rolled back like any other failure.
+    splitter does not see. What a callback raises before ``after_batch`` ends the batch, which is rolled back like any
+    other failure.
     """
 
     def before_epoch(self, event: Event) -> None:

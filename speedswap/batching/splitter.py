@@ -372,7 +372,8 @@ class BatchSplitter:
         """Call ``attempt`` with sizes from what is known of the functions and batches on down."""
         batch_size = max(batch.size for batch in batches)
         key = (*map(identity, functions), *(batch.signature() for batch in batches))
-        size = self._ranks.begin(self._attempts.choose(key, batch_size, batches[0].device))
+        device = changes.parameters[0].device if changes.parameters else batches[0].device
+        size = self._ranks.begin(self._attempts.choose(key, batch_size, device))
         result = self._attempts.run(attempt, changes.restore, size, functools.partial(self._largest_part, batch_size))
         self._attempts.succeeded(batch_size)
         return result
