@@ -94,11 +94,11 @@ class Changes:
             sums.close()
             self._sums = None
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Note the leaves that a loss is about to give gradients to, where they are not known."""
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """Note the leaves that are about to get gradients from ``roots``, where they are not known."""
         if not self._find_leaves:
             return
-        leaves = list(leaves_of(loss))
+        leaves = [leaf for root in roots for leaf in leaves_of(root)]
         self._gradients.note(leaves)
         if self._sums is not None:
             self._sums.include(leaves)

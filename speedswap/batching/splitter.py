@@ -300,7 +300,7 @@ class BatchSplitter:
             loss = self._checked(loss_fn(*args, **kwargs), loss_fn, size)
         self._tell("before_backward", **place, loss=loss.detach())
         part = loss if weight == 1 else loss.float() * weight if loss.dtype in HALF_PRECISION else loss * weight
-        changes.before_backward(part)
+        changes.before_backward([part])
         scaled = part if self._scaler is None else self._scaler.scale(part)
         torch.autograd.backward([scaled], [torch.ones_like(scaled)])
         self._tell("after_micro_batch", **place, loss=loss.detach())
@@ -320,11 +320,11 @@ class BatchSplitter:
                 f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number"
             )
         with changes.summing(len(sizes)):
-            changes.before_backward(loss)
+            changes.before_backward([loss])
             torch.autograd.backward([loss if self._scaler is None else self._scaler.scale(loss)])
             second = self._each(sizes, changes, offloaded=True)
             for one, output in zip(passes, outputs, strict=True):
-                one.second([tensor.grad for tensor in tensors_of(output)], one.sizes, second)
+                one.second([tensor.grad for tensor in tensors_of(output)], one.sizes, second, changes.before_backward)
         return loss.detach()
 
     def _each(
@@ -351,13 +351,13 @@ class BatchSplitter:
 
     def _replay(self, passes: TwoPasses, gradients: Sequence[Tensor | None]) -> None:
         """The backward pass of :meth:`forward`."""
-        changes = Changes(self._modules, False)
+        changes = Changes(self._modules, self._modules is None)
         batch_size, largest = sum(passes.sizes), max(passes.sizes)
 
         def attempt(size: int) -> None:
             sizes = passes.sizes if size == largest else self._ranks.sizes(batch_size, size)
             with changes.summing(len(sizes)):
-                passes.second(gradients, sizes, self._each(sizes, changes, offloaded=True))
+                passes.second(gradients, sizes, self._each(sizes, changes, offloaded=True), changes.before_backward)
 
         part = functools.partial(self._largest_part, batch_size)
         self._attempts.run(attempt, changes.restore, largest, part, may_shrink=not passes.is_random)

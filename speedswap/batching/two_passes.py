@@ -78,13 +78,20 @@ class TwoPasses:
         """Whether the first pass drew random numbers: then the second one must have the same parts."""
         return self._random[0] != self._random[-1]
 
-    def second(self, gradients: Sequence[Tensor | None], sizes: Sequence[int], each: EachPart = _run) -> None:
+    def second(
+        self,
+        gradients: Sequence[Tensor | None],
+        sizes: Sequence[int],
+        each: EachPart = _run,
+        before_backward: Callable[[Sequence[Tensor]], None] = lambda outputs: None,
+    ) -> None:
         """Run the parts again, each with its graph, and add the gradients of what they were computed from.
 
         Args:
             gradients: of the joined outputs' tensors, in order; None where there is none.
             sizes: of the parts; the first pass's, unless nothing in it was random.
             each: as in :meth:`first`.
+            before_backward: told the outputs of each part that are about to be differentiated.
         """
         random, buffers = RandomState(), self._before.again()
         self._before.restore()
@@ -98,7 +105,7 @@ class TwoPasses:
                     for grad, rows in zip(gradients, self._rows, strict=True)
                 ]
                 state.restore()
-                each(size, partial(self._backward, args, kwargs, pieces))
+                each(size, partial(self._backward, args, kwargs, pieces, before_backward))
         finally:
             buffers.restore()
             random.restore()
@@ -108,7 +115,13 @@ class TwoPasses:
             (self._batch.part(stop - size, stop), size) for size, stop in zip(sizes, accumulate(sizes), strict=True)
         ]
 
-    def _backward(self, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: list[Tensor | None]) -> None:
+    def _backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        gradients: list[Tensor | None],
+        before_backward: Callable[[Sequence[Tensor]], None],
+    ) -> None:
         with torch.enable_grad():
             outputs = list(tensors_of(self._function(*args, **kwargs)))
         pairs = [
@@ -117,6 +130,7 @@ class TwoPasses:
             if output.requires_grad and grad is not None
         ]
         if pairs:
+            before_backward([output for output, _ in pairs])
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 

@@ -178,11 +178,13 @@ def test_one_encoder_for_two_inputs_and_a_loss_with_parameters():
 def test_p08_out_of_memory_in_the_second_pass_starts_both_again(known):
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)).double()
     clean, inputs = copy.deepcopy(model), torch.randn(16, 6, dtype=torch.float64)
-    encode = OutOfMemoryBeyond(lambda x: model(x), limit=4, calls=1)  # 16 fits without a graph
+    encode = OutOfMemoryBeyond(lambda x: model(x), limit=4, calls=3)
     torch.manual_seed(2)
-    loss = speedswap.BatchSplitter(model if known else None).backward_coupled(encode, contrastive, inputs)
+    splitter = speedswap.BatchSplitter(model if known else None)
+    splitter.load_state_dict({"micro_batch_size": 8})
+    loss = splitter.backward_coupled(encode, contrastive, inputs)
     numbers = torch.get_rng_state()
-    assert encode.sizes == [16, 16, 8, *[4] * 8]
+    assert encode.sizes == [8] * 4 + [4] * 8  # twice without a graph, once with it and its backward pass, and then not
     torch.manual_seed(2)
     expected = speedswap.BatchSplitter(clean, micro_batch_size=4).backward_coupled(clean, contrastive, inputs)
     assert torch.equal(loss, expected)
