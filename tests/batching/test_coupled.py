@@ -121,6 +121,31 @@ def test_p10_window_policy_updates_them_once():
     assert torch.allclose(model[0].running_var, once[0].running_var, rtol=1e-12)
 
 
+class Counting(nn.Module):
+    """Multiplies by how often it has been called, and remembers what it gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.outputs = []
+
+    def forward(self, inputs):
+        self.calls += 1
+        output = inputs * self.calls
+        self.outputs.append(output.detach().clone())
+        return output
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
+def test_p07_second_pass_meets_the_buffers_of_the_first(known):
+    counting = Counting()
+    model = nn.Sequential(nn.Linear(6, 8), counting)
+    splitter = speedswap.BatchSplitter(model if known else None, micro_batch_size=5)
+    splitter.backward_coupled(model, contrastive, torch.randn(20, 6))
+    assert same_bits(counting.outputs[:4], counting.outputs[4:])
+    assert counting.calls == 4
+
+
 def test_buffers_that_the_loss_writes_keep_what_it_wrote():
     """A queue of negatives, as MoCo has one."""
     model = classifier()
