@@ -70,7 +70,7 @@ class TwoPasses:
             del output
             self._rows = _rows_per_sample(outputs[-1], size)
         self._random.append(RandomState())
-        torch.clear_autocast_cache()  # weights that were cast without a graph would be used again with one
+        torch.clear_autocast_cache()  # older torch would use weights that were cast without a graph again with one
         return concatenate(outputs)
 
     @property
