@@ -1,0 +1,316 @@
+"""An optimizer that updates once for several micro-batches, with the mean of their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedswap.batching.window import Replayable, Window
+from speedswap.batching.wrapped_optimizer import WrappedOptimizer
+from speedswap.errors import BatchError, OptimizerError
+
+__all__ = ["AccumulatingOptimizer"]
+
+
+class AccumulatingOptimizer(WrappedOptimizer):
+    """Let an optimizer step once for every ``accumulation_steps`` calls of ``step``, with their gradients' mean.
+
+    A training loop written for small batches stays as it is: it calls ``zero_grad``, ``backward`` and ``step`` for each
+    of them. ``step`` takes the gradients up into a running mean, in float32 for half-precision parameters, and clears
+    them; every ``accumulation_steps``-th call puts the mean into ``.grad`` and lets the wrapped optimizer step.
+    ``param_groups``, ``state``, ``defaults`` and hooks are those of the wrapped optimizer, so weight decay, momentum,
+    Adam's step count and step hooks happen once for each update. After ``step``, :attr:`stepped` says whether it was an
+    update, which is when schedulers and weight averages are due:
+
+    - ``if optimizer.stepped: scheduler.step()``, or
+      ``optimizer.register_step_post_hook(lambda *_: scheduler.step())``; a scheduler that is stepped for every
+      micro-batch counts micro-batches.
+    - Clip the mean: ``optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(model.parameters(), 1.0))``. Clipping
+      between ``backward`` and ``step`` clips each micro-batch's gradient.
+    - ``scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()`` for each micro-batch: gradients are
+      divided by the very scale they were made with, once, so the scale may change at any time. One that is not finite
+      in any micro-batch skips the whole window. ``growth_interval`` then counts micro-batches.
+
+    A window's last micro-steps may be missing, as at the end of an epoch: :meth:`flush` and :meth:`epoch` update with
+    the mean of those there are. ``zero_grad`` never touches what has been taken up; :meth:`discard` drops it.
+
+    Closures are evaluated once, when they are given. An optimizer that evaluates its closure again (LBFGS) evaluates
+    all closures of the window, and gets their mean loss and gradient each time.
+
+    Args:
+        optimizer: any torch optimizer, new or with state.
+        accumulation_steps: micro-steps that make an update; or a function from the number of updates so far to it.
+        reduction: ``"mean"`` for losses that are means over their micro-batch: gradients are averaged. ``"sum"`` for
+            losses that are sums: gradients are added up.
+        skip_nonfinite: whether a micro-step with a gradient that is not finite is left out, as if it had not been
+            there, instead of going into the mean; with a gradient scaler, instead of skipping its window. Asks the
+            device once for each micro-step.
+
+    Attributes:
+        optimizer: the wrapped one. Step it nowhere else.
+        reduction: as given.
+        skip_nonfinite: as given.
+        stepped: whether the last :meth:`step` or :meth:`flush` was an update.
+        updates: number of updates.
+        micro_steps: number of micro-steps, those that were skipped included.
+        skipped: number of micro-steps left out, or thrown away with their window, for not being finite.
+
+    Raises:
+        BatchError: ``accumulation_steps`` is not a positive integer, or ``reduction`` is unknown.
+        OptimizerError: ``optimizer`` is none, or accumulates already.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 4)
+        >>> for sample in torch.randn(6, 2):
+        ...     optimizer.zero_grad()
+        ...     model(sample).square().mean().backward()
+        ...     optimizer.step()
+        >>> optimizer.updates, optimizer.pending
+        (1, 2)
+        >>> optimizer.flush(), optimizer.updates
+        (True, 2)
+    """
+
+    # GradScaler then calls step() whether or not gradients are finite, and leaves dividing them to it.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulation_steps: int | Callable[[int], int],
+        *,
+        reduction: str = "mean",
+        skip_nonfinite: bool = False,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise OptimizerError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+        if isinstance(optimizer, AccumulatingOptimizer):
+            raise OptimizerError("optimizer accumulates already; multiply its accumulation_steps instead")
+        if reduction not in ("mean", "sum"):
+            raise BatchError(f"reduction is {reduction!r}; choose 'mean' or 'sum', as the losses have it")
+        super().__init__(optimizer)
+        self.reduction = reduction
+        self.skip_nonfinite = skip_nonfinite
+        self.stepped = False
+        self.updates = 0
+        self.micro_steps = 0
+        self.skipped = 0
+        self._window: Window | None = None
+        self._accumulation_steps = accumulation_steps
+        self._next_length()
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-steps that make the present update; what is assigned holds from the next one on."""
+        return self._next_length() if self._window is None else self._window.length
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, value: int | Callable[[int], int]) -> None:
+        before, self._accumulation_steps = self._accumulation_steps, value
+        try:
+            self._next_length()
+        except BatchError:
+            self._accumulation_steps = before
+            raise
+
+    def _next_length(self) -> int:
+        length, what = self._accumulation_steps, "accumulation_steps"
+        if callable(length):
+            length, what = length(self.updates), f"accumulation_steps({self.updates})"
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            raise BatchError(f"{what} is {length!r}; it must be an integer of at least 1")
+        return length
+
+    @property
+    def pending(self) -> int:
+        """Micro-steps taken up since the last update."""
+        return 0 if self._window is None else self._window.steps
+
+    # ------------------------------------------------------------------ steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
+        """Take up the gradients, and update with the window's mean if this is its last micro-step.
+
+        Args:
+            closure: evaluates the model, calls ``backward`` and returns the loss; optional for most optimizers.
+            weight: of this micro-step in the mean: its number of samples, say, where they differ. ``reduction="sum"``
+                needs none.
+
+        Returns:
+            What the closure returned for this micro-step; None without one.
+
+        Raises:
+            BatchError: ``weight`` is not positive, or the optimizer needs a closure. Nothing was taken up.
+            OptimizerError: a parameter stands for other values than in the micro-step before, as the weight of a
+                :class:`speedswap.Embedding` does: call ``backward`` several times before one step instead.
+        """
+        self._check_arguments(closure, weight)
+        window = self._window or Window(self._next_length(), self.reduction == "mean")
+        self.stepped = False
+        grad_scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        if window.length == 1 and not window.steps and found_inf is None and not self.skip_nonfinite:
+            self.micro_steps += 1
+            return self._update(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self._parameters()
+        window.check(parameters)
+        self.micro_steps += 1
+        if self.skip_nonfinite and not _are_finite(parameters, found_inf):
+            self.skipped += 1
+            self._clear(parameters)
+            return loss
+        self._window = window
+        window.add(parameters, weight, grad_scale)
+        window.add_loss(loss, weight, None if closure is None else Replayable(closure))
+        if found_inf is not None and not self.skip_nonfinite:
+            window.found_inf = window.found_inf + found_inf
+        if window.steps < window.length:
+            self._clear(parameters)
+        else:
+            self._close(window, parameters)
+        return loss
+
+    def _check_arguments(self, closure: Callable[[], Any] | None, weight: float) -> None:
+        if not 0 < weight < float("inf"):
+            raise BatchError(f"weight is {weight!r}; it must be positive: leave the step out for an empty micro-batch")
+        if weight != 1 and self.reduction == "sum":
+            raise BatchError(f"weight is {weight!r}, but sums are not weighted; leave it out, or give reduction='mean'")
+        if closure is None and _needs_closure(self.optimizer):
+            raise BatchError(f"{type(self.optimizer).__name__} evaluates the loss itself; give step() a closure")
+
+    def flush(self) -> bool:
+        """Update with the mean of the micro-steps there are, where there are any.
+
+        Returns:
+            Whether it did: not with nothing pending, nor where a gradient scaler found one that is not finite.
+
+        Raises:
+            BatchError: there are gradients that no ``step`` has taken up.
+        """
+        window = self._window
+        self.stepped = False
+        if window is None:
+            return False
+        parameters = self._parameters()
+        if any(bool(values.any()) for values in _gradient_values(parameters)):
+            raise BatchError("there are gradients that no step() has taken up; call step() or zero_grad() before flush")
+        with torch.no_grad():
+            self._close(window, parameters)
+        return self.stepped
+
+    @contextlib.contextmanager
+    def epoch(self) -> Iterator[None]:
+        """A block at whose end what is pending becomes an update; after an exception it stays pending.
+
+        >>> weight = torch.nn.Parameter(torch.zeros(()))
+        >>> optimizer = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 4)
+        >>> with optimizer.epoch():
+        ...     for target in (1.0, 3.0, 5.0):
+        ...         (weight * -target).backward()
+        ...         optimizer.step()
+        >>> weight.item()
+        3.0
+        """
+        yield
+        self.flush()
+
+    def discard(self) -> None:
+        """Drop the gradients that have been taken up since the last update."""
+        self._window = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear ``.grad``, as torch does; what :meth:`step` has taken up stays."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def _close(self, window: Window, parameters: list[Tensor]) -> None:
+        """End a window: with an update, or without one where its gradients are not finite."""
+        if bool(window.found_inf != 0):
+            self._window = None
+            self.skipped += window.steps
+            self._clear(parameters)
+            return
+        window.put(parameters)
+        self._update(window.closure(parameters))
+
+    def _update(self, closure: Callable[[], Any] | None) -> Any:
+        # First, so that no failure can make the same gradients an update twice: they stay in .grad, as after any step.
+        self._window = None
+        loss = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self.updates += 1
+        self.stepped = True
+        return loss
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @staticmethod
+    def _clear(parameters: list[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    # ------------------------------------------------------------------ saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, and what has been taken up, under ``"accumulation"``.
+
+        It loads with ``torch.load(…, weights_only=True)``, and into the plain optimizer too, which then knows nothing
+        of the window.
+        """
+        window = self._window
+        return {
+            **self.optimizer.state_dict(),
+            "accumulation": {
+                "updates": self.updates,
+                "micro_steps": self.micro_steps,
+                "skipped": self.skipped,
+                "window": None if window is None else window.state_dict(self._parameters()),
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a state was saved, bit for bit, in the middle of a window too.
+
+        Args:
+            state_dict: of such an optimizer; or of a plain one, which has nothing pending.
+        """
+        accumulation = state_dict.get("accumulation", {})
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "accumulation"})
+        self.stepped = False
+        self.updates = accumulation.get("updates", 0)
+        self.micro_steps = accumulation.get("micro_steps", 0)
+        self.skipped = accumulation.get("skipped", 0)
+        saved = accumulation.get("window")
+        mean = self.reduction == "mean"
+        self._window = None if saved is None else Window.from_state_dict(saved, self._parameters(), mean)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(accumulation_steps={self.accumulation_steps}, {self.optimizer!r})"
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _are_finite(parameters: list[Tensor], found_inf: Tensor | None) -> bool:
+    if found_inf is not None:
+        return not bool(found_inf != 0)
+    return all(bool(values.isfinite().all()) for values in _gradient_values(parameters))
+
+
+def _gradient_values(parameters: list[Tensor]) -> Iterator[Tensor]:
+    """The gradients' values, without the zeros between those of sparse ones."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            yield parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad

@@ -1,0 +1,285 @@
+"""The micro-steps between two updates of an optimizer, and their gradients' float32 mean."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import BatchError, OptimizerError
+
+__all__ = ["Replayable", "Window"]
+
+Loss = Any  # what a closure returns: a tensor, usually, or a number
+
+
+class Window:
+    """Gradients of the micro-steps since the last update, as one running mean or sum for each parameter.
+
+    The mean is right after every micro-step, so that a window may end at any of them. A parameter without a gradient
+    in some micro-step counts as zero there.
+
+    Args:
+        length: micro-steps that make an update.
+        mean: whether gradients are averaged, or added up.
+
+    Attributes:
+        steps: micro-steps so far.
+        weight: the sum of their weights.
+        gradients: mean or sum so far; float32 for half-precision gradients.
+        loss: mean or sum of the losses that closures returned.
+        found_inf: number of micro-steps that a gradient scaler found not finite, on its device.
+    """
+
+    def __init__(self, length: int, mean: bool) -> None:
+        self.length = length
+        self.mean = mean
+        self.steps = 0
+        self.weight = 0.0
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.loss: Loss = None
+        self.found_inf: Tensor | float = 0.0
+        self._addresses: dict[Tensor, int] = {}
+        self._closures: list[tuple[Replayable | None, float]] = []
+
+    def check(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse gradients that cannot be averaged with the ones so far, before anything has changed.
+
+        Raises:
+            OptimizerError: a parameter stands for other values than in the micro-step before.
+        """
+        for parameter in parameters:
+            if parameter.grad is None or parameter not in self.gradients:
+                continue
+            before = self.gradients[parameter].shape
+            if parameter.grad.shape != before or self._addresses[parameter] != _address(parameter):
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} was given other data between two micro-steps (its "
+                    f"gradient had shape {tuple(before)} before, {tuple(parameter.grad.shape)} now), as the weight of "
+                    "a speedswap.Embedding is for each batch, so its gradients cannot be averaged by position; "
+                    "let an optimizer with accumulation_steps=1 hold it, and call loss.backward() several times, each "
+                    "loss divided by their number, or BatchSplitter.backward, before each step"
+                )
+
+    def add(self, parameters: Iterable[Tensor], weight: float, grad_scale: Tensor | None = None) -> None:
+        """Take up the gradients of one more micro-step; ``.grad`` itself stays as it is.
+
+        Args:
+            parameters: all that the optimizer holds.
+            weight: of this micro-step in the mean.
+            grad_scale: by which the gradients are too large.
+        """
+        self.steps += 1
+        self.weight += weight
+        share = weight / self.weight if self.mean else 1.0
+        present = [parameter for parameter in parameters if parameter.grad is not None]
+        self._fade(set(self.gradients).difference(present), 1 - share)
+        means: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for parameter in present:
+            gradient = _unscaled(parameter, grad_scale)
+            before = self.gradients.get(parameter)
+            self._addresses[parameter] = _address(parameter)
+            if before is None:
+                self.gradients[parameter] = gradient if share == 1 else gradient * share
+            elif before.is_sparse or gradient.is_sparse:
+                faded = before * (1 - share) if self.mean else before
+                self.gradients[parameter] = _sum(faded, gradient if share == 1 else gradient * share)
+            else:
+                means.append(before)
+                gradients.append(gradient)
+        if means and self.mean:
+            torch._foreach_lerp_(means, gradients, share)
+        elif means:
+            torch._foreach_add_(means, gradients)
+
+    def _fade(self, absent: set[Tensor], factor: float) -> None:
+        """Let a gradient of zero come into the mean of parameters that got none."""
+        if self.mean:
+            for parameter in absent:
+                self.gradients[parameter].mul_(factor)
+
+    def add_loss(self, loss: Loss, weight: float, closure: Replayable | None) -> None:
+        """Take up what a closure returned for the micro-step that was just added."""
+        self._closures.append((closure, weight))
+        if loss is None:
+            return
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        share = weight / self.weight if self.mean else 1.0
+        kept = 1 - share if self.mean else 1.0
+        self.loss = value * share if self.loss is None else self.loss * kept + value * share
+
+    def put(self, parameters: Iterable[Tensor]) -> None:
+        """Make mean or sum the parameters' ``.grad``."""
+        for parameter in parameters:
+            gradient = self.gradients.get(parameter)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+    def closure(self, parameters: list[Tensor]) -> Callable[[], Loss] | None:
+        """What an optimizer may evaluate as often as it likes: the whole window's loss and gradient.
+
+        The first evaluation is the one there has been; each later one calls all of the window's closures again. None
+        where there have been no closures.
+        """
+        if not any(closure for closure, _ in self._closures):
+            return None
+        known = True
+
+        def evaluate() -> Loss:
+            nonlocal known
+            if known:
+                known = False
+                return self.loss
+            again = Window(self.length, self.mean)
+            for index, (closure, weight) in enumerate(self._closures):
+                if closure is None:
+                    raise BatchError(
+                        f"the optimizer evaluates its closure again, but micro-step {index} of the window has none; "
+                        "give step() a closure each time, and save states between windows"
+                    )
+                _clear(parameters)
+                with torch.enable_grad():
+                    loss = closure()
+                again.add(parameters, weight)
+                again.add_loss(loss, weight, closure)
+            again.put(parameters)
+            return again.loss
+
+        return evaluate
+
+    # ------------------------------------------------------------------ saving
+
+    def state_dict(self, parameters: list[Tensor]) -> dict[str, Any]:
+        """Tensors and numbers alone; gradients go by the parameter's place."""
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        return {
+            "length": self.length,
+            "steps": self.steps,
+            "weight": self.weight,
+            "gradients": {places[p]: gradient for p, gradient in self.gradients.items() if p in places},
+            "loss": self.loss,
+            "found_inf": float(self.found_inf),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], parameters: list[Tensor], mean: bool) -> Window:
+        """A window that goes on where another was saved; its closures stay behind."""
+        window = cls(state["length"], mean)
+        window.steps, window.weight = state["steps"], state["weight"]
+        window.loss, window.found_inf = state["loss"], state["found_inf"]
+        window._closures = [(None, 1.0)] * window.steps
+        for place, gradient in state["gradients"].items():
+            parameter = parameters[place]
+            window.gradients[parameter] = gradient.detach().clone().to(parameter.device)
+            window._addresses[parameter] = _address(parameter)
+        return window
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's closures would train the original, and its parameters lie elsewhere.
+        addresses = dict.fromkeys(self._addresses)
+        return {**vars(self), "_closures": [(None, weight) for _, weight in self._closures], "_addresses": addresses}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._addresses = {parameter: _address(parameter) for parameter in self._addresses}
+
+
+def _clear(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _address(parameter: Tensor) -> int:
+    """Where a plain parameter's values lie; subclasses of Tensor that lie nowhere in particular count as unmoved."""
+    plain = type(parameter) in (Tensor, torch.nn.Parameter)
+    return parameter.data_ptr() if plain and parameter.layout is torch.strided else 0
+
+
+def _unscaled(parameter: Tensor, grad_scale: Tensor | None) -> Tensor:
+    """A copy of the gradient in the dtype that gradients are summed up in, divided by the scale."""
+    gradient = parameter.grad
+    assert gradient is not None
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+    wide = gradient.to(_WIDE.get(gradient.dtype, gradient.dtype))
+    if grad_scale is not None:
+        return wide * grad_scale.double().reciprocal().to(device=wide.device, dtype=torch.float32)
+    return wide.clone() if wide is gradient else wide
+
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
+
+
+def _sum(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of two gradients, of which one is sparse at least; sparse where both are."""
+    if first.is_sparse and second.is_sparse:
+        return (first + second).coalesce()
+    return second + first if first.is_sparse else first + second
+
+
+class Replayable:
+    """A closure that is called again later, and refuses where it would then see other values than the first time.
+
+    A closure made in a loop looks its variables up when it is called: after the loop has gone on, ``x`` is the next
+    batch.
+
+    Args:
+        closure: a function without arguments.
+    """
+
+    def __init__(self, closure: Callable[[], Loss]) -> None:
+        self._closure = closure
+        self._seen = dict(_variables(closure))
+
+    def __call__(self) -> Loss:
+        for name, value in _variables(self._closure):
+            if value is not self._seen.get(name, value):
+                raise BatchError(
+                    f"the optimizer evaluates a micro-step's closure again, but its variable {name!r} has become "
+                    f"another one since; bind it when the closure is made, as in `def closure({name}={name}):`"
+                )
+        return self._closure()
+
+
+def _variables(closure: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of the variables from outside that a function reads and does not set itself."""
+    while isinstance(closure, functools.partial):
+        closure = closure.func
+    function = inspect.unwrap(closure)
+    if not isinstance(function, types.FunctionType):
+        return
+    code, cells = function.__code__, function.__closure__ or ()
+    loaded, stored = _names(code)
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        if name not in stored:
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+    for name in loaded - set(code.co_freevars) - stored:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """Global and enclosing names that a function, or one inside it, loads and stores."""
+    loaded: set[str] = set()
+    stored: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            loaded.add(instruction.argval)
+        elif instruction.opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"):
+            stored.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner_loaded, inner_stored = _names(constant)
+            loaded |= inner_loaded
+            stored |= inner_stored
+    return loaded, stored
