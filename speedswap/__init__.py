@@ -1,7 +1,7 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
 from speedswap import errors
-from speedswap.batching import BatchSplitter, coupled, plan_accumulation
+from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, plan_accumulation
 from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
@@ -9,6 +9,7 @@ from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_ro
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccumulatingOptimizer",
     "BatchSplitter",
     "Block",
     "Column",

@@ -1,5 +1,6 @@
 """Make batches fit that do not: split them, accumulate exactly, and recover from running out of memory."""
 
+from speedswap.batching.accumulating_optimizer import AccumulatingOptimizer
 from speedswap.batching.callbacks import Callback, Event
 from speedswap.batching.nested import PerSample, Whole
 from speedswap.batching.oom import is_out_of_memory
@@ -7,6 +8,7 @@ from speedswap.batching.plan import plan_accumulation
 from speedswap.batching.splitter import BatchSplitter, coupled
 
 __all__ = [
+    "AccumulatingOptimizer",
     "BatchSplitter",
     "Callback",
     "Event",
