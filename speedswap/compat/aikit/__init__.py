@@ -1,0 +1,18 @@
+"""AIkit's names: a global batch shared out over the GPUs there are, and gradient accumulation for the rest.
+
+Change ``import aikit…`` to ``import speedswap.compat.aikit…`` or ``from speedswap.compat import aikit``. Micro-batches
+never exceed the maximum, add up to the global batch exactly, and mean losses are averaged over them. The TensorFlow half
+(``aikit.elastic.TF``, ``aikit.ga.TF``) works on Keras 3 and needs the ``keras`` extra.
+
+>>> import torch
+>>> from speedswap.compat import aikit
+>>> aikit.elastic.Torch.init(256, 64, gpus=2)
+>>> aikit.elastic.steps, aikit.elastic.batch_size
+(2, 64)
+>>> model = torch.nn.Linear(2, 1)
+>>> optimizer = aikit.ga.Torch.optim.Optimizer(torch.optim.SGD(model.parameters()), aikit.elastic.steps)
+"""
+
+from speedswap.compat.aikit import elastic, ga
+
+__all__ = ["elastic", "ga"]
