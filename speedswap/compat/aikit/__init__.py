@@ -1,8 +1,8 @@
 """AIkit's names: a global batch shared out over the GPUs there are, and gradient accumulation for the rest.
 
 Change ``import aikit…`` to ``import speedswap.compat.aikit…`` or ``from speedswap.compat import aikit``. Micro-batches
-never exceed the maximum, add up to the global batch exactly, and mean losses are averaged over them. The TensorFlow half
-(``aikit.elastic.TF``, ``aikit.ga.TF``) works on Keras 3 and needs the ``keras`` extra.
+never exceed the maximum, add up to the global batch exactly, and mean losses are averaged over them. The TensorFlow
+half (``aikit.elastic.TF``, ``aikit.ga.TF``) works on Keras 3 and needs the ``keras`` extra.
 
 >>> import torch
 >>> from speedswap.compat import aikit

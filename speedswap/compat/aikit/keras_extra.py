@@ -9,19 +9,22 @@ from typing import Any
 
 __all__ = ["keras"]
 
+_REMEDY = "pip install 'speedswap[keras]'"
+
 
 def _import() -> Any:
-    if importlib.util.find_spec("keras") is None:
-        raise ImportError(
-            "aikit's TensorFlow half works on Keras 3, which is not installed; pip install 'speedswap[keras]'"
-        )
-    others = [name for name in ("tensorflow", "jax") if importlib.util.find_spec(name)]
-    if "keras" not in sys.modules and not others:
+    if "keras" not in sys.modules and not any(importlib.util.find_spec(name) for name in ("tensorflow", "jax")):
         os.environ.setdefault("KERAS_BACKEND", "torch")  # it would look for TensorFlow
-    import keras
-
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name != "keras":
+            raise
+        raise ImportError(
+            f"aikit's TensorFlow half works on Keras 3, which is not installed: {_REMEDY}", name="keras"
+        ) from error
     if int(keras.__version__.split(".")[0]) < 3:
-        raise ImportError(f"keras is {keras.__version__}, but 3 or newer is needed; pip install 'speedswap[keras]'")
+        raise ImportError(f"keras is {keras.__version__}, but aikit's TensorFlow half needs 3 or newer: {_REMEDY}")
     return keras
 
 

@@ -6,7 +6,7 @@ Attributes:
     global_batch_size: as passed to ``init``.
     gpus: how many workers share the batch: GPUs, or 1 on a machine without any.
     master: whether this is the process of rank 0.
-    plan: for each worker the exact sizes of its micro-batches; they differ by at most 1, and add up to the global batch.
+    plan: for each worker the exact sizes of its micro-batches; they differ by at most 1 and add up to the global batch.
     micro_batch_sizes: the same for this process's loader, over all of its GPUs. It is what ``DataParallel`` is fed.
     loader_batch_size: the largest of those.
 
@@ -60,6 +60,13 @@ def _init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = No
         BatchError: a size is not a positive integer, or ``gpus`` is no multiple of the number of processes.
     """
     processes, rank = _processes()
+    for name, value, least in (
+        ("global_batch_size", global_batch_size, 1),
+        ("max_gpu_batch_size", max_gpu_batch_size, 1),
+        ("gpus", 0 if gpus is None else gpus, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
     if gpus is None:
         gpus = processes if processes > 1 else torch.cuda.device_count()
     workers = 1 if gpus == 0 else gpus

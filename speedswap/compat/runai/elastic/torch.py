@@ -1,0 +1,5 @@
+"""Elastic batches for PyTorch."""
+
+from speedswap.compat.aikit.elastic.Torch import init
+
+__all__ = ["init"]
