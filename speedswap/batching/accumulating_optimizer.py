@@ -43,6 +43,9 @@ class AccumulatingOptimizer(WrappedOptimizer):
     Closures are evaluated once, when they are given. An optimizer that evaluates its closure again (LBFGS) evaluates
     all closures of the window, and gets their mean loss and gradient each time.
 
+    The mean takes as much memory as the gradients do. ``torch.distributed.checkpoint`` takes trial steps with what it
+    saves: hand it :attr:`optimizer`, and save the rest of :meth:`state_dict` beside it.
+
     Args:
         optimizer: any torch optimizer, new or with state.
         accumulation_steps: micro-steps that make an update; or a function from the number of updates so far to it.
@@ -173,7 +176,7 @@ class AccumulatingOptimizer(WrappedOptimizer):
         self._window = window
         window.add(parameters, weight, grad_scale)
         window.add_loss(loss, weight, None if closure is None else Replayable(closure))
-        if found_inf is not None and not self.skip_nonfinite:
+        if found_inf is not None:
             window.found_inf = window.found_inf + found_inf
         if window.steps < window.length:
             self._clear(parameters)
@@ -271,6 +274,7 @@ class AccumulatingOptimizer(WrappedOptimizer):
         return {
             **self.optimizer.state_dict(),
             "accumulation": {
+                "reduction": self.reduction,
                 "updates": self.updates,
                 "micro_steps": self.micro_steps,
                 "skipped": self.skipped,
@@ -283,14 +287,22 @@ class AccumulatingOptimizer(WrappedOptimizer):
 
         Args:
             state_dict: of such an optimizer; or of a plain one, which has nothing pending.
+
+        Raises:
+            BatchError: what is pending there was accumulated with another reduction. Nothing was loaded.
         """
         accumulation = state_dict.get("accumulation", {})
+        saved = accumulation.get("window")
+        if saved is not None and accumulation["reduction"] != self.reduction:
+            raise BatchError(
+                f"state_dict has micro-steps with reduction={accumulation['reduction']!r} pending, but this optimizer "
+                f"has {self.reduction!r}; give it the same, or save after flush()"
+            )
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != "accumulation"})
         self.stepped = False
         self.updates = accumulation.get("updates", 0)
         self.micro_steps = accumulation.get("micro_steps", 0)
         self.skipped = accumulation.get("skipped", 0)
-        saved = accumulation.get("window")
         mean = self.reduction == "mean"
         self._window = None if saved is None else Window.from_state_dict(saved, self._parameters(), mean)
 

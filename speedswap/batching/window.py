@@ -67,6 +67,7 @@ class Window:
                     "loss divided by their number, or BatchSplitter.backward, before each step"
                 )
 
+    @torch.no_grad()
     def add(self, parameters: Iterable[Tensor], weight: float, grad_scale: Tensor | None = None) -> None:
         """Take up the gradients of one more micro-step; ``.grad`` itself stays as it is.
 
@@ -78,16 +79,17 @@ class Window:
         self.steps += 1
         self.weight += weight
         share = weight / self.weight if self.mean else 1.0
-        present = [parameter for parameter in parameters if parameter.grad is not None]
-        self._fade(set(self.gradients).difference(present), 1 - share)
+        inverse = None if grad_scale is None else grad_scale.double().reciprocal().float()
+        present = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        self._fade(self.gradients.keys() - present.keys(), 1 - share)
         means: list[Tensor] = []
         gradients: list[Tensor] = []
-        for parameter in present:
-            gradient = _unscaled(parameter, grad_scale)
+        for parameter, given in present.items():
+            gradient = _unscaled(given, inverse)
             before = self.gradients.get(parameter)
             self._addresses[parameter] = _address(parameter)
             if before is None:
-                self.gradients[parameter] = gradient if share == 1 else gradient * share
+                self.gradients[parameter] = gradient.clone() if share == 1 else gradient * share
             elif before.is_sparse or gradient.is_sparse:
                 faded = before * (1 - share) if self.mean else before
                 self.gradients[parameter] = _sum(faded, gradient if share == 1 else gradient * share)
@@ -197,21 +199,16 @@ def _clear(parameters: Iterable[Tensor]) -> None:
 
 def _address(parameter: Tensor) -> int:
     """Where a plain parameter's values lie; subclasses of Tensor that lie nowhere in particular count as unmoved."""
-    plain = type(parameter) in (Tensor, torch.nn.Parameter)
-    return parameter.data_ptr() if plain and parameter.layout is torch.strided else 0
+    return parameter.data_ptr() if type(parameter) in (torch.nn.Parameter, Tensor) else 0
 
 
-def _unscaled(parameter: Tensor, grad_scale: Tensor | None) -> Tensor:
-    """A copy of the gradient in the dtype that gradients are summed up in, divided by the scale."""
-    gradient = parameter.grad
-    assert gradient is not None
-    gradient = gradient.detach()
+def _unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
+    """The gradient in the dtype that gradients are summed up in, times the inverse of their scale; a copy or not."""
     if gradient.is_sparse:
         gradient = gradient.coalesce()
-    wide = gradient.to(_WIDE.get(gradient.dtype, gradient.dtype))
-    if grad_scale is not None:
-        return wide * grad_scale.double().reciprocal().to(device=wide.device, dtype=torch.float32)
-    return wide.clone() if wide is gradient else wide
+    wide = _WIDE.get(gradient.dtype)
+    gradient = gradient if wide is None else gradient.to(wide)
+    return gradient if inverse is None else gradient * inverse.to(gradient.device)
 
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}

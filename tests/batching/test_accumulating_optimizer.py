@@ -602,6 +602,30 @@ def test_lbfgs_evaluates_the_whole_window_each_time(line_search):
     assert difference(ours, network()) > 1e-2
 
 
+def test_lbfgs_closures_need_not_clear_gradients():
+    ours, theirs = (nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64)) for _ in range(2))
+    optimizer = AccumulatingOptimizer(torch.optim.LBFGS([ours], lr=0.5, max_iter=4), 2)
+    for index in range(2):
+
+        def closure(index=index):
+            loss = (ours[index] - index) ** 4
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    reference = torch.optim.LBFGS([theirs], lr=0.5, max_iter=4)
+
+    def whole():
+        theirs.grad = None
+        loss = (theirs[0] ** 4 + (theirs[1] - 1) ** 4) / 2
+        loss.backward()
+        return loss
+
+    reference.step(whole)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("where", ["enclosing", "global"])
 def test_lbfgs_refuses_a_closure_whose_batch_has_changed_under_it(where):
     names = {"torch": torch, "BatchError": BatchError, "make": AccumulatingOptimizer}
@@ -839,6 +863,19 @@ def test_p25_states_go_between_plain_and_accumulating_optimizers():
     assert back.state_dict()["state"][0]["exp_avg"] == plain.state_dict()["state"][0]["exp_avg"]
 
 
+def test_p25_states_of_another_reduction_are_refused():
+    weight = nn.Parameter(torch.zeros(()))
+    sums = AccumulatingOptimizer(torch.optim.SGD([weight], lr=0.5), 2, reduction="sum")
+    means = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
+    micro_step(sums, weight)
+    with pytest.raises(BatchError, match=r"reduction='sum' pending, but this optimizer has 'mean'"):
+        means.load_state_dict(sums.state_dict())
+    assert means.param_groups[0]["lr"] == 1.0
+    sums.flush()
+    means.load_state_dict(sums.state_dict())
+    assert means.param_groups[0]["lr"] == 0.5
+
+
 def test_p25_lbfgs_resumes_but_cannot_evaluate_what_was_not_saved():
     weight = nn.Parameter(torch.ones(()))
     optimizer = AccumulatingOptimizer(torch.optim.LBFGS([weight], max_iter=3), 2)
@@ -852,6 +889,41 @@ def test_p25_lbfgs_resumes_but_cannot_evaluate_what_was_not_saved():
     optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(BatchError, match="micro-step 0 of the window has none"):
         optimizer.step(closure)
+
+
+def test_p25_optimizers_loaded_from_one_state_do_not_share_it():
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 3)
+    micro_step(optimizer, weight)
+    state = optimizer.state_dict()
+    others = [AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 3) for _ in range(2)]
+    for other in others:
+        other.load_state_dict(state)
+    for factor in (4.0, 7.0):
+        micro_step(others[0], weight * factor)
+    assert weight.item() == pytest.approx(-4.0)
+    others[1].zero_grad()
+    others[1].flush()
+    assert weight.item() == pytest.approx(-5.0)
+
+
+class Twice(torch.optim.SGD):
+    """Evaluates its closure twice, as LBFGS does, and can be copied, which LBFGS cannot."""
+
+    def step(self, closure):
+        closure()
+        return super().step(closure)
+
+
+def test_copy_does_not_evaluate_closures_of_the_original():
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = AccumulatingOptimizer(Twice([weight], lr=1.0), 2)
+    optimizer.step(weight.backward)
+    copied = copy.deepcopy(optimizer)
+    with pytest.raises(BatchError, match="micro-step 0 of the window has none"):
+        copied.step(copied.param_groups[0]["params"][0].backward)
+    optimizer.step(lambda: (weight * 3).backward())
+    assert weight.item() == -1.0
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -912,6 +984,20 @@ def test_embedding_accumulates_by_several_backward_calls(device):
         reference.step()
     torch.testing.assert_close(table_of(ours), theirs.weight.detach().cpu(), rtol=1e-12, atol=1e-14)
     assert optimizer.updates == 2
+
+
+def test_splitter_and_accumulating_optimizer_work_together(device):
+    """Batches that are split, and one update for three of them."""
+    ours, theirs = network(device), network(device)
+    optimizer = AccumulatingOptimizer(torch.optim.Adam(ours.parameters(), lr=0.01), 3)
+    splitter = speedswap.BatchSplitter(ours, micro_batch_size=5)
+    batch = data(48, device)
+    for part in micro_batches(batch, 16):
+        optimizer.zero_grad()
+        splitter.backward(lambda *samples: loss_of(ours, samples), *part)
+        optimizer.step()
+    train(theirs, torch.optim.Adam(theirs.parameters(), lr=0.01), [batch])
+    assert difference(ours, theirs) <= 1e-11
 
 
 def test_embedding_in_a_window_of_one_micro_step_reaches_the_table(device):
