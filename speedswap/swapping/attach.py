@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from speedswap.swapping.interrupts import deferred_interrupts
 from speedswap.swapping.probe import is_probing
-from speedswap.swapping.step import RowStep, by_weight, holds
+from speedswap.swapping.step import RowStep, by_weight, holds, innermost
 from speedswap.tables import Table
 
 __all__ = ["attach"]
@@ -27,7 +27,8 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     weight and state share their records, and refuses an unfit optimizer at once.
 
     Args:
-        optimizer: any torch optimizer that works row by row.
+        optimizer: any torch optimizer that works row by row, or one that wraps such, as
+            :class:`speedswap.AccumulatingOptimizer` does.
         module_or_table: a module with one or more :class:`speedswap.Embedding` in it, or the table of one.
 
     Raises:
@@ -47,7 +48,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
                 f"{type(optimizer).__name__}; pass model.parameters() to it"
             )
     for step in steps:
-        _attach(optimizer, step)
+        _attach(innermost(optimizer), step)
 
 
 def _belongs(step: RowStep, module_or_table: nn.Module | Table) -> bool:

@@ -448,7 +448,7 @@ class RowStep:
         for thing in gc.get_objects():
             # By type: asking a lazy object for its __class__ may run anything.
             if issubclass(type(thing), Optimizer) and holds(thing, self.weight):
-                self.attach(thing)
+                self.attach(innermost(thing))
                 return True
         return False
 
@@ -459,6 +459,12 @@ by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictiona
 def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
     """Whether a parameter is in one of the optimizer's groups."""
     return any(parameter is weight for group in optimizer.param_groups for parameter in group["params"])
+
+
+def innermost(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that takes the steps: what another one holds as its ``optimizer``, or it itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    return innermost(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 def _copied(value: Any) -> Any:

@@ -986,6 +986,17 @@ def test_embedding_accumulates_by_several_backward_calls(device):
     assert optimizer.updates == 2
 
 
+def test_embedding_is_attached_to_the_wrapped_optimizer(device):
+    items = swapped(device)
+    optimizer = AccumulatingOptimizer(torch.optim.Adam(items.parameters(), lr=0.1), 1)
+    speedswap.attach(optimizer, items)
+    assert sorted(items.table.columns) == ["exp_avg", "exp_avg_sq", "weight"]
+    items(torch.tensor([4], device=device)).sum().backward()
+    optimizer.step()
+    assert table_of(items)[4].tolist() == pytest.approx([0.9] * 3)
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (20, 3)
+
+
 def test_splitter_and_accumulating_optimizer_work_together(device):
     """Batches that are split, and one update for three of them."""
     ours, theirs = network(device), network(device)
