@@ -43,6 +43,9 @@ class AccumulatingOptimizer(WrappedOptimizer):
     Closures are evaluated once, when they are given. An optimizer that evaluates its closure again (LBFGS) evaluates
     all closures of the window, and gets their mean loss and gradient each time.
 
+    Under ``DistributedDataParallel`` every micro-step's gradients are reduced, and are what is averaged: leave its
+    ``no_sync`` alone, under which ranks would drift apart. :class:`speedswap.BatchSplitter` reduces once an update.
+
     The mean takes as much memory as the gradients do. ``torch.distributed.checkpoint`` takes trial steps with what it
     saves: hand it :attr:`optimizer`, and save the rest of :meth:`state_dict` beside it.
 

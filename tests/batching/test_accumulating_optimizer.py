@@ -14,7 +14,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -941,6 +943,37 @@ def test_copies_train_on_by_themselves(how):
     assert its_optimizer.updates == 1
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copied.parameters(), strict=True))
     assert scheduler.optimizer is optimizer
+
+
+# ---------------------------------------------------------------------- parallel training
+
+
+@pytest.fixture
+def process_group():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("how", ["DDP", "FSDP2"])
+def test_gradients_of_parallel_models_are_averaged(how):
+    """DistributedDataParallel's are views of its buffers, FSDP2's are DTensors; both in the middle of being saved."""
+    ours, theirs = network(), network()
+    batch = data(64)
+    if how == "DDP":
+        model = nn.parallel.DistributedDataParallel(ours, gradient_as_bucket_view=True)
+    else:
+        model = fully_shard(ours, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = AccumulatingOptimizer(torch.optim.AdamW(model.parameters()), 4)
+    for index, part in enumerate(micro_batches(batch, 8)):
+        micro_step(optimizer, loss_of(model, part))
+        if index == 5:
+            optimizer.load_state_dict(optimizer.state_dict())
+    train(theirs, torch.optim.AdamW(theirs.parameters()), micro_batches(batch, 32))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        whole = a.full_tensor() if how == "FSDP2" else a
+        torch.testing.assert_close(whole, b, rtol=1e-12, atol=1e-14)
 
 
 # ---------------------------------------------------------------------- row-swapped embeddings

@@ -16,7 +16,7 @@ from speedswap.compat import aikit, runai  # noqa: E402
 from speedswap.compat.aikit.ga.TF import hooks, optimizers  # noqa: E402
 from speedswap.errors import BatchError, OptimizerError  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default:::keras", "default::DeprecationWarning")  # Keras's, about itself
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras, about NumPy 2
 
 
 @pytest.fixture(autouse=True)
