@@ -45,7 +45,7 @@ class Window:
         self.gradients: dict[Tensor, Tensor] = {}
         self.loss: Loss = None
         self.found_inf: Tensor | float = 0.0
-        self._addresses: dict[Tensor, int] = {}
+        self._values: dict[Tensor, Tensor | None] = {}  # kept, so that no other ones can come to lie there
         self._closures: list[tuple[Replayable | None, float]] = []
 
     def check(self, parameters: Iterable[Tensor]) -> None:
@@ -58,7 +58,7 @@ class Window:
             if parameter.grad is None or parameter not in self.gradients:
                 continue
             before = self.gradients[parameter].shape
-            if parameter.grad.shape != before or self._addresses[parameter] != _address(parameter):
+            if parameter.grad.shape != before or _has_moved(parameter, self._values[parameter]):
                 raise OptimizerError(
                     f"a parameter of shape {tuple(parameter.shape)} was given other data between two micro-steps (its "
                     f"gradient had shape {tuple(before)} before, {tuple(parameter.grad.shape)} now), as the weight of "
@@ -87,7 +87,7 @@ class Window:
         for parameter, given in present.items():
             gradient = _unscaled(given, inverse)
             before = self.gradients.get(parameter)
-            self._addresses[parameter] = _address(parameter)
+            self._values[parameter] = _values(parameter)
             if before is None:
                 self.gradients[parameter] = gradient.clone() if share == 1 else gradient * share
             elif before.is_sparse or gradient.is_sparse:
@@ -179,17 +179,17 @@ class Window:
         for place, gradient in state["gradients"].items():
             parameter = parameters[place]
             window.gradients[parameter] = gradient.detach().clone().to(parameter.device)
-            window._addresses[parameter] = _address(parameter)
+            window._values[parameter] = _values(parameter)
         return window
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy's closures would train the original, and its parameters lie elsewhere.
-        addresses = dict.fromkeys(self._addresses)
-        return {**vars(self), "_closures": [(None, weight) for _, weight in self._closures], "_addresses": addresses}
+        closures = [(None, weight) for _, weight in self._closures]
+        return {**vars(self), "_closures": closures, "_values": dict.fromkeys(self._values)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._addresses = {parameter: _address(parameter) for parameter in self._addresses}
+        self._values = {parameter: _values(parameter) for parameter in self._values}
 
 
 def _clear(parameters: Iterable[Tensor]) -> None:
@@ -197,9 +197,13 @@ def _clear(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def _address(parameter: Tensor) -> int:
-    """Where a plain parameter's values lie; subclasses of Tensor that lie nowhere in particular count as unmoved."""
-    return parameter.data_ptr() if type(parameter) in (torch.nn.Parameter, Tensor) else 0
+def _values(parameter: Tensor) -> Tensor | None:
+    """A plain parameter's values; None for subclasses of Tensor, which lie nowhere in particular."""
+    return parameter.detach() if type(parameter) in (torch.nn.Parameter, Tensor) else None
+
+
+def _has_moved(parameter: Tensor, values: Tensor | None) -> bool:
+    return values is not None and values.data_ptr() != parameter.data_ptr()
 
 
 def _unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:

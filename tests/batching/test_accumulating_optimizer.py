@@ -1001,6 +1001,20 @@ def test_rows_of_different_batches_are_not_averaged_by_position(second, device):
     assert (optimizer.pending, optimizer.updates) == (1, 0)
 
 
+def test_rows_are_told_apart_when_their_memory_comes_back(device):
+    """Two lookups in a micro-step replace the rows twice: the second time by some that may lie where the first were."""
+    for _ in range(20):
+        weight = nn.Parameter(torch.zeros(2**16, device=device))
+        optimizer = AccumulatingOptimizer(torch.optim.SGD([weight], lr=1.0), 2)
+        weight.sum().backward()
+        optimizer.step()
+        for _ in range(2):
+            weight.data = torch.zeros(2**16, device=device)
+        weight.grad = torch.ones(2**16, device=device)
+        with pytest.raises(OptimizerError, match="was given other data between two micro-steps"):
+            optimizer.step()
+
+
 def test_embedding_accumulates_by_several_backward_calls(device):
     """What the refusal recommends."""
     ours, theirs = swapped(device), nn.Embedding(20, 3, dtype=torch.float64, device=device)
