@@ -1,0 +1,322 @@
+"""A monitor for hand-written training loops: what was left out of forward, backward, step and zero_grad."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedswap.batching import Callback, Event
+from speedswap.monitor.codes import Level, WarningPolicy, as_policy
+
+__all__ = ["EventMonitor"]
+
+
+class EventMonitor(Callback):
+    """Warns when a training loop leaves something out.
+
+    It listens through torch's public hooks: one on each parameter for its gradient, two on the optimizer for its step.
+    Nothing is copied and no device is waited for. Use it as a context manager, or ``close`` it, which takes the hooks
+    off and looks for gradients that are left over; ``end_epoch`` looks in between.
+
+    As a callback of a :class:`speedswap.BatchSplitter` it counts a split batch as one backward pass.
+
+    Args:
+        model: the model that is trained.
+        optimizer: the optimizer that steps it.
+        accumulation_steps: backward passes that make one step by intent; None for any number.
+        warn: a level (``"off"``, ``"user"``, ``"expert"``) or a :class:`WarningPolicy`.
+
+    Attributes:
+        policy: the warnings' policy; ``policy.counts`` has how often each code came up.
+        backward_passes: passes since the last step.
+        steps: optimizer steps.
+
+    Raises:
+        ValueError: accumulation_steps is below 1.
+
+    >>> import warnings
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with warnings.catch_warnings(record=True) as said, EventMonitor(model, optimizer) as monitor:
+    ...     warnings.simplefilter("always")
+    ...     optimizer.step()
+    >>> said[0].message.code
+    'SW101'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        accumulation_steps: int | None = 1,
+        warn: Level | WarningPolicy = "user",
+    ) -> None:
+        if accumulation_steps is not None and accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps is {accumulation_steps}; it must be at least 1, or None for any")
+        self.model, self.optimizer = model, optimizer
+        self.accumulation_steps = accumulation_steps
+        self.policy = as_policy(warn)
+        self.backward_passes = 0
+        self.steps = 0
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._reached: set[int] = set()  # parameters that have had a gradient since the last step
+        self._in_pass: set[int] = set()  # and in this backward pass
+        self._stepped = False  # whether the gradients that are there have been used by a step
+        self._stepping = False
+        self._last: Tensor | None = None  # the parameter whose gradient came last, and that gradient's version then
+        self._last_grad: weakref.ref[Tensor] | None = None
+        self._last_version = 0
+        self._one_pass = False  # a splitter is at work: its micro-batches are one pass
+        self._pass_begun = False
+        self._before_batch = (0, frozenset[int](), False)
+        self._handles: list[Any] = []
+        self._hooked = 0
+        self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, _remove, self._handles)
+        self._listen()
+        self._compare_parameters()
+
+    def __enter__(self) -> EventMonitor:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._forget_window()
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening, and warn if gradients are left over. Closing twice does nothing."""
+        if self._finalizer.alive:
+            self._finalizer()
+            self._left_over("at the end")
+
+    def end_epoch(self) -> None:
+        """Warn if gradients are left over that no step has used."""
+        self._left_over("at the end of the epoch")
+
+    # Callback of a splitter or a training loop -----------------------------------------------------------------------
+
+    def before_batch(self, event: Event) -> None:
+        """A splitter's micro-batches are one pass from here on."""
+        self._one_pass, self._pass_begun = True, False
+        self._before_batch = (self.backward_passes, frozenset(self._reached | self._in_pass), self._stepped)
+
+    def after_batch(self, event: Event) -> None:
+        """The gradients may be other tensors than those that backward added to."""
+        self._one_pass = False
+        given = [parameter for parameter in _parameters(self.optimizer) if parameter.grad is not None]
+        if given and not self._pass_begun:  # they did not come by way of the parameters' hooks
+            self._begin_pass(given[0])
+        self._in_pass.update(id(parameter) for parameter in given)
+        if given:
+            self._remember(given[-1])
+
+    def on_out_of_memory(self, event: Event) -> None:
+        """The attempt was rolled back: as if it had not been."""
+        self.backward_passes, reached, self._stepped = self._before_batch
+        self._reached = set(reached)
+        self._in_pass.clear()
+        self._one_pass = False
+
+    def after_epoch(self, event: Event) -> None:
+        """As ``end_epoch``."""
+        self.end_epoch()
+
+    # Hooks ------------------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Put hooks on the optimizer and its parameters; monitor and hooks do not keep each other alive."""
+        self_ref = weakref.ref(self)
+
+        def before_step(*_: Any) -> None:
+            if monitor := self_ref():
+                monitor._before_step()
+
+        def after_step(*_: Any) -> None:
+            if monitor := self_ref():
+                monitor._after_step()
+
+        self._handles.append(self.optimizer.register_step_pre_hook(before_step))
+        self._handles.append(self.optimizer.register_step_post_hook(after_step))
+        self._listen_to_parameters()
+
+    def _listen_to_parameters(self) -> None:
+        self_ref = weakref.ref(self)
+
+        def accumulated(parameter: Tensor) -> None:
+            if monitor := self_ref():
+                monitor._accumulated(parameter)
+
+        for handle in self._handles[2:]:
+            handle.remove()
+        del self._handles[2:]
+        parameters = [parameter for parameter in _parameters(self.optimizer) if parameter.requires_grad]
+        self._handles += [_on_gradient(parameter, accumulated) for parameter in parameters]
+        self._hooked = sum(1 for _ in _parameters(self.optimizer))
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        key = id(parameter)
+        if key in self._in_pass or not self._in_pass:
+            self._begin_pass(parameter)
+        self._in_pass.add(key)
+        self._remember(parameter)
+
+    def _remember(self, parameter: Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None:
+            self._last, self._last_version, self._last_grad = parameter, grad._version, weakref.ref(grad)
+
+    def _begin_pass(self, parameter: Tensor) -> None:
+        kept = self._kept(parameter)
+        self._reached |= self._in_pass
+        self._in_pass.clear()
+        if self._one_pass and self._pass_begun:
+            return
+        self._pass_begun = True
+        if self._stepped and kept:
+            self.policy.warn(
+                "SW103",
+                "this backward pass adds to gradients that a step has used already; call optimizer.zero_grad() after "
+                "each step",
+            )
+        if self._stepped:
+            self._forget_window()
+        elif self.backward_passes and not kept:
+            if not self._stepping:
+                self.policy.warn(
+                    "SW110",
+                    f"the gradients of {self.backward_passes} backward pass(es) were zeroed before a step used"
+                    " them; a step that a GradScaler skips does this too",
+                )
+            self._forget_window()
+        self.backward_passes += 1
+        wanted = self.accumulation_steps
+        if wanted is not None and self.backward_passes > wanted:
+            self.policy.warn(
+                "SW102",
+                f"backward ran {self.backward_passes} times without a step, where accumulation_steps is {wanted}; "
+                "step after each, or give the monitor the accumulation_steps that are meant",
+            )
+
+    def _kept(self, parameter: Tensor) -> bool:
+        """Whether the gradients of the pass before are still there, now that ``parameter`` has the first of this one.
+
+        A gradient that was zeroed in place has another version than when it was last added to. After a step, one with
+        another version is taken for zeroed; before it, clipping or a reduction over ranks may have written into it, so
+        that its values are looked at.
+        """
+        if self._last is None or self._last.grad is None:
+            return False
+        if self._last is parameter:  # this pass has added to it
+            same = self._last_grad is not None and self._last_grad() is self._last.grad
+            return same and self._last.grad._version == self._last_version + 1
+        if self._last.grad._version == self._last_version:
+            return True
+        return not self._stepped and bool(self._last.grad.any())
+
+    def _before_step(self) -> None:
+        self._stepping = True
+        if sum(1 for _ in _parameters(self.optimizer)) != self._hooked:
+            self._listen_to_parameters()
+        if self.policy.wants("SW108") and not self.model.training:
+            self.policy.warn(
+                "SW108", "the model is in evaluation mode, so dropout and batch statistics are off; call model.train()"
+            )
+
+    def _after_step(self) -> None:
+        """A step is over; closures (L-BFGS) have run their backward passes inside it."""
+        self._stepping = False
+        self.steps += 1
+        wanted = self.accumulation_steps
+        if self._stepped or not self.backward_passes:
+            self.policy.warn(
+                "SW101", "optimizer.step() without a backward pass since its last step; call loss.backward() first"
+            )
+        elif wanted is not None and self.backward_passes < wanted:
+            self.policy.warn(
+                "SW109",
+                f"a step after {self.backward_passes} of {wanted} backward passes; scale the loss of a last, partial "
+                "window by its own number of passes",
+            )
+        if not self._stepped and self.backward_passes:
+            self._missing_gradients()
+        self._stepped = True
+        self._reached.clear()
+        self._in_pass.clear()
+        if self._last is not None and self._last.grad is not None:
+            self._last_version = self._last.grad._version  # clipping and unscaling have written into it
+
+    def _missing_gradients(self) -> None:
+        if not self.policy.wants("SW105"):
+            return
+        reached = self._reached | self._in_pass
+        missing = [p for p in _parameters(self.optimizer) if p.requires_grad and id(p) not in reached]
+        if missing:
+            self.policy.warn(
+                "SW105",
+                f"no gradient in this step for {self._list(missing)}; freeze what is not used with "
+                "requires_grad_(False), or check that the loss depends on it",
+            )
+
+    def _compare_parameters(self) -> None:
+        """Warn of parameters that only the model or only the optimizer has."""
+        held = {id(parameter) for parameter in _parameters(self.optimizer)}
+        absent = [p for p in self.model.parameters() if p.requires_grad and id(p) not in held]
+        if absent:
+            self.policy.warn(
+                "SW106",
+                f"trainable but not in the optimizer: {self._list(absent)}; add what is to be trained, and freeze "
+                "the rest with requires_grad_(False)",
+            )
+        strangers = [p for p in _parameters(self.optimizer) if id(p) not in self._names]
+        if strangers:
+            self.policy.warn(
+                "SW107",
+                f"{len(strangers)} of the optimizer's parameters are not the model's; make the optimizer from "
+                "this model's parameters",
+            )
+
+    def _left_over(self, when: str) -> None:
+        if self.backward_passes and not self._stepped and self._kept_now():
+            self.policy.warn(
+                "SW104",
+                f"{when}, the gradients of {self.backward_passes} backward pass(es) were not used by a step; step "
+                "after the last, partial window too",
+            )
+        if not self._stepped:
+            self._forget_window()
+
+    def _kept_now(self) -> bool:
+        grad = None if self._last is None else self._last.grad
+        return grad is not None and (grad._version == self._last_version or bool(grad.any()))
+
+    def _forget_window(self) -> None:
+        self.backward_passes = 0
+        self._reached.clear()
+        self._in_pass.clear()
+        self._stepped = False
+
+    def _list(self, parameters: Sequence[Tensor]) -> str:
+        names = [self._names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in parameters]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _on_gradient(parameter: Tensor, function: Callable[[Tensor], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

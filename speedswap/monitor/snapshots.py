@@ -1,0 +1,126 @@
+"""How much memory a device has in use at one moment, and who says so."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speedswap.batching.oom import free_bytes
+
+__all__ = ["MemorySnapshot", "memory_snapshot"]
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """A device's memory at one moment, in bytes; None where it cannot be known.
+
+    Attributes:
+        device: which.
+        source: who says so: ``"allocator"`` is torch's for the device and knows tensors alone, ``"process"`` the
+            operating system, which counts everything that the process has in memory.
+        allocated: in use: live blocks of the allocator, or the process's resident memory.
+        reserved: held by the allocator, in use or not.
+        inactive: unused pieces of blocks that are in use in part (``inactive_split_bytes``): they cannot be given back
+            to the driver, and serve only requests that fit into them.
+        active: blocks in use or awaited by a stream.
+        peak: the most that was allocated.
+        free: what could still be allocated.
+        total: all of the device's.
+        retries: how often the allocator gave its cache back and tried again.
+        ooms: how often it ran out of memory.
+    """
+
+    device: str
+    source: str
+    allocated: int
+    reserved: int | None = None
+    inactive: int | None = None
+    active: int | None = None
+    peak: int | None = None
+    free: int | None = None
+    total: int | None = None
+    retries: int | None = None
+    ooms: int | None = None
+
+
+def memory_snapshot(device: torch.device | str | int | None = None, *, synchronize: bool = True) -> MemorySnapshot:
+    """Take a snapshot of a device's memory.
+
+    Args:
+        device: which; by default the current CUDA device, or the CPU where there is none.
+        synchronize: wait for the device's work to be done first.
+
+    Returns:
+        The snapshot. On CUDA it is the allocator's; elsewhere the process's, as far as the system tells.
+
+    >>> memory_snapshot("cpu").source
+    'process'
+    """
+    where = default_device() if device is None else torch.device(device)
+    if where.type == "cuda":
+        return _of_cuda(where, synchronize)
+    return MemorySnapshot(
+        device=str(where),
+        source="process",
+        allocated=_status("VmRSS") or _most_resident(),
+        peak=_status("VmHWM") or _most_resident(),
+        free=free_bytes("cpu"),
+        total=_host_bytes(),
+    )
+
+
+def default_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _of_cuda(device: torch.device, synchronize: bool) -> MemorySnapshot:
+    if synchronize:
+        torch.cuda.synchronize(device)
+    stats: dict[str, Any] = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return MemorySnapshot(
+        device=str(device),
+        source="allocator",
+        allocated=allocated,
+        reserved=reserved,
+        inactive=stats.get("inactive_split_bytes.all.current", 0),
+        active=stats.get("active_bytes.all.current", 0),
+        peak=torch.cuda.max_memory_allocated(device),
+        free=free + reserved - allocated,
+        total=total,
+        retries=stats.get("num_alloc_retries", 0),
+        ooms=stats.get("num_ooms", 0),
+    )
+
+
+def _status(field: str) -> int | None:
+    """A field of Linux's status of this process, in bytes."""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith(field + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _most_resident() -> int:
+    """The most that the process has had in memory, where there is no /proc; 0 where that is unknown too."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
