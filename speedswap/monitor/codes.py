@@ -79,7 +79,7 @@ CODES: Mapping[str, Code] = MappingProxyType(
         "SW108": Code("expert", "the optimizer stepped while the model was in evaluation mode", LoopWarning),
         "SW109": Code("expert", "the optimizer stepped before as many passes as accumulate had run", LoopWarning),
         "SW110": Code("expert", "gradients were zeroed that no step had used", LoopWarning),
-        "SW201": Code("user", "something observed was replaced by another object", ChangeWarning),
+        "SW201": Code("expert", "something observed was replaced by another object", ChangeWarning),
         "SW202": Code("user", "something observed moved to another device", ChangeWarning),
         "SW203": Code("user", "an optimizer's parameters or parameter groups changed", ChangeWarning),
         "SW204": Code("expert", "an optimizer's hyperparameters changed", ChangeWarning),
@@ -99,6 +99,7 @@ class WarningPolicy:
         level: ``"off"`` says nothing, ``"user"`` what is most likely a mistake, ``"expert"`` everything.
         ignore: codes that are never said.
         always: codes that are said at every occasion; the others are said once.
+        codes: the codes that there are, for whoever has more of them.
 
     Attributes:
         counts: how often each code came up, said or not; codes above the level and ignored ones do not count.
@@ -111,20 +112,28 @@ class WarningPolicy:
     (True, False, False)
     """
 
-    def __init__(self, level: Level = "user", *, ignore: Iterable[str] = (), always: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        level: Level = "user",
+        *,
+        ignore: Iterable[str] = (),
+        always: Iterable[str] = (),
+        codes: Mapping[str, Code] = CODES,
+    ) -> None:
         if level not in _RANK:
             raise ValueError(f"level is {level!r}; it must be 'off', 'user' or 'expert'")
         self.level = level
+        self.codes = codes
         self.ignore = frozenset(ignore)
         self.always = frozenset(always)
         for code in self.ignore | self.always:
-            if code not in CODES:
+            if code not in codes:
                 raise ValueError(f"{code!r} is no warning's code; speedswap.monitor.CODES has them all")
         self.counts: Counter[str] = Counter()
 
     def wants(self, code: str) -> bool:
         """Whether a code is said at this level."""
-        return _RANK[CODES[code].level] <= _RANK[self.level] and code not in self.ignore
+        return _RANK[self.codes[code].level] <= _RANK[self.level] and code not in self.ignore
 
     def warn(self, code: str, detail: str) -> None:
         """Say a warning, unless it is filtered or was said before; it points at the line outside torch and speedswap.
@@ -137,7 +146,7 @@ class WarningPolicy:
             return
         self.counts[code] += 1
         if self.counts[code] == 1 or code in self.always:
-            warnings.warn(CODES[code].category(f"{code}: {detail}", code), stacklevel=_users_level())
+            warnings.warn(self.codes[code].category(f"{code}: {detail}", code), stacklevel=_users_level())
 
 
 def _users_level() -> int:

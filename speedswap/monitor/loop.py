@@ -121,7 +121,7 @@ class EventMonitor(Callback):
         self.backward_passes, reached, self._stepped = self._before_batch
         self._reached = set(reached)
         self._in_pass.clear()
-        self._one_pass = False
+        self._pass_begun = False
 
     def after_epoch(self, event: Event) -> None:
         """As ``end_epoch``."""
@@ -220,7 +220,7 @@ class EventMonitor(Callback):
         return not self._stepped and bool(self._last.grad.any())
 
     def _before_step(self) -> None:
-        self._stepping = True
+        self._stepping, self._one_pass = True, False
         if sum(1 for _ in _parameters(self.optimizer)) != self._hooked:
             self._listen_to_parameters()
         if self.policy.wants("SW108") and not self.model.training:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from speedswap.batching.nested import replace_tensors
 from speedswap.monitor.statistics import RunningStatistics
 
 __all__ = ["DiskStorage", "HostStorage", "LastStorage", "NoStorage", "StatisticsStorage", "Storage", "make_storage"]
@@ -85,7 +84,7 @@ class HostStorage(Storage):
 
     def append(self, value: Any) -> None:
         """Keep a copy of it."""
-        self._values.append(mapped(_host_copy, value))
+        self._values.append(replace_tensors(value, _host_copy))
         if self._limit is not None:
             del self._values[: max(0, len(self._values) - self._limit)]
 
@@ -105,7 +104,7 @@ class LastStorage(HostStorage):
 
     def append(self, value: Any) -> None:
         """Keep it in place of the one before."""
-        self._values = [mapped(Tensor.detach, value)]
+        self._values = [replace_tensors(value, Tensor.detach)]
 
 
 class StatisticsStorage(Storage):
@@ -151,7 +150,7 @@ class DiskStorage(Storage):
 
     def append(self, value: Any) -> None:
         """Write it."""
-        torch.save(mapped(_host_copy, value), self._path(self._count))
+        torch.save(replace_tensors(value, _host_copy), self._path(self._count))
         self._count += 1
 
     def __len__(self) -> int:
@@ -197,21 +196,3 @@ def make_storage(strategy: Strategy | Storage) -> Storage:
 def _host_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
-
-
-def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A nested value like ``value`` with ``function`` of each of its tensors."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: mapped(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(mapped(function, item) for item in value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(mapped(function, item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(new, field.name, mapped(function, getattr(value, field.name)))
-        return new
-    return value

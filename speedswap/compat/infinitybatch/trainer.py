@@ -1,0 +1,458 @@
+"""InfinityBatch: training by epochs, or by batches of one's own loop, with batches that need not fit."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedswap.batching import BatchSplitter, Callback, Event
+from speedswap.batching.nested import Batch, concatenate, replace_tensors
+from speedswap.compat.infinitybatch.batches import call, moved, samples_first, unpack
+from speedswap.compat.infinitybatch.codes import InfinityBatchError
+from speedswap.compat.infinitybatch.components import Components, as_list
+from speedswap.compat.infinitybatch.containers import Containers, Strategies
+from speedswap.compat.infinitybatch.criteria import reduction_of
+from speedswap.compat.infinitybatch.stages import Bridge, in_evaluation_mode
+from speedswap.compat.infinitybatch.steps import Step
+from speedswap.monitor import EventMonitor, Progress, Storage, WarningPolicy
+from speedswap.monitor.codes import Level
+
+__all__ = ["InfinityBatch"]
+
+
+class InfinityBatch(Components):
+    """Trains a model with batches of any size.
+
+    Batches are split by :class:`speedswap.BatchSplitter`: only one micro-batch's activations are in memory at a time,
+    and the gradients are those of the whole batch. Torch's own criteria are differentiated micro-batch by micro-batch;
+    any other criterion is given the outputs of the whole batch, as it may compare samples, at the cost of one more
+    forward pass.
+
+    Args:
+        model: what is trained; or several, as a list or by name, with ``steps``.
+        optimizer: what steps it; or several.
+        criterion: called with outputs and targets; or several.
+        dataloader: gives batches of inputs and targets, see ``unpack``.
+        backward_device: where outputs and targets go and the criterion is computed; the CPU by default.
+        verbose: print how the training goes.
+        micro_batch_size: samples that go through the model at once, or ``"auto"``.
+        batch_norm: how often running statistics are updated, ``"micro_batch"`` or ``"window"``.
+        scaler: a ``torch.amp.GradScaler``.
+        autocast: the dtype that the model runs in, by torch's autocast.
+        scheduler: a learning rate scheduler, stepped after each epoch.
+        callbacks: told what happens, at every stage; they may be changed at any time.
+        containers: what is kept of inputs, outputs and targets: ``none`` (the default), ``last``, ``host``,
+            ``statistics`` or ``disk``, for all or by name.
+        steps: what is done with each batch where there are several models, criteria or losses.
+        unpack: returns inputs and targets of what the loader gives. By default the last of a tuple is the targets, or
+            what a mapping has under a usual name.
+        printer: takes each line that is printed.
+        warn: ``"off"``, ``"user"`` or ``"expert"``, or a :class:`speedswap.monitor.WarningPolicy` with
+            ``speedswap.compat.infinitybatch.CODES``.
+
+    Attributes:
+        callbacks: the callbacks.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> ib = InfinityBatch(model, optimizer, torch.nn.MSELoss(), verbose=False, micro_batch_size=3)
+    >>> ib.dataloader = [(torch.randn(8, 2), torch.randn(8, 1))]
+    >>> ib(3)
+    >>> [samples for epoch in ib.losses for _, samples in epoch]
+    [8, 8, 8]
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        backward_device: torch.device | str | int | None = None,
+        verbose: bool = True,
+        *,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        batch_norm: Literal["micro_batch", "window"] = "micro_batch",
+        scaler: torch.amp.GradScaler | None = None,
+        autocast: torch.dtype | None = None,
+        scheduler: Any = None,
+        callbacks: Iterable[Callback] = (),
+        containers: Strategies = "none",
+        steps: Iterable[Step] = (),
+        unpack: Callable[[Any], tuple[Any, Any]] = unpack,
+        printer: Callable[[str], object] = print,
+        warn: Level | WarningPolicy = "user",
+    ) -> None:
+        super().__init__(backward_device, warn)
+        self.callbacks = list(callbacks)
+        self.printer = printer
+        self.verbose_mode = verbose
+        self.scaler, self.scheduler, self.autocast = scaler, scheduler, autocast
+        self._micro_batch_size: int | Literal["auto"] = micro_batch_size
+        self._batch_norm: Literal["micro_batch", "window"] = batch_norm
+        self._steps = list(steps)
+        self._unpack = unpack
+        self._containers = Containers(containers)
+        self._progress = Progress(self._say, every=0)
+        self._bridge = Bridge(self._tell)
+        self._splitters: dict[Step | None, BatchSplitter] = {}
+        self._events: EventMonitor | None = None
+        self._epoch = self._batch = -1
+        self._current: tuple[Any, Any] | None = None
+        self._open: int | None = None  # samples of the batch that batch_() has begun
+        self._collected: list[Any] = []
+        self._outputs: Any = None
+        self._loss: Tensor | None = None
+        self.model, self.optimizer, self.criterion, self.dataloader = model, optimizer, criterion, dataloader
+
+    def _replaced(self, name: str) -> None:
+        self._splitters.clear()
+        if self._events is not None and name != "criterion":
+            self._events.close()
+            self._events = None
+
+    @property
+    def micro_batch_size(self) -> int | Literal["auto"]:
+        """The size in use; ``"auto"`` before the first batch. Setting it begins anew with that."""
+        found = [splitter.micro_batch_size for splitter in self._splitters.values()]
+        return next((size for size in found if size is not None), self._micro_batch_size)
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, size: int | Literal["auto"]) -> None:
+        self._micro_batch_size = size
+        self._splitters.clear()
+
+    @property
+    def verbose_mode(self) -> bool:
+        """Whether it is printed how the training goes."""
+        return self._verbose
+
+    @verbose_mode.setter
+    def verbose_mode(self, mode: bool) -> None:
+        self._verbose = bool(mode)
+
+    def _say(self, line: str) -> None:
+        if self._verbose:
+            self.printer(line)
+
+    # ------------------------------------------------------------------ what is kept
+
+    @property
+    def inputs(self) -> list[Storage]:
+        """Inputs by epoch and batch, as far as ``containers`` keeps them."""
+        return self._containers.streams["inputs"]
+
+    @property
+    def outputs(self) -> list[Storage]:
+        """Outputs by epoch and batch, as far as ``containers`` keeps them; without their graphs."""
+        return self._containers.streams["outputs"]
+
+    @property
+    def targets(self) -> list[Storage]:
+        """Targets by epoch and batch, as far as ``containers`` keeps them."""
+        return self._containers.streams["targets"]
+
+    @property
+    def losses(self) -> list[list[tuple[Any, int]]]:
+        """``(loss, samples)`` by epoch and batch; with several steps a tuple of their losses."""
+        return self._containers.losses
+
+    def clearcontainers_(self) -> None:
+        """Let go of all that was kept."""
+        self._containers.clear()
+
+    def epochstart_(self) -> None:
+        """Begin an epoch in each container."""
+        self._containers.begin_epoch()
+
+    # ------------------------------------------------------------------ training by epochs
+
+    def __call__(self, num_epochs: int) -> None:
+        """Train for a number of epochs."""
+        self.train(num_epochs)
+
+    def train(self, num_epochs: int) -> None:
+        """Train for a number of epochs; what earlier trainings have left in the containers goes."""
+        self.clearcontainers_()
+        self._epoch = -1
+        self._say(f"training for {num_epochs} epochs")
+        for _ in range(num_epochs):
+            self.epoch()
+
+    def epoch(self) -> None:
+        """Train for one epoch.
+
+        Raises:
+            InfinityBatchError: the model, the optimizer, the criterion or the data loader is missing.
+        """
+        self._require("model", "optimizer", "dataloader", *([] if self._steps else ["criterion"]))
+        self._turn_of_epoch(True)
+        for batch in self._loader:
+            self._take(batch)
+            self._train_batch()
+        self._turn_of_epoch(False)
+
+    def _train_batch(self) -> None:
+        assert self._current is not None
+        inputs, targets = self._current
+        losses = []
+        steps: list[Step | None] = [*self._steps] or [None]
+        for step in steps:
+            loss = (
+                self._differentiate(step, inputs, targets) if step else self._differentiate_criterion(inputs, targets)
+            )
+            losses.append(float(loss))
+            every = self._optimizers()
+            self._step(every.values() if not step or step.optimizers is None else [every[k] for k in step.optimizers])
+            self.zero_grad()
+        size = Batch((inputs, targets)).size
+        self._containers.losses[-1].append((losses[0] if len(losses) == 1 else tuple(losses), size))
+        self._containers.add("inputs", inputs)
+        self._containers.add("targets", targets)
+        if self._collected:
+            self._containers.add("outputs", concatenate(self._collected))
+            self._collected = []
+
+    def _differentiate(self, step: Step, inputs: Any, targets: Any) -> Tensor:
+        def loss_fn(inputs: Any, targets: Any) -> Tensor:
+            with self._precision():
+                device = self._forward_device
+                return step.loss(self._model, self._criterion, moved(inputs, device), moved(targets, device))
+
+        return self._splitter(step).backward(loss_fn, inputs, targets)
+
+    def _differentiate_criterion(self, inputs: Any, targets: Any) -> Tensor:
+        if len(as_list(self._model)) != 1 or len(as_list(self._criterion)) != 1:
+            raise InfinityBatchError(
+                f"there are {len(as_list(self._model))} models and {len(as_list(self._criterion))} criteria; say with "
+                "steps=[Step(loss), …] what is done with them"
+            )
+        splitter = self._splitter(None)
+        if reduction_of(self._criterion) is not None:
+            return splitter.backward(self._loss_of_part, inputs, targets)
+        return splitter.backward_coupled(self._encode, functools.partial(self._criticize, targets=targets), inputs)
+
+    def _loss_of_part(self, inputs: Any, targets: Any) -> Tensor:
+        return self._criticize(self._encode(inputs), targets)
+
+    def _criticize(self, outputs: Any, targets: Any) -> Tensor:
+        if self._containers.keeps("outputs"):
+            self._collected.append(replace_tensors(outputs, Tensor.detach))
+        (criterion,) = as_list(self._criterion)
+        loss: Tensor = criterion(outputs, moved(targets, self._backward_device))
+        return loss
+
+    def _encode(self, inputs: Any, ambient: tuple[bool, torch.dtype] | None = None) -> Any:
+        """The model's outputs for a micro-batch, on the backward device."""
+        (model,) = self._models()
+        with self._precision(ambient):
+            outputs = call(model, moved(inputs, self._forward_device))
+        return moved(samples_first(outputs, Batch((inputs,)).size), self._backward_device)
+
+    def _precision(self, ambient: tuple[bool, torch.dtype] | None = None) -> AbstractContextManager[Any]:
+        """Autocast as it was asked for, or else as it was around the call that begins the batch."""
+        kind = self._device_type()
+        if self.autocast is not None:
+            return torch.autocast(kind, dtype=self.autocast)
+        return nullcontext() if ambient is None else torch.autocast(kind, enabled=ambient[0], dtype=ambient[1])
+
+    def _device_type(self) -> str:
+        return "cpu" if self._forward_device is None else self._forward_device.type
+
+    def _splitter(self, step: Step | None) -> BatchSplitter:
+        """What splits the batches of a step; None is the criterion's."""
+        if step not in self._splitters:
+            known = step or reduction_of(self._criterion)
+            self._splitters[step] = BatchSplitter(
+                self._models(),
+                micro_batch_size=self._micro_batch_size,
+                reduction=known.reduction if known else "mean",
+                normalizer=known.normalizer if known else None,
+                batch_norm=self._batch_norm,
+                scaler=self.scaler,
+                callbacks=[self._bridge],
+            )
+        return self._splitters[step]
+
+    # ------------------------------------------------------------------ training by one's own loop
+
+    def batch_(self, inputs: Any = None) -> Any:
+        """Outputs of the whole batch, on the backward device, whose activations are not in memory.
+
+        A loss of them can be differentiated as usual: the backward pass runs each micro-batch again.
+
+        Args:
+            inputs: what goes into the model; by default that of the batch which ``dataloader`` has handed out last.
+
+        Raises:
+            InfinityBatchError: no inputs were given and none were handed out; or there are several models.
+        """
+        self._require("model")
+        if inputs is None:
+            if self._current is None:
+                raise InfinityBatchError("batch_() has no inputs; give them, or iterate over InfinityBatch.dataloader")
+            inputs = self._current[0]
+        if len(self._models()) != 1:
+            raise InfinityBatchError(f"batch_() needs one model, and there are {len(self._models())}; use steps")
+        self.updateforwarddevice()
+        self._watch()
+        self._open = Batch((inputs,)).size
+        self._tell("before_batch", Event(self, batch_size=self._open))
+        kind = self._device_type()
+        ambient = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._outputs = self._splitter(None).forward(functools.partial(self._encode, ambient=ambient), inputs)
+        self._containers.add("outputs", self._outputs)
+        if self._current is not None:
+            self._containers.add("inputs", self._current[0])
+            self._containers.add("targets", self._current[1])
+        return self._outputs
+
+    def loss(self) -> Tensor:
+        """The criterion of the last ``batch_()`` and its targets; it is kept for ``backward()`` and in ``losses``.
+
+        Raises:
+            InfinityBatchError: there is no batch, or no criterion.
+        """
+        self._require("criterion")
+        if self._outputs is None or self._current is None:
+            raise InfinityBatchError(
+                "loss() has no outputs and targets; iterate over dataloader and call batch_() first"
+            )
+        (criterion,) = as_list(self._criterion)
+        loss: Tensor = criterion(self._outputs, moved(self._current[1], self._backward_device))
+        self._loss, self._outputs = loss, None
+        if not self._containers.losses:
+            self.epochstart_()
+        self._containers.losses[-1].append((loss.item(), self._open or 0))
+        return loss
+
+    def backward(self) -> None:
+        """Differentiate what ``loss()`` has computed."""
+        if self._loss is None:
+            self.policy.warn("SW903", "backward() has nothing to differentiate; call loss() first")
+            return
+        loss, self._loss = self._loss, None
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Let the optimizer step, or all of them.
+
+        Raises:
+            InfinityBatchError: there is none.
+        """
+        self._require("optimizer")
+        if self._open is not None:
+            self._tell("after_batch", Event(self, batch_size=self._open), to_monitor=False)
+            self._open = None
+        self._step(self._optimizers().values())
+
+    def _step(self, optimizers: Iterable[Optimizer]) -> None:
+        self._tell("before_step", Event(self))
+        for optimizer in optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        self._tell("after_step", Event(self))
+
+    def zero_grad(self) -> None:
+        """Let go of the gradients: of the optimizers' parameters, and of the models'."""
+        for optimizer in self._optimizers().values():
+            optimizer.zero_grad()
+        for model in self._models():
+            model.zero_grad()
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(
+        self, dataloader: Any = None, metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None
+    ) -> dict[str, float]:
+        """Means of metrics over a data loader, without gradients and with the models in evaluation mode.
+
+        Args:
+            dataloader: gives batches of inputs and targets; the training's own by default.
+            metrics: by name, called with outputs and targets of each batch; each returns its mean over the batch's
+                samples. By default the criterion, as ``loss``.
+
+        Returns:
+            Each metric's mean, weighted by samples, or by what the criterion's mean is over.
+
+        Raises:
+            InfinityBatchError: something is missing, or the loader gives no batches.
+        """
+        self._require("model", *(["dataloader"] if dataloader is None else []), *([] if metrics else ["criterion"]))
+        loader = self._loader if dataloader is None else dataloader
+        metrics = metrics or {"loss": as_list(self._criterion)[0]}
+        counters = {name: reduction_of(metric) for name, metric in metrics.items()}
+        sums, weights = dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0.0)
+        self.updateforwarddevice()
+        with in_evaluation_mode(self._models()):
+            for batch in getattr(loader, "loader", loader):
+                inputs, targets = self._unpack(batch)
+                outputs = self._splitter(None).map(self._encode, inputs)
+                targets = moved(targets, self._backward_device)
+                for name, metric in metrics.items():
+                    known = counters[name]
+                    weight = float(Batch((inputs,)).size)
+                    if known is not None and known.normalizer is not None:
+                        weight = float(known.normalizer(inputs, targets))
+                    summed = known is not None and known.reduction == "sum"
+                    sums[name] += float(metric(outputs, targets)) * (1.0 if summed else weight)
+                    weights[name] += weight
+        if not any(weights.values()):
+            raise InfinityBatchError("the data loader gave no batches to evaluate")
+        return {name: sums[name] / weights[name] if weights[name] else math.nan for name in metrics}
+
+    eval = evaluate
+
+    # ------------------------------------------------------------------ stages
+
+    def _turn_of_epoch(self, begins: bool) -> None:
+        if begins:
+            self.updateforwarddevice()
+            self._observer.check()
+            self._watch()
+            self._epoch, self._batch = self._epoch + 1, -1
+            self.epochstart_()
+            self._tell("before_epoch", Event(self))
+            return
+        self._current = self._outputs = None
+        if self._batch < 0:
+            self.policy.warn("SW904", "the data loader gave no batches; nothing was trained")
+        self._tell("after_epoch", Event(self))
+        if self.scheduler is not None:
+            self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
+        if not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step()
+        elif losses := self._containers.losses[-1]:
+            self.scheduler.step(sum(loss * size for loss, size in losses) / sum(size for _, size in losses))
+
+    def _take(self, batch: Any) -> None:
+        """Remember a batch that is about to be trained with."""
+        self._batch += 1
+        self._current = self._unpack(batch)
+
+    def _watch(self) -> None:
+        """Have an event monitor listen to the model and the optimizer, where there is one of each."""
+        models, optimizers = self._models(), list(self._optimizers().values())
+        if self._events is None and len(models) == len(optimizers) == 1 and self.policy.level != "off":
+            self._events = EventMonitor(models[0], optimizers[0], warn=self.policy)
+
+    def _tell(self, moment: str, event: Event, *, to_monitor: bool = True) -> None:
+        if moment == "before_batch":
+            self._collected = []
+        event = Bridge.placed(event, self, self._epoch, self._batch)
+        watching = [self._events] if self._events is not None and to_monitor else []
+        for callback in (*watching, self._progress, *self.callbacks):
+            getattr(callback, moment)(event)
