@@ -75,6 +75,7 @@ class EventMonitor(Callback):
         self._one_pass = False  # a splitter is at work: its micro-batches are one pass
         self._pass_begun = False
         self._before_batch = (0, frozenset[int](), False)
+        self._kept_by_splitter: bool | None = None
         self._handles: list[Any] = []
         self._hooked = 0
         self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, _remove, self._handles)
@@ -104,6 +105,8 @@ class EventMonitor(Callback):
     def before_batch(self, event: Event) -> None:
         """A splitter's micro-batches are one pass from here on."""
         self._one_pass, self._pass_begun = True, False
+        # A splitter may take half-precision gradients away while it sums them in float32.
+        self._kept_by_splitter = None if event.micro_batch_sizes is None else self._kept(None)
         self._before_batch = (self.backward_passes, frozenset(self._reached | self._in_pass), self._stepped)
 
     def after_batch(self, event: Event) -> None:
@@ -172,7 +175,8 @@ class EventMonitor(Callback):
             self._last, self._last_version, self._last_grad = parameter, grad._version, weakref.ref(grad)
 
     def _begin_pass(self, parameter: Tensor) -> None:
-        kept = self._kept(parameter)
+        known = self._kept_by_splitter if self._one_pass else None
+        kept = self._kept(parameter) if known is None else known
         self._reached |= self._in_pass
         self._in_pass.clear()
         if self._one_pass and self._pass_begun:
@@ -203,7 +207,7 @@ class EventMonitor(Callback):
                 "step after each, or give the monitor the accumulation_steps that are meant",
             )
 
-    def _kept(self, parameter: Tensor) -> bool:
+    def _kept(self, parameter: Tensor | None) -> bool:
         """Whether the gradients of the pass before are still there, now that ``parameter`` has the first of this one.
 
         A gradient that was zeroed in place has another version than when it was last added to. After a step, one with

@@ -38,7 +38,7 @@ class PhaseMemory:
         gradients: at the end.
         optimizer: of its state, at the end.
         activations: the most there was besides, at the begin, at the end, or at the peak: activations, temporaries,
-            the batch. What became gradients or state during the phase is not counted in.
+            the batch. What became gradients or state during the phase, or was such before, is not counted in.
         inactive: unused pieces of blocks in use, at the end; None where the source does not know.
         retries: how often the allocator gave its cache back during the phase; None likewise.
     """
@@ -104,7 +104,7 @@ class MemoryMonitor:
     def phase(self, name: str) -> Iterator[None]:
         """Measure what is inside; also when it fails."""
         self._register()
-        known_before = sum(self._known())
+        known_before = self._known()
         begin = self._snapshot()
         before = begin.allocated if self._tracker is None else self._tracker.live
         if self._tracker is None:
@@ -118,9 +118,12 @@ class MemoryMonitor:
             self._register()
             self._add(name, before, known_before, begin, self._snapshot())
 
-    def _add(self, name: str, before: int, known_before: int, begin: MemorySnapshot, end: MemorySnapshot) -> None:
+    def _add(
+        self, name: str, before: int, known_before: tuple[int, int, int], begin: MemorySnapshot, end: MemorySnapshot
+    ) -> None:
         parameters, gradients, optimizer = self._known()
-        known = parameters + gradients + optimizer
+        known = (parameters, gradients, optimizer)
+        most_known = sum(map(max, known_before, known))
         if self._tracker is None:
             source, after, peak = "allocator", end.allocated, end.peak or end.allocated
         else:
@@ -135,7 +138,7 @@ class MemoryMonitor:
             parameters=parameters,
             gradients=gradients,
             optimizer=optimizer,
-            activations=max(0, before - known_before, after - known, peak - max(known, known_before)),
+            activations=max(0, before - sum(known_before), after - sum(known), peak - most_known),
             inactive=end.inactive,
             retries=retries,
         )
