@@ -44,6 +44,7 @@ class InfinityBatch(Components):
         verbose: print how the training goes.
         micro_batch_size: samples that go through the model at once, or ``"auto"``.
         batch_norm: how often running statistics are updated, ``"micro_batch"`` or ``"window"``.
+        offload_activations: keep what autograd saves in host memory between forward and backward.
         scaler: a ``torch.amp.GradScaler``.
         autocast: the dtype that the model runs in, by torch's autocast.
         scheduler: a learning rate scheduler, stepped after each epoch.
@@ -80,6 +81,7 @@ class InfinityBatch(Components):
         *,
         micro_batch_size: int | Literal["auto"] = "auto",
         batch_norm: Literal["micro_batch", "window"] = "micro_batch",
+        offload_activations: bool = False,
         scaler: torch.amp.GradScaler | None = None,
         autocast: torch.dtype | None = None,
         scheduler: Any = None,
@@ -97,6 +99,7 @@ class InfinityBatch(Components):
         self.scaler, self.scheduler, self.autocast = scaler, scheduler, autocast
         self._micro_batch_size: int | Literal["auto"] = micro_batch_size
         self._batch_norm: Literal["micro_batch", "window"] = batch_norm
+        self._offload = offload_activations
         self._steps = list(steps)
         self._unpack = unpack
         self._containers = Containers(containers)
@@ -114,9 +117,8 @@ class InfinityBatch(Components):
 
     def _replaced(self, name: str) -> None:
         self._splitters.clear()
-        if self._events is not None and name != "criterion":
-            self._events.close()
-            self._events = None
+        if name != "criterion":
+            self._stop_watching()
 
     @property
     def micro_batch_size(self) -> int | Literal["auto"]:
@@ -276,6 +278,7 @@ class InfinityBatch(Components):
                 reduction=known.reduction if known else "mean",
                 normalizer=known.normalizer if known else None,
                 batch_norm=self._batch_norm,
+                offload_activations=self._offload,
                 scaler=self.scaler,
                 callbacks=[self._bridge],
             )
@@ -429,6 +432,7 @@ class InfinityBatch(Components):
         if self._batch < 0:
             self.policy.warn("SW904", "the data loader gave no batches; nothing was trained")
         self._tell("after_epoch", Event(self))
+        self._stop_watching()
         if self.scheduler is not None:
             self._step_scheduler()
 
@@ -448,6 +452,11 @@ class InfinityBatch(Components):
         models, optimizers = self._models(), list(self._optimizers().values())
         if self._events is None and len(models) == len(optimizers) == 1 and self.policy.level != "off":
             self._events = EventMonitor(models[0], optimizers[0], warn=self.policy)
+
+    def _stop_watching(self) -> None:
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
     def _tell(self, moment: str, event: Event, *, to_monitor: bool = True) -> None:
         if moment == "before_batch":
