@@ -96,9 +96,10 @@ class SplitRecorder(Callback):
         write_csv(path, self.rows)
 
     def close(self) -> None:
-        """Close the writers."""
+        """Close the writers; rows of later batches are kept, but written nowhere."""
         for writer in self._writers:
             writer.close()
+        self._writers.clear()
 
 
 def _number(loss: Any) -> float:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from speedswap.compat.infinitybatch.batches import WatchedLoader, devices_equal, trainable_device
 from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError
 from speedswap.monitor import Change, ChangeObserver, ParameterCount, WarningPolicy, count_parameters
-from speedswap.monitor.codes import Level
+from speedswap.monitor.codes import Level, as_policy
 
 __all__ = ["Components", "as_list", "named"]
 
@@ -39,7 +39,8 @@ class Components:
     """
 
     def __init__(self, backward_device: torch.device | str | int | None, warn: Level | WarningPolicy) -> None:
-        self.policy = warn if isinstance(warn, WarningPolicy) else WarningPolicy(warn, codes=CODES)
+        self.policy = as_policy(warn)
+        self.policy.codes = {**CODES, **self.policy.codes}
         self.changes: list[Change] = []
         self._observer = ChangeObserver(warn=self.policy, on_change=self.changes.append)
         self._model: Any = None
