@@ -19,8 +19,11 @@ class EventMonitor(Callback):
     """Warns when a training loop leaves something out.
 
     It listens through torch's public hooks: one on each parameter for its gradient, two on the optimizer for its step.
-    Nothing is copied and no device is waited for. Use it as a context manager, or ``close`` it, which takes the hooks
-    off and looks for gradients that are left over; ``end_epoch`` looks in between.
+    That costs about two microseconds for each parameter and pass. Nothing is copied, and no device is waited for, but
+    where something else than backward and zero_grad wrote into gradients before a step.
+
+    Use it as a context manager, or ``close`` it, which takes the hooks off and looks for gradients that are left over;
+    ``end_epoch`` looks in between.
 
     As a callback of a :class:`speedswap.BatchSplitter` it counts a split batch as one backward pass.
 
@@ -70,7 +73,7 @@ class EventMonitor(Callback):
         self._stepped = False  # whether the gradients that are there have been used by a step
         self._stepping = False
         self._last: Tensor | None = None  # the parameter whose gradient came last, and that gradient's version then
-        self._last_grad: weakref.ref[Tensor] | None = None
+        self._last_grad = 0  # its id
         self._last_version = 0
         self._one_pass = False  # a splitter is at work: its micro-batches are one pass
         self._pass_begun = False
@@ -172,7 +175,7 @@ class EventMonitor(Callback):
     def _remember(self, parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is not None:
-            self._last, self._last_version, self._last_grad = parameter, grad._version, weakref.ref(grad)
+            self._last, self._last_version, self._last_grad = parameter, grad._version, id(grad)
 
     def _begin_pass(self, parameter: Tensor) -> None:
         known = self._kept_by_splitter if self._one_pass else None
@@ -217,8 +220,7 @@ class EventMonitor(Callback):
         if self._last is None or self._last.grad is None:
             return False
         if self._last is parameter:  # this pass has added to it
-            same = self._last_grad is not None and self._last_grad() is self._last.grad
-            return same and self._last.grad._version == self._last_version + 1
+            return id(self._last.grad) == self._last_grad and self._last.grad._version == self._last_version + 1
         if self._last.grad._version == self._last_version:
             return True
         return not self._stepped and bool(self._last.grad.any())

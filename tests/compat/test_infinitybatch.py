@@ -306,6 +306,29 @@ def test_p07_custom_loop_with_dropout_replays_the_same_numbers(criterion, data):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-14)
 
 
+def test_p08_custom_loop_recovers_from_out_of_memory_in_the_backward_pass(data):
+    """The second of the micro-batches that are run again fails once: as if it had not been, and no warning is said."""
+
+    class Fails(MyModel):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            if self.calls == 4:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return self.layers(inputs)
+
+    ib = make([data], model=Fails(), micro_batch_size="auto", warn=infinitybatch_policy("expert", ignore={"SW902"}))
+    ib._splitter(None).load_state_dict({"micro_batch_size": 25})
+    for _, targets in ib.dataloader:
+        ib.criterion(ib.batch_(), targets).backward()
+        ib.step()
+        ib.zero_grad()
+    assert ib.model.calls == 2 + 2 + 5
+    assert_same(ib.model, trained_whole([data], 1, F.cross_entropy))
+    assert ib.policy.counts == {}
+
+
 def test_autocast_around_batch_holds_when_it_is_run_again(data):
     model = nn.Linear(6, 3)
     inputs, targets = data[0].float(), data[1]

@@ -8,7 +8,7 @@ from typing import Any
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
 from speedswap.monitor import NoStorage, Storage, make_storage
 
-__all__ = ["Containers", "Strategies"]
+__all__ = ["Containers", "HasContainers", "Strategies"]
 
 STREAMS = ("inputs", "outputs", "targets")
 Strategy = str | Callable[[], Storage]
@@ -62,3 +62,42 @@ class Containers:
     def _make(self, name: str) -> Storage:
         strategy = self._strategies[name]
         return strategy() if callable(strategy) else make_storage(strategy)  # type: ignore[arg-type]
+
+
+class HasContainers:
+    """The containers as properties.
+
+    Args:
+        strategies: as of :class:`Containers`.
+    """
+
+    def __init__(self, strategies: Strategies) -> None:
+        self._containers = Containers(strategies)
+
+    @property
+    def inputs(self) -> list[Storage]:
+        """Inputs by epoch and batch, as far as ``containers`` keeps them."""
+        return self._containers.streams["inputs"]
+
+    @property
+    def outputs(self) -> list[Storage]:
+        """Outputs by epoch and batch, as far as ``containers`` keeps them; without their graphs."""
+        return self._containers.streams["outputs"]
+
+    @property
+    def targets(self) -> list[Storage]:
+        """Targets by epoch and batch, as far as ``containers`` keeps them."""
+        return self._containers.streams["targets"]
+
+    @property
+    def losses(self) -> list[list[tuple[Any, int]]]:
+        """``(loss, samples)`` by epoch and batch; with several steps a tuple of their losses."""
+        return self._containers.losses
+
+    def clearcontainers_(self) -> None:
+        """Let go of all that was kept."""
+        self._containers.clear()
+
+    def epochstart_(self) -> None:
+        """Begin an epoch in each container."""
+        self._containers.begin_epoch()

@@ -1,17 +1,14 @@
-"""What happens in a training, passed on; and what is put back after an evaluation."""
+"""What happens in a training, passed on."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-from torch import nn
 
 from speedswap.batching import Callback, Event
 
-__all__ = ["Bridge", "in_evaluation_mode"]
+__all__ = ["Bridge"]
 
 
 class Bridge(Callback):
@@ -58,17 +55,3 @@ class Bridge(Callback):
     def on_resize(self, event: Event) -> None:
         """Handed on."""
         self._tell("on_resize", event)
-
-
-@contextmanager
-def in_evaluation_mode(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Models in evaluation mode inside; afterwards each of their modules is in the mode that it was in."""
-    models = list(models)
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -17,17 +16,18 @@ from speedswap.batching.nested import Batch, concatenate, replace_tensors
 from speedswap.compat.infinitybatch.batches import call, moved, samples_first, unpack
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
 from speedswap.compat.infinitybatch.components import Components, as_list
-from speedswap.compat.infinitybatch.containers import Containers, Strategies
+from speedswap.compat.infinitybatch.containers import HasContainers, Strategies
 from speedswap.compat.infinitybatch.criteria import reduction_of
-from speedswap.compat.infinitybatch.stages import Bridge, in_evaluation_mode
+from speedswap.compat.infinitybatch.evaluation import in_evaluation_mode, means
+from speedswap.compat.infinitybatch.stages import Bridge
 from speedswap.compat.infinitybatch.steps import Step
-from speedswap.monitor import EventMonitor, Progress, Storage, WarningPolicy
+from speedswap.monitor import EventMonitor, Progress, WarningPolicy
 from speedswap.monitor.codes import Level
 
 __all__ = ["InfinityBatch"]
 
 
-class InfinityBatch(Components):
+class InfinityBatch(Components, HasContainers):
     """Trains a model with batches of any size.
 
     Batches are split by :class:`speedswap.BatchSplitter`: only one micro-batch's activations are in memory at a time,
@@ -92,7 +92,8 @@ class InfinityBatch(Components):
         printer: Callable[[str], object] = print,
         warn: Level | WarningPolicy = "user",
     ) -> None:
-        super().__init__(backward_device, warn)
+        Components.__init__(self, backward_device, warn)
+        HasContainers.__init__(self, containers)
         self.callbacks = list(callbacks)
         self.printer = printer
         self.verbose_mode = verbose
@@ -102,7 +103,6 @@ class InfinityBatch(Components):
         self._offload = offload_activations
         self._steps = list(steps)
         self._unpack = unpack
-        self._containers = Containers(containers)
         self._progress = Progress(self._say, every=0)
         self._bridge = Bridge(self._tell)
         self._splitters: dict[Step | None, BatchSplitter] = {}
@@ -143,36 +143,6 @@ class InfinityBatch(Components):
     def _say(self, line: str) -> None:
         if self._verbose:
             self.printer(line)
-
-    # ------------------------------------------------------------------ what is kept
-
-    @property
-    def inputs(self) -> list[Storage]:
-        """Inputs by epoch and batch, as far as ``containers`` keeps them."""
-        return self._containers.streams["inputs"]
-
-    @property
-    def outputs(self) -> list[Storage]:
-        """Outputs by epoch and batch, as far as ``containers`` keeps them; without their graphs."""
-        return self._containers.streams["outputs"]
-
-    @property
-    def targets(self) -> list[Storage]:
-        """Targets by epoch and batch, as far as ``containers`` keeps them."""
-        return self._containers.streams["targets"]
-
-    @property
-    def losses(self) -> list[list[tuple[Any, int]]]:
-        """``(loss, samples)`` by epoch and batch; with several steps a tuple of their losses."""
-        return self._containers.losses
-
-    def clearcontainers_(self) -> None:
-        """Let go of all that was kept."""
-        self._containers.clear()
-
-    def epochstart_(self) -> None:
-        """Begin an epoch in each container."""
-        self._containers.begin_epoch()
 
     # ------------------------------------------------------------------ training by epochs
 
@@ -393,27 +363,15 @@ class InfinityBatch(Components):
             InfinityBatchError: something is missing, or the loader gives no batches.
         """
         self._require("model", *(["dataloader"] if dataloader is None else []), *([] if metrics else ["criterion"]))
-        loader = self._loader if dataloader is None else dataloader
-        metrics = metrics or {"loss": as_list(self._criterion)[0]}
-        counters = {name: reduction_of(metric) for name, metric in metrics.items()}
-        sums, weights = dict.fromkeys(metrics, 0.0), dict.fromkeys(metrics, 0.0)
+        loader = self._loader if dataloader is None else getattr(dataloader, "loader", dataloader)
         self.updateforwarddevice()
         with in_evaluation_mode(self._models()):
-            for batch in getattr(loader, "loader", loader):
-                inputs, targets = self._unpack(batch)
-                outputs = self._splitter(None).map(self._encode, inputs)
-                targets = moved(targets, self._backward_device)
-                for name, metric in metrics.items():
-                    known = counters[name]
-                    weight = float(Batch((inputs,)).size)
-                    if known is not None and known.normalizer is not None:
-                        weight = float(known.normalizer(inputs, targets))
-                    summed = known is not None and known.reduction == "sum"
-                    sums[name] += float(metric(outputs, targets)) * (1.0 if summed else weight)
-                    weights[name] += weight
-        if not any(weights.values()):
-            raise InfinityBatchError("the data loader gave no batches to evaluate")
-        return {name: sums[name] / weights[name] if weights[name] else math.nan for name in metrics}
+            return means(
+                metrics or {"loss": as_list(self._criterion)[0]},
+                map(self._unpack, loader),
+                functools.partial(self._splitter(None).map, self._encode),
+                self._backward_device,
+            )
 
     eval = evaluate
 
