@@ -661,6 +661,19 @@ def test_defect_10_scheduler_steps_once_an_epoch(loader):
     assert ib.optimizer.param_groups[0]["lr"] < 1e-3 / 8
 
 
+def test_defect_10_scaler_may_be_set_later(data):
+    ib = make([(data[0].float(), data[1])], model=nn.Linear(6, 3))
+    ib.epoch()
+    seen = []
+    ib.model.weight.register_hook(lambda grad: seen.append(grad.abs().sum().item()))
+    ib.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    ib.epoch()
+    scaled, seen[:] = seen[:], []
+    ib.scaler = None
+    ib.epoch()
+    assert min(scaled) > 1000 * max(seen)
+
+
 @pytest.mark.parametrize("loop", ["epoch", "epoch, any criterion", "methods"])
 def test_p12_defect_10_grad_scaler_sums_and_skips_whole_batches(loop, data):
     """Scaled and unscaled training give the same parameters; a batch with an infinity in one sample is skipped."""

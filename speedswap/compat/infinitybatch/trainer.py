@@ -60,6 +60,11 @@ class InfinityBatch(Components, HasContainers):
 
     Attributes:
         callbacks: the callbacks.
+        changes: what became of model, optimizer and criterion: replaced, moved, regrouped.
+        scheduler: the scheduler; another one may be set.
+        autocast: likewise.
+        printer: likewise.
+        policy: which warnings are said, and how often each came up.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,7 +102,8 @@ class InfinityBatch(Components, HasContainers):
         self.callbacks = list(callbacks)
         self.printer = printer
         self.verbose_mode = verbose
-        self.scaler, self.scheduler, self.autocast = scaler, scheduler, autocast
+        self.scheduler, self.autocast = scheduler, autocast
+        self._scaler = scaler
         self._micro_batch_size: int | Literal["auto"] = micro_batch_size
         self._batch_norm: Literal["micro_batch", "window"] = batch_norm
         self._offload = offload_activations
@@ -129,6 +135,16 @@ class InfinityBatch(Components, HasContainers):
     @micro_batch_size.setter
     def micro_batch_size(self, size: int | Literal["auto"]) -> None:
         self._micro_batch_size = size
+        self._splitters.clear()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the losses, and may skip a step."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scaler = scaler
         self._splitters.clear()
 
     @property
