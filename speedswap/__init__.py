@@ -1,6 +1,6 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
-from speedswap import errors
+from speedswap import errors, monitor
 from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, plan_accumulation
 from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
@@ -26,6 +26,7 @@ __all__ = [
     "get_num_threads",
     "init",
     "lookahead",
+    "monitor",
     "plan_accumulation",
     "scatter_rows",
     "set_num_threads",
