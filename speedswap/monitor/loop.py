@@ -14,13 +14,16 @@ from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 
 __all__ = ["EventMonitor"]
 
+# How often gradients are looked at after a step, which waits for the device.
+MOST_LOOKS = 3
+
 
 class EventMonitor(Callback):
     """Warns when a training loop leaves something out.
 
     It listens through torch's public hooks: one on each parameter for its gradient, two on the optimizer for its step.
     That costs about two microseconds for each parameter and pass. Nothing is copied, and no device is waited for, but
-    where something else than backward and zero_grad wrote into gradients before a step.
+    after the first steps, and where something else than backward wrote into gradients between two passes.
 
     Use it as a context manager, or ``close`` it, which takes the hooks off and looks for gradients that are left over;
     ``end_epoch`` looks in between.
@@ -75,6 +78,7 @@ class EventMonitor(Callback):
         self._last: Tensor | None = None  # the parameter whose gradient came last, and that gradient's version then
         self._last_grad = 0  # its id
         self._last_version = 0
+        self._looks = 0
         self._one_pass = False  # a splitter is at work: its micro-batches are one pass
         self._pass_begun = False
         self._before_batch = (0, frozenset[int](), False)
@@ -213,9 +217,9 @@ class EventMonitor(Callback):
     def _kept(self, parameter: Tensor | None) -> bool:
         """Whether the gradients of the pass before are still there, now that ``parameter`` has the first of this one.
 
-        A gradient that was zeroed in place has another version than when it was last added to. After a step, one with
-        another version is taken for zeroed; before it, clipping or a reduction over ranks may have written into it, so
-        that its values are looked at.
+        A gradient that was zeroed in place has another version than when it was last added to; but clipping or a
+        reduction over ranks may have written into it, too, so that its values are looked at. After steps that is done a
+        few times only, since loops that zero in place do so after each.
         """
         if self._last is None or self._last.grad is None:
             return False
@@ -223,7 +227,11 @@ class EventMonitor(Callback):
             return id(self._last.grad) == self._last_grad and self._last.grad._version == self._last_version + 1
         if self._last.grad._version == self._last_version:
             return True
-        return not self._stepped and bool(self._last.grad.any())
+        if self._stepped:
+            self._looks += 1
+            if self._looks > MOST_LOOKS:
+                return False
+        return bool(self._last.grad.any())
 
     def _before_step(self) -> None:
         self._stepping, self._one_pass = True, False

@@ -7,6 +7,7 @@ import gc
 import io
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -341,6 +342,37 @@ def test_out_of_memory_after_some_micro_batches_is_as_if_it_had_not_been(model, 
         optimizer.step()
     assert said == []
     assert calls == [8, 8, 4, 4, 4, 4]
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("as_views", [False, True])
+def test_reductions_over_ranks_do_not_confuse_it(model, codes_said, as_views):
+    """DistributedDataParallel writes into gradients after backward has."""
+    ranks = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=as_views)
+    optimizer = torch.optim.SGD(ranks.parameters(), lr=0.1)
+    for set_to_none in (True, False):
+        with codes_said() as said, EventMonitor(ranks, optimizer, accumulation_steps=3, warn="expert"):
+            for index in range(12):
+                last = index % 3 == 2
+                with nullcontext() if last else ranks.no_sync():
+                    loss_of(ranks).backward()
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=set_to_none)
+        assert said == []
+    with codes_said() as said, EventMonitor(ranks, optimizer):
+        loss_of(ranks).backward()
+        loss_of(ranks).backward()
+        optimizer.step()
+        loss_of(ranks).backward()
+    assert said == ["SW102", "SW103", "SW104"]
 
 
 def test_accumulation_steps_below_one_is_refused(model, optimizer):
