@@ -6,6 +6,7 @@ The method is that of Gao et al. 2021, "Scaling Deep Contrastive Learning Batch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -47,6 +48,7 @@ class TwoPasses:
         self._snapshot = snapshot
         self._before = Buffers()
         self._random: list[RandomState] = []
+        self._autocast: list[tuple[str, bool, torch.dtype]] = []
         self._rows: list[int] = []  # of each output tensor, for one sample
 
     def first(self, each: EachPart = _run, *, with_graph: bool = False) -> Any:
@@ -61,6 +63,9 @@ class TwoPasses:
         """
         self._before = self._snapshot()
         self._random = []
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds_of_device()
+        ]
         outputs = []
         for (args, kwargs), size in self._parts(self.sizes):
             self._random.append(RandomState())
@@ -122,7 +127,9 @@ class TwoPasses:
         gradients: list[Tensor | None],
         before_backward: Callable[[Sequence[Tensor]], None],
     ) -> None:
-        with torch.enable_grad():
+        with torch.enable_grad(), ExitStack() as precision:
+            for kind, enabled, dtype in self._autocast:
+                precision.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
             outputs = list(tensors_of(self._function(*args, **kwargs)))
         pairs = [
             (output, grad)
@@ -132,6 +139,12 @@ class TwoPasses:
         if pairs:
             before_backward([output for output, _ in pairs])
             torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+def _kinds_of_device() -> list[str]:
+    """The CPU and the accelerator that torch has here."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
 def _rows_per_sample(output: Any, size: int) -> list[int]:

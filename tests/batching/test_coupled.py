@@ -236,6 +236,17 @@ def test_coupled_loss_under_autocast():
     assert relative_error(gradients(model), wanted) < 1e-5
 
 
+def test_forward_under_autocast_is_differentiated_under_it():
+    """Though the backward pass runs outside, as it should."""
+    model, inputs = nn.Linear(6, 8), torch.randn(8, 6)
+    dtypes = []
+    model.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = speedswap.BatchSplitter(model, micro_batch_size=4).forward(model, inputs)
+    outputs.float().sum().backward()
+    assert dtypes == [torch.bfloat16] * 4
+
+
 def test_forward_can_be_differentiated_like_the_function(device):
     model, inputs = classifier(dropout=0.5).to(device), torch.randn(20, 6, dtype=torch.float64, device=device)
     splitter = speedswap.BatchSplitter(model, micro_batch_size=6)
