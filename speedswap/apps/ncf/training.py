@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +27,7 @@ from speedswap.apps.ncf.interactions import Split
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import Settings
+from speedswap.apps.progress import show_progress
 
 __all__ = ["Epoch", "Result", "ahead", "train", "train_step"]
 
@@ -243,41 +242,3 @@ def restore(checkpoint: Checkpoint, result: Result, at: Progress) -> None:
     at.seconds = progress["seconds"]
     at.loss += progress["loss"].to(at.loss.device)
     result.epochs = [Epoch(*epoch) for epoch in progress["epochs"]]
-
-
-class Shown(Protocol):
-    """What is shown of a run."""
-
-    def update(self, steps: int) -> object: ...
-    def write(self, line: str) -> object: ...
-
-
-class Quiet:
-    """Shows lines at most."""
-
-    def __init__(self, *, lines: bool) -> None:
-        self._lines = lines
-
-    def update(self, steps: int) -> None:
-        pass
-
-    def write(self, line: str) -> None:
-        if self._lines:
-            print(line, flush=True)
-
-
-@contextmanager
-def show_progress(total_steps: int, done: int, *, shown: bool) -> Iterator[Shown]:
-    """Show how far a run has come: a progress bar on standard error, and lines on standard output."""
-    if not shown:
-        yield Quiet(lines=False)
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print("no progress bar without tqdm: pip install speedswap[demo]", file=sys.stderr)
-        yield Quiet(lines=True)
-        return
-    seconds = 0.1 if sys.stderr.isatty() else 10.0
-    with tqdm(total=total_steps, initial=done, unit=" steps", mininterval=seconds, dynamic_ncols=True) as bar:
-        yield bar
