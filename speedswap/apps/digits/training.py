@@ -1,0 +1,256 @@
+"""Train a network on batches that do not fit: the whole run, from images to figures."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import speedswap
+from speedswap.apps.digits.errors import SettingsError
+from speedswap.apps.digits.footprint import Footprint, measure_footprint
+from speedswap.apps.digits.images import Images, Split, read_split
+from speedswap.apps.digits.memory import LimitedMemory
+from speedswap.apps.digits.model import DigitsNet
+from speedswap.apps.digits.settings import Settings
+from speedswap.apps.interrupts import stop_on_interrupt
+from speedswap.apps.progress import Shown, show_progress
+from speedswap.batching import Callback, Event
+from speedswap.errors import MemoryBudgetError
+
+__all__ = ["Epoch", "Result", "Step", "train"]
+
+LABEL_SMOOTHING = 0.1
+"""With so few images, what a network is that sure of, it has learned by heart."""
+
+
+class Step(NamedTuple):
+    """One optimizer step."""
+
+    loss: float
+    """Mean over the batch."""
+    batch: int
+    """Images."""
+    micro_batch_size: int
+    """The largest micro-batch."""
+    micro_batches: int
+    failed: tuple[int, ...]
+    """Micro-batch sizes that ran out of memory before."""
+    peak_bytes: int
+    """The most that was alive at once beside the model, in the attempt that fitted."""
+
+
+class Epoch(NamedTuple):
+    """How one epoch went."""
+
+    number: int
+    """From 1."""
+    loss: float
+    """Mean over its images."""
+    accuracy: float
+    """On the images set apart."""
+    seconds: float
+    """Of training, without testing."""
+
+    def __str__(self) -> str:
+        return f"epoch {self.number}: loss {self.loss:.4f}, test accuracy {self.accuracy:.2%}, {self.seconds:.1f} s"
+
+
+@dataclass
+class Result:
+    """A trained network and how the training went."""
+
+    settings: Settings
+    split: Split
+    model: DigitsNet
+    optimizer: Optimizer
+    lr: float
+    """The learning rate at the beginning."""
+    footprint: Footprint
+    budget_bytes: int | None
+    """What a batch had beside the model."""
+    steps: list[Step] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    whole: Result | None = None
+    """The run with whole batches and no budget, where it was asked for."""
+    interrupted: bool = False
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the last epoch, on the images set apart; None before the first one."""
+        return self.epochs[-1].accuracy if self.epochs else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once beside the model, of all steps."""
+        return max((step.peak_bytes for step in self.steps), default=0)
+
+    @property
+    def largest_difference(self) -> float | None:
+        """Between the losses of this run and of the one with whole batches."""
+        if self.whole is None or not self.steps:
+            return None
+        pairs = zip(self.steps, self.whole.steps, strict=False)  # Ctrl-C ends either early
+        return max((abs(ours.loss - theirs.loss) for ours, theirs in pairs), default=None)
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for; what a batch took at its most beside gradients counts as activations."""
+        parameters = _bytes_of(self.model.parameters())
+        state = (value for entry in self.optimizer.state.values() for value in entry.values())
+        return {
+            "parameters": parameters,
+            "gradients": parameters,
+            "optimizer state": _bytes_of(value for value in state if isinstance(value, Tensor)),
+            "activations": max(0, self.peak_bytes - parameters),
+        }
+
+
+def _bytes_of(tensors: Iterator[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def train(settings: Settings, *, progress: bool = True) -> Result:
+    """Train a network to read digits, in batches that do not fit into the memory that it is given.
+
+    Ctrl-C ends the training after the step in progress; the result is then what there is, with ``interrupted`` set.
+
+    Args:
+        settings: what to train, and in how much memory.
+        progress: show a progress bar on standard error (needs tqdm), and a line for each epoch.
+
+    Raises:
+        ImagesError: scikit-learn is not installed.
+        MemoryBudgetError: the memory does not do for one image, or for the micro-batch size asked for.
+        SettingsError: the learning rate is so large that the loss is not finite any more.
+    """
+    device = settings.compute_device()
+    split = read_split(settings.seed)
+    split = Split(split.train.to(device), split.test.to(device))
+    model = DigitsNet(settings.width, seed=settings.seed).to(device)
+    result = prepared(settings, split, model)
+    plain = replace(settings, memory_budget="none", micro_batch_size=settings.batch, compare=False)
+    unsplit = prepared(plain, split, copy.deepcopy(model)) if settings.compare else None
+    steps = -(-len(split.train) // settings.batch) * settings.epochs * (2 if unsplit else 1)
+    with stop_on_interrupt() as stopped, show_progress(steps, shown=progress) as shown:
+        run_epochs(result, stopped, shown)
+        if unsplit is not None and not stopped.is_set():
+            shown.write("the same with whole batches and no budget:")
+            result.whole = unsplit
+            run_epochs(unsplit, stopped, shown)
+            result.interrupted = unsplit.interrupted
+    return result
+
+
+def prepared(settings: Settings, split: Split, model: DigitsNet) -> Result:
+    """A run that has not begun."""
+    optimizer = settings.make_optimizer(model)
+    footprint = measure_footprint(model, split.train)
+    budget_bytes = affordable(settings, footprint)
+    return Result(settings, split, model, optimizer, float(optimizer.param_groups[0]["lr"]), footprint, budget_bytes)
+
+
+def affordable(settings: Settings, footprint: Footprint) -> int | None:
+    """The budget in bytes, which must do for what was asked for."""
+    budget = settings.budget()
+    if budget.samples is not None:
+        nbytes = footprint.bytes_for(budget.samples)
+    elif budget.bytes is not None:
+        nbytes = budget.bytes
+    else:
+        return None
+    fits, size = footprint.samples_in(nbytes), settings.micro_batch_size
+    if fits < 1:
+        raise MemoryBudgetError(
+            f"memory_budget is {settings.memory_budget}, but one image needs "
+            f"{footprint.bytes_for(1):,} bytes: give more"
+        )
+    if isinstance(size, int) and min(size, settings.batch) > fits:
+        raise MemoryBudgetError(
+            f"micro_batch_size is {size}, but memory_budget is {settings.memory_budget}, in which {fits} fit: give at "
+            "most that, or auto"
+        )
+    return nbytes
+
+
+class Trace(Callback):
+    """What the splitter does with a batch."""
+
+    def __init__(self, memory: LimitedMemory) -> None:
+        self._memory = memory
+        self.sizes: tuple[int, ...] = ()
+        self.failed: list[int] = []
+
+    def begin(self) -> None:
+        """Forget the batch before."""
+        self.failed = []
+
+    def before_batch(self, event: Event) -> None:
+        self.sizes = event.micro_batch_sizes or ()
+        self._memory.reset_peak()
+
+    def on_out_of_memory(self, event: Event) -> None:
+        self.failed.append(event.old_size or 0)
+
+
+def run_epochs(result: Result, stopped: threading.Event, shown: Shown) -> None:
+    """Train until the end or until stopped, and enter into the result how it goes."""
+    settings, split, model = result.settings, result.split, result.model
+    memory = LimitedMemory(result.budget_bytes)
+    trace = Trace(memory)
+    size: Any = settings.micro_batch_size
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=size, grow_after=settings.grow_after, callbacks=[trace])
+
+    def loss_fn(pixels: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(model(pixels), labels, label_smoothing=LABEL_SMOOTHING)
+
+    generator = torch.Generator().manual_seed(settings.seed)
+    total_steps = -(-len(split.train) // settings.batch) * settings.epochs
+    for number in range(1, settings.epochs + 1):
+        begun, began = len(result.steps), time.perf_counter()
+        order = torch.randperm(len(split.train), generator=generator).to(split.train.labels.device)
+        for positions in torch.split(order, settings.batch):
+            batch = split.train[positions]
+            for group in result.optimizer.param_groups:
+                group["lr"] = result.lr * (1 - len(result.steps) / total_steps)
+            trace.begin()
+            result.optimizer.zero_grad()
+            with memory:
+                loss = splitter.backward(loss_fn, batch.pixels, batch.labels).item()
+            check_loss(result, loss, number)
+            result.optimizer.step()
+            sizes = trace.sizes
+            result.steps.append(Step(loss, len(batch), max(sizes), len(sizes), tuple(trace.failed), memory.peak_bytes))
+            shown.update(1)
+            if stopped.is_set() and len(result.steps) < total_steps:
+                result.interrupted = True
+                return
+        done, seconds = result.steps[begun:], time.perf_counter() - began
+        loss = sum(step.loss * step.batch for step in done) / len(split.train)
+        result.epochs.append(Epoch(number, loss, accuracy(model, splitter, memory, split.test), seconds))
+        shown.write(str(result.epochs[-1]))
+
+
+def accuracy(model: nn.Module, splitter: speedswap.BatchSplitter, memory: LimitedMemory, images: Images) -> float:
+    """The part of images whose digit is recognized, in the same memory that is trained in."""
+    model.eval()
+    with memory:
+        scores: Tensor = splitter.map(model, images.pixels)
+    model.train()
+    return (scores.argmax(1) == images.labels).double().mean().item()
+
+
+def check_loss(result: Result, loss: float, epoch: int) -> None:
+    if not math.isfinite(loss):
+        raise SettingsError(
+            f"lr={result.lr} is too large for {result.settings.optimizer}: the loss became {loss} in epoch {epoch}; "
+            "lower lr"
+        )
