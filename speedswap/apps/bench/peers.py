@@ -11,7 +11,7 @@ import torch
 
 from speedswap import kernels
 
-__all__ = ["Peer", "step_peers", "transfer_peers"]
+__all__ = ["Peer", "batching_peers", "step_peers", "transfer_peers"]
 
 
 class Peer(NamedTuple):
@@ -47,6 +47,12 @@ def step_peers(device: str) -> dict[str, Peer]:
             remedy,
         ),
     }
+
+
+def batching_peers() -> dict[str, Peer]:
+    """The libraries that accumulate gradients, or try again with less when memory runs out."""
+    remedy = "pip install speedswap[benchmarks]"
+    return {name: _imported(name, name, remedy) for name in ("accelerate", "toma")}
 
 
 def _only_on(kind: str, device: str, peer: Peer) -> Peer:

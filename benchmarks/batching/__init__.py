@@ -1,0 +1,1 @@
+"""The parts of ``bench_batching.py``, one question each."""

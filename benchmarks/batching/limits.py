@@ -1,0 +1,212 @@
+"""Memory that really ends: a batch 16 times beyond what fits, and out-of-memory many times in a row.
+
+On CUDA it is the allocator that says so, which is allowed a few GiB of the GPU; on the CPU it is ``LimitedMemory``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import speedswap
+from speedswap.apps.bench.measure import synchronize
+from speedswap.apps.digits import LimitedMemory
+from speedswap.batching import Callback, Event, is_out_of_memory
+
+BEYOND = 16
+MIB = 2**20
+
+
+class Memory(Protocol):
+    """Memory with a limit, and what it says of itself."""
+
+    def limited(self) -> contextlib.AbstractContextManager[object]: ...
+    def stats(self) -> dict[str, int]: ...
+
+
+class CudaMemory:
+    """What torch's allocator may take of the GPU, beside what it has now."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        allowed = min(total, torch.cuda.memory_reserved() + self._nbytes)
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def stats(self) -> dict[str, int]:
+        synchronize()
+        found = torch.cuda.memory_stats()
+        counters = {name: int(found[name]) for name in ("num_ooms", "num_alloc_retries")}
+        pools = ("allocated", "reserved", "active", "inactive_split")
+        return counters | {f"{pool}_bytes": int(found[f"{pool}_bytes.all.current"]) for pool in pools}
+
+
+class CountedMemory:
+    """Tensors counted where torch calls its kernels."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = LimitedMemory(nbytes)
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        with self._memory:
+            yield
+
+    def stats(self) -> dict[str, int]:
+        return {"live_bytes": self._memory.live_bytes, "resident_bytes": resident_bytes()}
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+class Failures(Callback):
+    """Counts the times that memory ran out."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_out_of_memory(self, event: Event) -> None:
+        self.count += 1
+
+
+class Deep:
+    """Many narrow layers: much to keep for the backward pass for each sample, and a small input."""
+
+    def __init__(self, device: str, layers: int) -> None:
+        torch.manual_seed(0)
+        parts: list[nn.Module] = [nn.Linear(32, 256)]
+        for _ in range(layers):
+            parts += [nn.SiLU(), nn.Linear(256, 256)]
+        self.model = nn.Sequential(*parts, nn.SiLU(), nn.Linear(256, 1)).to(device)
+        self.device = device
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(size, 32, device=self.device)
+        return inputs, inputs.square().mean(1, keepdim=True)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.model(inputs), targets)
+
+    def whole(self, size: int) -> None:
+        inputs, targets = self.batch(size)
+        self.loss(inputs, targets).backward()
+
+
+def largest_that_fits(deep: Deep, memory: Memory) -> int:
+    """The largest power of two of samples that goes through at once, by trying."""
+    size = 1
+    while True:
+        fits = True
+        try:
+            with memory.limited():
+                deep.whole(2 * size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        deep.model.zero_grad()
+        if not fits:
+            return size
+        size *= 2
+
+
+def measure_limits(device: str, *, quick: bool) -> dict[str, Any]:
+    """What fits, a batch far beyond it, and recoveries in a row; each verified against a loop by hand."""
+    deep = Deep(device, layers=8 if device == "cpu" else 32)
+    memory: Memory = CudaMemory((1 if quick else 4) * 2**30) if device == "cuda" else CountedMemory(8 * MIB)
+    fits = largest_that_fits(deep, memory)
+    return {
+        "fits": fits,
+        "beyond": _far_beyond(deep, memory, fits),
+        "recoveries": _many_recoveries(deep, memory, fits, count=20 if quick else 200),
+    }
+
+
+def _far_beyond(deep: Deep, memory: Memory, fits: int) -> dict[str, Any]:
+    """One batch 16 times as large as what fits."""
+    inputs, targets = deep.batch(BEYOND * fits)
+    by_hand = copy.deepcopy(deep.model)
+    for some, theirs in zip(inputs.split(fits // 2), targets.split(fits // 2), strict=True):
+        (F.mse_loss(by_hand(some), theirs) * (len(some) / len(inputs))).backward()
+    failures = Failures()
+    splitter = speedswap.BatchSplitter(deep.model, callbacks=[failures])
+    with memory.limited():
+        synchronize()
+        began = time.perf_counter()
+        splitter.backward(deep.loss, inputs, targets)
+        synchronize()
+        first = time.perf_counter() - began
+        deep.model.zero_grad()
+        began = time.perf_counter()
+        splitter.backward(deep.loss, inputs, targets)
+        synchronize()
+        again = time.perf_counter() - began
+    error = _relative_error(deep.model, by_hand)
+    if not error <= 1e-4:
+        raise SystemExit(f"the gradients of a batch beyond what fits are {error} off")
+    deep.model.zero_grad()
+    size = splitter.micro_batch_size
+    print(
+        f"\n{fits:,} samples fit at once; a batch of {len(inputs):,} took {1000 * first:.0f} ms through "
+        f"{failures.count} out-of-memory errors and then {1000 * again:.0f} ms, in micro-batches of {size:,}; "
+        f"its gradients are {error:.0e} off those of a loop by hand",
+        flush=True,
+    )
+    return {
+        "batch": len(inputs),
+        "out_of_memory": failures.count,
+        "micro_batch_size": size,
+        "first_seconds": first,
+        "next_seconds": again,
+        "relative_error": error,
+    }
+
+
+def _many_recoveries(deep: Deep, memory: Memory, fits: int, *, count: int) -> dict[str, Any]:
+    """Batches that each run out of memory before they fit, with what the allocator says on the way."""
+    inputs, targets = deep.batch(2 * fits)
+    failures, seconds, over_time = Failures(), [], []
+    with memory.limited():
+        for number in range(count + 1):  # the first one is not counted: what is made once is made there
+            splitter = speedswap.BatchSplitter(deep.model, callbacks=[failures] if number else [])
+            began = time.perf_counter()
+            splitter.backward(deep.loss, inputs, targets)
+            synchronize()
+            seconds.append(time.perf_counter() - began)
+            deep.model.zero_grad()
+            if number % max(1, count // 10) == 0:
+                over_time.append({"recoveries": failures.count, **memory.stats()})
+    if failures.count < count:
+        raise SystemExit(f"memory ran out {failures.count} times, not {count}")
+    first, last = over_time[0], over_time[-1]
+    print(f"{failures.count} out-of-memory errors in a row, {1000 * sorted(seconds[1:])[count // 2]:.1f} ms a batch:")
+    for name in first:
+        if name != "recoveries":
+            print(f"  {name:<22} {first[name]:>14,} at the start, {last[name]:>14,} at the end", flush=True)
+    return {"count": failures.count, "median_seconds": sorted(seconds[1:])[count // 2], "over_time": over_time}
+
+
+def _relative_error(model: nn.Module, reference: nn.Module) -> float:
+    ours, theirs = (
+        torch.cat([parameter.grad.flatten() for parameter in one.parameters()]) for one in (model, reference)
+    )
+    return ((ours - theirs).norm() / theirs.norm()).item()
