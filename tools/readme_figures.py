@@ -39,7 +39,8 @@ def table() -> str:
             f"| `{ours}`, rows of {min(widths)} to {max(widths):,} B | | `{peer}` "
             f"| {min(ratios):.2f} to {max(ratios):.2f} | rows-cpu.json |"
         )
-    for name, lines_of in (("transfer-cpu.json", transfer_lines), ("step-cpu.json", step_lines)):
+    sources = {"transfer-cpu.json": transfer_lines, "step-cpu.json": step_lines, "batching-cpu.json": batching_lines}
+    for name, lines_of in sources.items():
         if (RESULTS / name).exists():  # made on a quiet machine, some time after the benchmark
             lines += lines_of(_read(name)["results"], name)
     lines += _word2vec_lines(word2vec["results"])
@@ -105,6 +106,62 @@ def step_lines(found: dict[str, Any], source: str) -> list[str]:
             f"| {took['lookahead']:.1f} ms | the larger of the two {larger:.1f} ms "
             f"| {larger / took['lookahead']:.2f} | {source} |"
         )
+    return lines
+
+
+def batching_lines(found: dict[str, Any], source: str) -> list[str]:
+    """What splitting costs, what it saves, and what it gets right."""
+    small = found["overhead"][0]
+    extra, ours = small["overhead_microseconds"], "speedswap, auto"
+    lines = []
+    for peer, took in extra.items():
+        if not peer.startswith("speedswap"):
+            lines.append(
+                f"| `BatchSplitter`, over a loop by hand, a micro-batch ({small['micro_batches']} of a small model; "
+                f"the limit is {small['limit_microseconds']} µs) | {extra[ours]:.0f} µs | {peer} {took:,.0f} µs "
+                f"| {took / max(extra[ours], 1):,.0f} | {source} |"
+            )
+    cost = found["recovery"]["cost_seconds"]
+    for peer, seconds in cost.items():
+        if peer != "speedswap":
+            lines.append(
+                f"| one out-of-memory in a batch | {1000 * cost['speedswap']:.0f} ms | {peer} {1000 * seconds:.0f} ms "
+                f"| {seconds / cost['speedswap']:.1f} | {source} |"
+            )
+    first, last = (found["activations"]["points"][place] for place in (0, -1))
+    split, whole = (
+        {end["batch"]: end[how]["live_bytes"] / 2**20 for end in (first, last)} for how in ("split", "whole")
+    )
+    lines.append(
+        f"| memory at the most, batches of {first['batch']:,} and {last['batch']:,}, micro-batches of "
+        f"{found['activations']['micro_batch_size']} | {split[first['batch']]:.1f} and {split[last['batch']]:.1f} MiB "
+        f"| unsplit {whole[first['batch']]:.1f} and {whole[last['batch']]:.1f} MiB "
+        f"| {whole[last['batch']] / split[last['batch']]:.0f} | {source} |"
+    )
+    pairs = found["contrastive"]
+    error = pairs["relative_error"]
+    lines.append(
+        f"| gradient of a contrastive loss over {pairs['pairs']:,} pairs, relative error in float64 and float32 "
+        f"| {error['backward_coupled, float64']:.0e} and {error['backward_coupled, float32']:.0e} "
+        f"| accumulated {error['plain accumulation, float64']:.0%}; unsplit float32 "
+        f"{error['whole batch, float32']:.0e} | | {source} |"
+    )
+    ms = {name: 1000 * seconds for name, seconds in pairs["seconds"].items()}
+    lines.append(
+        f"| and its time, second pass included | {ms['coupled']:.0f} ms | accumulated {ms['plain']:.0f} ms "
+        f"| {ms['plain'] / ms['coupled']:.2f} | {source} |"
+    )
+    limits, many = found["limits"], found["limits"]["recoveries"]
+    kept = many["over_time"][-1]["live_bytes"] - many["over_time"][0]["live_bytes"]
+    lines.append(
+        f"| {many['count']} out-of-memory errors in a row, one a batch "
+        f"| {1000 * many['median_seconds']:.0f} ms a batch, {kept} bytes more alive at the end "
+        f"| | | {source} |"
+    )
+    lines.append(
+        f"| a batch of {limits['beyond']['batch']:,} where {limits['fits']:,} fit, error of the gradient "
+        f"| {limits['beyond']['relative_error']:.0e} | | | {source} |"
+    )
     return lines
 
 
