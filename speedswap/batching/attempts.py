@@ -108,23 +108,26 @@ class Attempts:
         self, failure: BaseException, largest: int, earlier: list[tuple[int, BaseException]], may_shrink: bool
     ) -> int:
         """Free what a failed attempt holds, and find the size to try next; or raise the failure."""
-        if self._fixed is not None or largest < 2 or not is_out_of_memory(failure):
-            raise _with_history(failure, earlier)
-        was_trial = self._sizes.on_trial
-        size = self._sizes.shrink(largest)
-        if not may_shrink:
-            raise _with_history(failure, earlier)
-        forget(failure)
-        release_cached_memory()
-        earlier.append((largest, failure))
-        self._looked = (float("-inf"), 0)
-        self._told(failure, largest, size)
-        why = (str(failure).splitlines() or ["no message"])[0]
-        if was_trial:
-            _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, size, why)
-        else:
-            self._report(largest, size, f"out of memory ({why})")
-        return size
+        try:
+            if self._fixed is not None or largest < 2 or not is_out_of_memory(failure):
+                raise _with_history(failure, earlier)
+            was_trial = self._sizes.on_trial
+            size = self._sizes.shrink(largest)
+            if not may_shrink:
+                raise _with_history(failure, earlier)
+            forget(failure)
+            release_cached_memory()
+            earlier.append((largest, failure))
+            self._looked = (float("-inf"), 0)
+            self._told(failure, largest, size)
+            why = (str(failure).splitlines() or ["no message"])[0]
+            if was_trial:
+                _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, size, why)
+            else:
+                self._report(largest, size, f"out of memory ({why})")
+            return size
+        finally:
+            del failure  # where it is raised, its traceback refers to this frame
 
     def succeeded(self, batch_size: int) -> None:
         """Note that a batch fitted."""
