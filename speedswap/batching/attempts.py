@@ -52,10 +52,16 @@ class Attempts:
         """Whether the size is found rather than given."""
         return self._fixed is None
 
+    @property
+    def limit(self) -> int | None:
+        """The most that a micro-batch may have, however small the last batch was; None while nothing has failed."""
+        return self._fixed or self._sizes.limit
+
     def begin_with(self, size: int | None) -> None:
         """Let what is not known yet begin with a size; the whole batch where it is None."""
         if self._fixed is None:
-            self._sizes.initial = self.size = size
+            self.size = size
+            self._sizes.begin_with(size)
 
     def choose(self, key: Hashable, batch_size: int, device: torch.device) -> int:
         """The size to begin a batch with."""

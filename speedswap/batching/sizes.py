@@ -47,6 +47,16 @@ class Sizes:
         self._now = _Known(initial, grow_after)
         self._trial: int | None = None
 
+    @property
+    def limit(self) -> int | None:
+        """The largest size that fits where the last batch was; None while nothing has failed there."""
+        return self._now.size
+
+    def begin_with(self, size: int | None) -> None:
+        """Let every situation not met yet begin with a size; the whole batch where it is None."""
+        self.initial = size
+        self._now = _Known(size, self._grow_after)
+
     def choose(self, key: Hashable, batch_size: int, free_bytes: int | None) -> int:
         """The size to begin a batch with: at least 1, at most ``batch_size``."""
         self._now = self._find(key, (free_bytes or 0).bit_length())

@@ -123,7 +123,7 @@ class BatchSplitter:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run begins with, so that it need not run out of memory to find it again."""
-        return {"micro_batch_size": self._attempts.size}
+        return {"micro_batch_size": self._attempts.limit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin with the micro-batch size of another run; it grows again if it can. A fixed size stays."""
