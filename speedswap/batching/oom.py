@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 
@@ -57,16 +58,17 @@ def is_out_of_memory(error: BaseException) -> bool:
 def forget(error: BaseException) -> None:
     """Let go of all that an error's tracebacks keep alive: the local variables of the frames that failed.
 
-    Call it outside the ``except`` block; inside, the interpreter still holds the error's frames.
+    Call it outside the ``except`` block; inside, the interpreter still holds the error's frames. An exception that the
+    caller is handling meanwhile, in the context of which the error arose, is left alone.
     """
-    for failure in _chain(error):
+    for failure in _chain(error, sys.exc_info()[1]):
         traceback.clear_frames(failure.__traceback__)
         failure.__traceback__ = None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those it came from."""
-    seen: set[int] = set()
+def _chain(error: BaseException, end: BaseException | None) -> Iterator[BaseException]:
+    """An error and those it came from, short of ``end``."""
+    seen = {id(end)}
     waiting = [error]
     while waiting:
         failure = waiting.pop()

@@ -1,0 +1,204 @@
+"""Out of memory: every way in which it is said is recognized, nothing else is, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from speedswap.batching import is_out_of_memory
+from speedswap.batching.oom import forget, free_bytes, release_cached_memory
+from speedswap.errors import BatchError, MemoryBudgetError, TableTooLargeError
+
+# What the libraries say, with as much around it as they say; (…) stands for what differs from machine to machine.
+OUT_OF_MEMORY = {
+    "torch's CUDA allocator": "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB",
+    "torch's CUDA allocator, before 2.0": "CUDA out of memory. Tried to allocate 2.00 MiB (GPU 0; 7.9 GiB total)",
+    "CUDA runtime": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API",
+    "CUDA runtime, by name": "CUDA runtime error: cudaErrorMemoryAllocation (2)",
+    "CUDA driver": "CUDA driver error: out of memory",
+    "cuBLAS": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cuDNN": "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN, a batch beyond its limits": "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed",
+    "cuDNN, no workspace": "GET was unable to find an engine to execute this computation. Unable to find a valid cuDNN "
+    "algorithm to run convolution",
+    "cuFFT": "cuFFT error: CUFFT_ALLOC_FAILED",
+    "cuSOLVER": "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "cuSPARSE": "CUDA error: CUSPARSE_STATUS_ALLOC_FAILED when calling `cusparseCreate(handle)`",
+    "HIP's allocator": "HIP out of memory. Tried to allocate 256.00 MiB. GPU 0 has a total capacity of 23.98 GiB",
+    "HIP runtime": "HIP error: out of memory",
+    "hipBLAS": "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`",
+    "XPU": "XPU out of memory. Tried to allocate 17.18 GiB. GPU 0 has a total capacity of 15.11 GiB.",
+    "XPU, Level Zero": "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
+    "MPS": "MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 8.10 MB, max allowed: 9.07 GB).",
+    "CPU": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+    "CPU, Windows": "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to "
+    "allocate 9600000000 bytes.",
+}
+NOT_OUT_OF_MEMORY = {
+    "assert": "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported",
+    "address": "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously",
+    "misaligned": "CUDA error: misaligned address",
+    "launch": "CUDA error: unspecified launch failure",
+    "cuBLAS": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
+    "cuDNN": "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "shapes": "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
+    "device": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+    "no kernel": "CUDA error: no kernel image is available for execution on the device",
+}
+
+
+@pytest.mark.parametrize("text", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY.keys())
+def test_p18_every_text_of_out_of_memory_is_recognized(text):
+    assert is_out_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize("text", NOT_OUT_OF_MEMORY.values(), ids=NOT_OUT_OF_MEMORY.keys())
+def test_p18_other_failures_are_not_swallowed(text):
+    assert not is_out_of_memory(RuntimeError(text))
+
+
+def test_p18_the_type_alone_is_enough_where_it_says_so():
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("whatever"))
+    assert is_out_of_memory(torch.cuda.OutOfMemoryError("whatever"))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyboardInterrupt, AssertionError, OSError])
+def test_p18_the_text_alone_is_not(kind):
+    """A ValueError that quotes an out-of-memory is about something else."""
+    assert not is_out_of_memory(kind("CUDA out of memory."))
+
+
+@pytest.mark.parametrize("kind", [BatchError, MemoryBudgetError, TableTooLargeError])
+def test_p18_our_own_errors_ask_for_something_else_than_a_smaller_batch(kind):
+    assert not is_out_of_memory(kind("CUDA out of memory."))
+
+
+def test_p18_the_real_cpu_allocators_error_is_recognized():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_p18_the_real_python_allocators_error_is_recognized():
+    with pytest.raises(MemoryError) as caught:
+        bytearray(2**60)
+    assert is_out_of_memory(caught.value)
+
+
+def test_p18_python_arrays_error_is_recognized():
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(MemoryError) as caught:
+        numpy.empty(2**60, dtype=numpy.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_p18_the_real_cuda_allocators_error_is_recognized():
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(caught.value)
+
+
+class Pinned(torch.Tensor):
+    """A tensor that a weak reference can be asked about."""
+
+
+def failing(alive: list[weakref.ref], depth: int) -> None:
+    tensor = torch.zeros(4).as_subclass(Pinned)
+    alive.append(weakref.ref(tensor))
+    if depth:
+        failing(alive, depth - 1)
+    raise MemoryError
+
+
+def caught(function) -> BaseException:
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
+@pytest.fixture
+def _no_collection():
+    """What dies, dies by its reference count alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_p17_nothing_of_a_forgotten_error_is_alive():
+    alive: list[weakref.ref] = []
+    error = caught(lambda: failing(alive, 3))
+    assert [reference() is not None for reference in alive] == [True] * 4  # the error alone holds them
+    forget(error)
+    assert [reference() for reference in alive] == [None] * 4
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_p17_nor_of_the_errors_it_came_from():
+    alive: list[weakref.ref] = []
+
+    def explicit():
+        try:
+            failing(alive, 0)
+        except MemoryError as error:
+            raise RuntimeError("CUDA out of memory.") from error
+
+    def implicit():
+        try:
+            explicit()
+        except RuntimeError:
+            failing(alive, 1)
+
+    error = caught(implicit)
+    assert [reference() is not None for reference in alive] == [True] * 3
+    forget(error)
+    assert [reference() for reference in alive] == [None] * 3
+
+
+def test_p17_what_the_caller_is_handling_keeps_its_traceback():
+    """A retry inside of an except block: the outer error is no part of the attempt."""
+    outer = inner = None
+    try:
+        raise ValueError("the caller's own")
+    except ValueError as error:
+        outer = error
+        inner = caught(lambda: failing([], 0))
+        forget(inner)
+        kept = outer.__traceback__
+    assert inner.__context__ is outer
+    assert inner.__traceback__ is None
+    assert kept is not None
+
+
+def test_forgetting_an_error_that_is_its_own_cause_ends():
+    first, second = MemoryError(), MemoryError()
+    first.__cause__, second.__cause__ = second, first
+    forget(first)
+
+
+def test_releasing_collects_what_only_a_collection_frees():
+    cycle = [torch.zeros(4).as_subclass(Pinned)]
+    reference = weakref.ref(cycle[0])
+    cycle.append(cycle)
+    del cycle
+    release_cached_memory()
+    assert reference() is None
+
+
+def test_free_memory_of_the_host_is_what_there_is():
+    free = free_bytes("cpu")
+    assert free is not None
+    assert 2**20 < free < 2**50
+
+
+def test_free_memory_of_an_unknown_device_is_unknown():
+    assert free_bytes("meta") is None
