@@ -19,10 +19,12 @@ __all__ = ["forget", "free_bytes", "is_out_of_memory", "release_cached_memory"]
 _TEXTS = re.compile(
     "|".join(
         [
-            r"(CUDA|HIP|XPU) out of memory",
+            r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory",
             r"MPS backend out of memory",
             r"(CUDA|HIP)( driver)? error: out of memory",
             r"(cuda|hip)Error(MemoryAllocation|OutOfMemory)",
+            r"(CUDA|HIP)_ERROR_OUT_OF_MEMORY",
+            r"(CUDA|HIP) failure (2 )?'out of memory'",  # NCCL and RCCL
             r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED",
             r"(CUFFT|HIPFFT)_ALLOC_FAILED",
             r"rocblas_status_memory_error",
@@ -30,6 +32,7 @@ _TEXTS = re.compile(
             r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN answers to a batch beyond its limits
             r"Unable to find a valid cuDNN algorithm",  # none fits into the memory left for workspaces
             r"(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
+            r"PT_DEVMEM Allocation failed",  # Gaudi
             r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",
         ]
     ),

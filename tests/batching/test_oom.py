@@ -33,6 +33,11 @@ OUT_OF_MEMORY = {
     "XPU": "XPU out of memory. Tried to allocate 17.18 GiB. GPU 0 has a total capacity of 15.11 GiB.",
     "XPU, Level Zero": "level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)",
     "MPS": "MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 8.10 MB, max allowed: 9.07 GB).",
+    "CUDA driver, by name": "CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    "NCCL": "NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)\nncclUnhandledCudaError: Call to "
+    "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    "Ascend": "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 60.97 GiB total capacity)",
+    "Gaudi": "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::8589934592 (8192)MB",
     "CPU": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
     "CPU, Windows": "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to "
