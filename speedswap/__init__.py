@@ -1,7 +1,7 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
 from speedswap import errors, monitor
-from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, plan_accumulation
+from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, plan_accumulation, retry
 from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
@@ -28,6 +28,7 @@ __all__ = [
     "lookahead",
     "monitor",
     "plan_accumulation",
+    "retry",
     "scatter_rows",
     "set_num_threads",
 ]

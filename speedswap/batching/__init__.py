@@ -1,5 +1,6 @@
 """Make batches fit that do not: split them, accumulate exactly, and recover from running out of memory."""
 
+from speedswap.batching import retry
 from speedswap.batching.accumulating_optimizer import AccumulatingOptimizer
 from speedswap.batching.callbacks import Callback, Event
 from speedswap.batching.nested import PerSample, Whole
@@ -17,4 +18,5 @@ __all__ = [
     "coupled",
     "is_out_of_memory",
     "plan_accumulation",
+    "retry",
 ]
