@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 __all__ = ["GROW_AFTER", "Limit", "Limits", "Registry", "identity_of"]
+
+V = TypeVar("V")
 
 GROW_AFTER = 32  # attempts without a failure before twice the size is tried
 _MOST_PATIENCE = 64  # times that: how rarely a size that keeps failing is tried at the most
@@ -105,27 +107,32 @@ class Limits:
         return limit
 
 
-class Registry:
-    """Limits for each function, for as long as that lives."""
+class Registry(Generic[V]):
+    """Something for each function, for as long as that lives.
 
-    def __init__(self) -> None:
+    Args:
+        make: makes what a function has that was never seen before.
+    """
+
+    def __init__(self, make: Callable[[], V]) -> None:
+        self._make = make
         self._lock = threading.Lock()
-        self._known: dict[int, tuple[weakref.ref[Any], Limits]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], V]] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def limits_of(self, function: Callable[..., Any]) -> Limits:
-        """The limits of a function; equal for all closures of one piece of code, and for all objects of its method."""
+    def of(self, function: Callable[..., Any]) -> V:
+        """What a function has; the same for all closures of one piece of code, and for all objects of its method."""
         identity = identity_of(function)
         number = id(identity)
         with self._lock:
             known = self._known.get(number)
             if known is not None and known[0]() is identity:
                 return known[1]
-            limits = Limits()
-            self._known[number] = weakref.ref(identity, functools.partial(self._drop, number)), limits
-            return limits
+            made = self._make()
+            self._known[number] = weakref.ref(identity, functools.partial(self._drop, number)), made
+            return made
 
     def _drop(self, number: int, reference: weakref.ref[Any]) -> None:
         known = self._known.get(number)  # no lock: a collection may run this wherever it likes
@@ -143,7 +150,7 @@ def identity_of(function: Callable[..., Any]) -> Any:
         seen.add(id(function))
         if isinstance(function, functools.partial):
             function = function.func
-        elif inspect.ismethod(function):
+        elif isinstance(function, types.MethodType):
             function = function.__func__
         else:
             function = getattr(function, "__wrapped__", function)

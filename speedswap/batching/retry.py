@@ -42,7 +42,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
-from speedswap.batching.limits import GROW_AFTER, Registry
+from speedswap.batching.limits import GROW_AFTER, Limits, Registry
 from speedswap.batching.search import (
     Search,
     check_function,
@@ -61,7 +61,7 @@ R = TypeVar("R")
 J = TypeVar("J")
 Join = Callable[[list[Any]], Any]
 
-_registry = Registry()
+_limits = Registry(Limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Retried(Generic[P, R]):
         self._function = function
         self._options = options
         self._name = name_of(function)
-        self._limits = _registry.limits_of(function)
+        self._limits = _limits.of(function)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The method of one object."""

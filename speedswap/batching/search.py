@@ -36,6 +36,7 @@ class Search:
 
     Attributes:
         size: for the next attempt.
+        name: the function's.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Search:
         grow_after: int | None = GROW_AFTER,
     ) -> None:
         self.size = wanted
-        self._name = name
+        self.name = name
         self._wanted = wanted
         self._limits = limits
         self._key = key
@@ -99,7 +100,7 @@ class Search:
             BaseException: the error itself, if that was one sample, with the earlier ones as its causes.
         """
         if length <= 1:
-            _chain([*self._failures, (length, error)], self._name)
+            _chain([*self._failures, (length, error)], self.name)
             self._failures.clear()
             try:
                 raise error
