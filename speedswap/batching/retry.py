@@ -58,7 +58,7 @@ __all__ = ["Retried", "RetriedBatch", "RetriedChunks", "RetriedRange", "batch", 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-J = TypeVar("J")
+Self = TypeVar("Self", bound="Retried[Any, Any]")
 Join = Callable[[list[Any]], Any]
 
 _limits = Registry(Limits)
@@ -79,6 +79,10 @@ class Options:
         for name in ("initial", "grow_after"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+        try:
+            hash(self.key)
+        except TypeError as error:
+            raise BatchError(f"key is {self.key!r}; it must be hashable") from error
 
 
 class Retried(Generic[P, R]):
@@ -96,19 +100,27 @@ class Retried(Generic[P, R]):
         functools.update_wrapper(cast(Any, self), function, updated=())
         self._function = function
         self._options = options
-        self._name = name_of(function)
+        self._name: str = name_of(function)
         self._limits = _limits.of(function)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The method of one object."""
         if instance is None:
             return self
-        return type(self)(self._function.__get__(instance, owner), self._options)
+        bind = getattr(self._function, "__get__", None)
+        return self if bind is None else type(self)(bind(instance, owner), self._options)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Copied and pickled without what it remembers; a decorated function by its name, as functions are."""
+        name: str = self._name
+        if getattr(sys.modules.get(self.__module__), name, None) is self:
+            return name
+        return type(self), (self._function, self._options)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._function!r}>"
 
-    def using(self, **options: Any) -> Any:
+    def using(self: Self, **options: Any) -> Self:
         """The same function with other options, such as another ``initial`` for one call.
 
         >>> @batch(initial=512)
@@ -123,8 +135,8 @@ class Retried(Generic[P, R]):
         options = self._options
         key = options.key
         if key is None:
-            caller = sys._getframe(2)
-            key = caller.f_code.co_filename, caller.f_lineno
+            caller = sys._getframe(1).f_back
+            key = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else None
         return Search(self._name, wanted, self._limits, (type(self), key), device, options.grow_after)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import inspect
 import itertools
+import pickle
 import sys
 import threading
 import traceback
@@ -220,6 +222,26 @@ def test_a_decorator_needs_no_parentheses():
     assert body(0, 7) == [7]
 
 
+def test_an_object_that_is_no_method_is_called_without_its_owner():
+    class Owner:
+        infer = retry.batch(functools.partial(max, 3), initial=2)
+
+    assert Owner().infer() == 3
+
+
+@retry.batch(initial=4)
+def decorated(batch_size):
+    return batch_size
+
+
+def test_retried_functions_are_copied_and_pickled_as_functions_are():
+    model = Model(2)
+    model.predict = retry.batch(max, initial=4)
+    assert copy.deepcopy(model).predict(9) == 9
+    assert pickle.loads(pickle.dumps(model.predict))(9) == 9
+    assert copy.deepcopy(decorated) is decorated
+
+
 def test_retried_functions_may_call_each_other_and_themselves():
     memory = Memory(3)
 
@@ -245,6 +267,11 @@ def test_a_size_below_one_is_refused_by_name(make, initial):
 def test_grow_after_below_one_is_refused_by_name():
     with pytest.raises(BatchError, match="grow_after is 0"):
         retry.batch(initial=4, grow_after=0)
+
+
+def test_a_key_that_cannot_be_remembered_is_refused_by_name():
+    with pytest.raises(BatchError, match=r"key is \(\[1\],\); it must be hashable"):
+        retry.batch(initial=4, key=([1],))
 
 
 def test_a_batch_without_a_size_says_what_to_give():
