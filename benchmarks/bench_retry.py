@@ -1,0 +1,149 @@
+"""What it costs to be ready for an out-of-memory: a tensor in four chunks, beside the plain loop and toma.
+
+python benchmarks/bench_retry.py [--device cpu|cuda] [--quick] [--json FILE]
+
+The tensor is the one of toma's own benchmark. Each chunk is added to in place (the work), or left alone (no work: all
+that is left is overhead). toma is found at run time (the extra ``benchmarks``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speedswap import retry
+from speedswap.apps.bench.measure import in_turn, write_json
+from speedswap.compat import toma as compat
+
+SHAPE, STEP, CHUNKS = (128, 256, 256), 32, 4
+Body = Callable[[torch.Tensor, int, int], object]
+
+
+def work(chunk: torch.Tensor, start: int, end: int) -> None:
+    chunk += 1
+
+
+def no_work(chunk: torch.Tensor, start: int, end: int) -> None:
+    pass
+
+
+def native(tensor: torch.Tensor, body: Body) -> None:
+    for start in range(0, len(tensor), STEP):
+        body(tensor[start : start + STEP], start, start + STEP)
+
+
+def after_a_failure(tensor: torch.Tensor, body: Body) -> Callable[[], object]:
+    """A function that has run out of memory once: it looks at the free memory, and for what it remembers of it."""
+    has_failed = False
+
+    def fails_once(chunk: torch.Tensor, start: int, end: int) -> None:
+        nonlocal has_failed
+        if not has_failed:
+            has_failed = True
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        body(chunk, start, end)
+
+    function = retry.chunked(fails_once, initial=2 * STEP, key="after a failure", grow_after=None)
+    function(tensor)
+    return lambda: function(tensor)
+
+
+def ours(tensor: torch.Tensor, body: Body) -> dict[str, Callable[[], object]]:
+    chunked, decorated = retry.chunked(body, initial=STEP), compat.toma.chunked(body, initial_step=STEP)
+    return {
+        "native loop": lambda: native(tensor, body),
+        "speedswap.retry": lambda: chunked(tensor),
+        "speedswap.retry, after a failure": after_a_failure(tensor, body),
+        **named("speedswap.compat.toma", compat, decorated, tensor, body),
+    }
+
+
+def theirs(tensor: torch.Tensor, body: Body) -> dict[str, Callable[[], object]]:
+    try:
+        toma = importlib.import_module("toma")
+    except ImportError:
+        return {}
+    decorated = toma.toma.chunked(body, initial_step=STEP)
+    return named("toma", toma, lambda tensor: decorated(tensor, toma_initial_step=STEP), tensor, body)
+
+
+def named(
+    name: str, toma: Any, decorated: Callable[[torch.Tensor], object], tensor: torch.Tensor, body: Body
+) -> dict[str, Callable[[], object]]:
+    return {
+        f"{name}: simple": lambda: toma.simple.chunked(body, tensor, STEP),
+        f"{name}: no cache": lambda: toma.explicit.chunked(body, tensor, STEP, toma_cache_type=toma.NoBatchsizeCache),
+        f"{name}: explicit": lambda: toma.explicit.chunked(body, tensor, STEP),
+        f"{name}: toma": lambda: decorated(tensor),
+    }
+
+
+def verify(tensor: torch.Tensor) -> None:
+    for name, candidate in (ours(tensor, work) | theirs(tensor, work)).items():
+        tensor.zero_()
+        candidate()
+        assert bool((tensor == 1).all()), name
+
+
+def measure(tensor: torch.Tensor, body: Body, repeats: int) -> dict[str, Any]:
+    """Medians, what is above the native loop's, and how many times more of that toma takes."""
+    candidates = ours(tensor, body) | theirs(tensor, body)
+    seconds = in_turn({name: lambda call, run=run: run() for name, run in candidates.items()}, repeats=repeats)
+    overhead = {name: took - seconds["native loop"] for name, took in seconds.items() if name != "native loop"}
+    peers = {name: f"toma: {name.partition(': ')[2] or 'toma'}" for name in overhead if name.startswith("speedswap")}
+    return {
+        "seconds": seconds,
+        "times_native": {name: took / seconds["native loop"] for name, took in seconds.items()},
+        "overhead_seconds": overhead,
+        "overhead_seconds_a_chunk": {name: above / CHUNKS for name, above in overhead.items()},
+        # Where ours is lost in the noise of the work, the ratio says no more than that: a microsecond is its least.
+        "times_less_overhead": {
+            name: {peer: overhead[peer] / max(overhead[name], 1e-6)} for name, peer in peers.items() if peer in overhead
+        },
+    }
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, took in found["seconds"].items():
+        line = f"  {name:<34} {took * 1e3:10.4f} ms {found['times_native'][name]:9.2f} x native"
+        if name in found["overhead_seconds_a_chunk"]:
+            line += f"   {found['overhead_seconds_a_chunk'][name] * 1e6:10.1f} us above it a chunk"
+        for peer, times in found["times_less_overhead"].get(name, {}).items():
+            line += f", {times:.0f} times less than {peer}"
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="for torch (default 2)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch finds no GPU")
+    torch.set_num_threads(options.threads)
+    tensor = torch.zeros(SHAPE, device=options.device)
+    peer = importlib.metadata.version("toma") if theirs(tensor, no_work) else None
+    print(
+        f"{CHUNKS} chunks of a tensor {SHAPE} on {options.device}; toma {peer or 'is not installed: pip install toma'}"
+    )
+    verify(tensor)
+    repeats = 5 if options.quick else 25
+    results: dict[str, Any] = {"threads": options.threads, "shape": SHAPE, "chunks": CHUNKS, "toma": peer}
+    for name, body in (("work", work), ("no_work", no_work)):
+        results[name] = measure(tensor, body, repeats)
+        show(name.replace("_", " "), results[name])
+    if options.json:
+        write_json(options.json, f"retry-{options.device}", results)
+
+
+if __name__ == "__main__":
+    main()
