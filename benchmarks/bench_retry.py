@@ -49,7 +49,7 @@ def after_a_failure(tensor: torch.Tensor, body: Body) -> Callable[[], object]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         body(chunk, start, end)
 
-    function = retry.chunked(fails_once, initial=2 * STEP, key="after a failure", grow_after=None)
+    function = retry.chunked(fails_once, initial=2 * STEP, key=object(), grow_after=None)
     function(tensor)
     return lambda: function(tensor)
 
@@ -102,9 +102,13 @@ def measure(tensor: torch.Tensor, body: Body, repeats: int) -> dict[str, Any]:
         "times_native": {name: took / seconds["native loop"] for name, took in seconds.items()},
         "overhead_seconds": overhead,
         "overhead_seconds_a_chunk": {name: above / CHUNKS for name, above in overhead.items()},
-        # Where ours is lost in the noise of the work, the ratio says no more than that: a microsecond is its least.
-        "times_less_overhead": {
-            name: {peer: overhead[peer] / max(overhead[name], 1e-6)} for name, peer in peers.items() if peer in overhead
+        "times_faster": {
+            name: {peer: seconds[peer] / seconds[name]} for name, peer in peers.items() if peer in seconds
+        },
+        "times_less_overhead": {  # None where ours is lost in the noise of the work
+            name: {peer: overhead[peer] / overhead[name] if overhead[name] > 0 else None}
+            for name, peer in peers.items()
+            if peer in overhead
         },
     }
 
@@ -116,7 +120,7 @@ def show(title: str, found: dict[str, Any]) -> None:
         if name in found["overhead_seconds_a_chunk"]:
             line += f"   {found['overhead_seconds_a_chunk'][name] * 1e6:10.1f} us above it a chunk"
         for peer, times in found["times_less_overhead"].get(name, {}).items():
-            line += f", {times:.0f} times less than {peer}"
+            line += f", {f'{times:.0f} times' if times else 'immeasurably'} less than {peer}"
         print(line, flush=True)
 
 
@@ -136,7 +140,7 @@ def main() -> None:
         f"{CHUNKS} chunks of a tensor {SHAPE} on {options.device}; toma {peer or 'is not installed: pip install toma'}"
     )
     verify(tensor)
-    repeats = 5 if options.quick else 25
+    repeats = 5 if options.quick else 15
     results: dict[str, Any] = {"threads": options.threads, "shape": SHAPE, "chunks": CHUNKS, "toma": peer}
     for name, body in (("work", work), ("no_work", no_work)):
         results[name] = measure(tensor, body, repeats)
