@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable
@@ -10,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from speedswap.batching.oom import forget, free_bytes, is_out_of_memory, release_cached_memory
+from speedswap.batching.oom import chain, forget, free_bytes, is_out_of_memory, release_cached_memory
 from speedswap.batching.sizes import Sizes
 from speedswap.errors import BatchError
 
@@ -147,15 +146,9 @@ class Attempts:
 
 
 def _with_history(failure: BaseException, earlier: list[tuple[int, BaseException]]) -> BaseException:
-    """A failure, with those before it as its cause."""
+    """A failure, with those before it as its causes, and at their end the sizes that were tried."""
     if earlier:
         sizes = ", ".join(str(size) for size, _ in earlier)
-        history = BatchError(f"micro-batches of {sizes} samples had run out of memory before")
-        for (_, one), (_, following) in itertools.pairwise(earlier):
-            following.__cause__ = one
-        history.__cause__ = earlier[-1][1]
-        root = failure
-        while root.__cause__ is not None:
-            root = root.__cause__
-        root.__cause__ = history
+        tried = BatchError(f"micro-batches of {sizes} samples had run out of memory before")
+        chain([*(error for _, error in earlier), failure], tried)
     return failure

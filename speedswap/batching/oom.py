@@ -6,13 +6,13 @@ import gc
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from speedswap.errors import SpeedswapError
 
-__all__ = ["forget", "free_bytes", "is_out_of_memory", "release_cached_memory"]
+__all__ = ["chain", "forget", "free_bytes", "is_out_of_memory", "release_cached_memory"]
 
 # What the allocators and libraries under torch say. The class alone tells only for torch's own caching allocators;
 # everything else arrives as RuntimeError.
@@ -79,6 +79,25 @@ def _chain(error: BaseException, end: BaseException | None) -> Iterator[BaseExce
             seen.add(id(failure))
             yield failure
             waiting += [other for other in (failure.__cause__, failure.__context__) if other is not None]
+
+
+def chain(errors: Sequence[BaseException], cause: BaseException) -> None:
+    """Make each error the cause of the next one, and ``cause`` that of the first.
+
+    Causes that they have already stay, with the chain behind them; one object that was raised again and again is one
+    link.
+    """
+    linked = {id(cause)}
+    for error in errors:
+        if id(error) in linked:
+            continue
+        last = error
+        while last.__cause__ is not None and id(last.__cause__) not in linked:
+            linked.add(id(last))
+            last = last.__cause__
+        linked |= {id(last), id(error)}
+        last.__cause__ = cause
+        cause = error
 
 
 def release_cached_memory() -> None:

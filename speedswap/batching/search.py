@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap.batching.limits import GROW_AFTER, Limit, Limits
-from speedswap.batching.oom import forget, free_bytes, is_out_of_memory, release_cached_memory
+from speedswap.batching.oom import chain, forget, free_bytes, is_out_of_memory, release_cached_memory
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
 
@@ -100,7 +100,7 @@ class Search:
             BaseException: the error itself, if that was one sample, with the earlier ones as its causes.
         """
         if length <= 1:
-            _chain([*self._failures, (length, error)], self.name)
+            _link([*self._failures, (length, error)], self.name)
             self._failures.clear()
             try:
                 raise error
@@ -122,24 +122,14 @@ class Search:
             return self._limit.size if self._limit.size < length else length // 2
 
 
-def _chain(failures: list[tuple[int, BaseException]], name: str) -> None:
-    """Make each error the cause of the next, and the first one's cause an error that lists the sizes."""
+def _link(failures: list[tuple[int, BaseException]], name: str) -> None:
+    """Give the last error a history: those before it, and at its end the sizes that were tried."""
     sizes = ", ".join(str(size) for size, _ in failures)
-    cause: BaseException = BatchError(
+    tried = BatchError(
         f"{name} ran out of memory with every size tried: {sizes}; one sample must fit: free memory first, or make the "
         "model or the sample smaller"
     )
-    linked = {id(cause)}
-    for _, error in failures:
-        if id(error) in linked:  # one object, raised again and again
-            continue
-        last = error
-        while last.__cause__ is not None and id(last.__cause__) not in linked:
-            linked.add(id(last))
-            last = last.__cause__
-        linked |= {id(last), id(error)}
-        last.__cause__ = cause
-        cause = error
+    chain([error for _, error in failures], tried)
 
 
 def run_batch(

@@ -199,11 +199,25 @@ def test_p18_one_sample_that_does_not_fit_raises_the_original_with_its_history()
     while error is not None:
         causes.append(error)
         error = error.__cause__
-    assert isinstance(causes[0], BatchError)
-    assert str(causes[0]) == "micro-batches of 9, 3 samples had run out of memory before"
-    assert [type(cause) for cause in causes[1:]] == [torch.OutOfMemoryError] * 2
+    assert [type(cause) for cause in causes] == [torch.OutOfMemoryError, torch.OutOfMemoryError, BatchError]
+    assert str(causes[-1]) == "micro-batches of 9, 3 samples had run out of memory before"
     assert raised.traceback[-1].name == "__call__"
     assert gradients(model) == []
+
+
+def test_p18_one_error_object_raised_again_and_again_ends():
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    reason = KeyError("why")
+
+    def loss_fn(x):
+        raise error from reason
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        speedswap.BatchSplitter().backward(loss_fn, torch.ones(8, 3))
+    assert raised.value is error
+    assert error.__cause__ is reason
+    assert isinstance(reason.__cause__, BatchError)
+    assert reason.__cause__.__cause__ is None
 
 
 def test_given_size_is_not_changed():
