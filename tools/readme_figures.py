@@ -39,23 +39,41 @@ def table() -> str:
             f"| `{ours}`, rows of {min(widths)} to {max(widths):,} B | | `{peer}` "
             f"| {min(ratios):.2f} to {max(ratios):.2f} | rows-cpu.json |"
         )
-    sources = {"transfer-cpu.json": transfer_lines, "step-cpu.json": step_lines, "batching-cpu.json": batching_lines}
+    sources = {
+        "transfer-cpu.json": transfer_lines,
+        "step-cpu.json": step_lines,
+        "batching-cpu.json": batching_lines,
+        "retry-cpu.json": retry_lines,
+    }
     for name, lines_of in sources.items():
         if (RESULTS / name).exists():  # made on a quiet machine, some time after the benchmark
             lines += lines_of(_read(name)["results"], name)
     lines += _word2vec_lines(word2vec["results"])
     if (RESULTS / "ncf-cpu.json").exists():
         lines += _ncf_lines(_read("ncf-cpu.json")["results"])
-    machine = rows["machine"]
+    used = [
+        name for name in ("rows-cpu.json", *sources, "word2vec-cpu.json", "ncf-cpu.json") if (RESULTS / name).exists()
+    ]
     return "\n".join(
         [
             *lines,
             "",
-            f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, "
-            f"torch {machine['torch']}, no GPU; medians or whole runs, peers in the same run. The files are in "
+            f"{machines(used)}; no GPU. Medians or whole runs, peers in the same run. The files are in "
             "[benchmarks/results](benchmarks/results).",
         ]
     )
+
+
+def machines(sources: list[str]) -> str:
+    """What the files were measured on, with their names where there are several machines."""
+    found: dict[str, list[str]] = {}
+    for name in sources:
+        machine = _read(name)["machine"]
+        words = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, torch {machine['torch']}"
+        found.setdefault(words, []).append(name.removesuffix("-cpu.json"))
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{words} ({', '.join(names)})" for words, names in found.items())
 
 
 def transfer_lines(found: dict[str, Any], source: str) -> list[str]:
@@ -107,6 +125,18 @@ def step_lines(found: dict[str, Any], source: str) -> list[str]:
             f"| {larger / took['lookahead']:.2f} | {source} |"
         )
     return lines
+
+
+def retry_lines(found: dict[str, Any], source: str) -> list[str]:
+    """What it costs to be ready for an out-of-memory that does not come, beside toma."""
+    cost = found["no_work"]["overhead_seconds_a_chunk"]
+    pairs = {"`retry.chunked`": "speedswap.retry", "`compat.toma`": "speedswap.compat.toma: toma"}
+    theirs = cost["toma: toma"]
+    return [
+        f"| {name}, a chunk, over a native loop | {1e6 * cost[ours]:.1f} µs | toma {1e6 * theirs:,.0f} µs "
+        f"| {theirs / cost[ours]:,.0f} | {source} |"
+        for name, ours in pairs.items()
+    ]
 
 
 def batching_lines(found: dict[str, Any], source: str) -> list[str]:
