@@ -1,0 +1,272 @@
+"""Train on with another number of processes: the same batches, the same steps, the same learning rate.
+
+torchrun restarts every process of a job when one of them is lost or another one joins, and gives them a new
+``WORLD_SIZE``. What a step of the optimizer sees need not change with it: a global batch is the same samples in the
+same order on any number of ranks, only shared out differently. :func:`plan` shares its size out,
+:class:`ElasticSampler` its samples, from a position that does not speak of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+from torch.utils.data import Sampler
+
+from speedswap.batching.nested import Batch
+from speedswap.batching.plan import even_sizes, plan_accumulation
+from speedswap.errors import BatchError
+
+__all__ = ["ElasticSampler", "Plan", "World", "plan", "world"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a job, as one of them sees it.
+
+    Attributes:
+        rank: which process this is, from 0.
+        world_size: how many there are.
+        restarts: how often torchrun has restarted the job since this node's agent began.
+    """
+
+    rank: int
+    world_size: int
+    restarts: int
+
+
+def world() -> World:
+    """This process's place in the job: torch.distributed's where it is initialized, else torchrun's variables.
+
+    One process alone is rank 0 of 1.
+
+    Raises:
+        BatchError: ``RANK`` and ``WORLD_SIZE`` do not describe a job.
+
+    >>> world()
+    World(rank=0, world_size=1, restarts=0)
+    """
+    restarts = _variable("TORCHELASTIC_RESTART_COUNT", 0)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), restarts)
+    rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    if not 0 <= rank < world_size:
+        raise BatchError(f"RANK is {rank} and WORLD_SIZE is {world_size}; start the job with torchrun, or unset both")
+    return World(rank, world_size, restarts)
+
+
+def _variable(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise BatchError(f"the environment variable {name} is {text!r}; it must be an integer") from None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of every optimizer step.
+
+    Attributes:
+        global_batch_size: samples in a step, over all ranks.
+        micro_batch_sizes: the sizes of this rank's micro-batches, in order; empty where it has no sample.
+        rank: which rank this is.
+        world_size: how many there are.
+    """
+
+    global_batch_size: int
+    micro_batch_sizes: tuple[int, ...]
+    rank: int
+    world_size: int
+
+    @property
+    def batch_size(self) -> int:
+        """This rank's samples in a step."""
+        return sum(self.micro_batch_sizes)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """How many micro-batches this rank has in a step."""
+        return len(self.micro_batch_sizes)
+
+
+def plan(global_batch_size: int, max_micro_batch_size: int) -> Plan:
+    """This rank's micro-batches in the job as it is now; call it again after a restart.
+
+    The global batch stays what it was, and with it the number of optimizer steps in an epoch and the learning rate.
+
+    Args:
+        global_batch_size: samples in one optimizer step, over all ranks.
+        max_micro_batch_size: samples that fit through one device at once.
+
+    Returns:
+        This rank's :class:`Plan`, from :func:`speedswap.plan_accumulation`.
+
+    Raises:
+        BatchError: an argument is not a positive integer.
+
+    >>> plan(1024, 100).micro_batch_sizes
+    (94, 93, 93, 93, 93, 93, 93, 93, 93, 93, 93)
+    """
+    here = world()
+    sizes = plan_accumulation(global_batch_size, max_micro_batch_size, here.world_size)[here.rank]
+    return Plan(global_batch_size, tuple(sizes), here.rank, here.world_size)
+
+
+class ElasticSampler(Sampler[list[int]]):
+    """Shares every global batch of an epoch out over the ranks; its position outlives any number of them.
+
+    A ``batch_sampler`` for :class:`torch.utils.data.DataLoader`: it yields the indices of this rank's share of each
+    global batch, which a :class:`speedswap.BatchSplitter` then splits into micro-batches. An epoch's order depends on
+    ``seed`` and the epoch alone, a global batch is the next ``global_batch_size`` samples of it, and shares are
+    consecutive parts of that whose sizes differ by at most one. So each sample comes exactly once an epoch, and neither
+    the number of ranks nor the micro-batch size changes which samples a step of the optimizer sees.
+
+    The last batch of an epoch has what is left. Where that is less than one sample for each rank, the ranks without
+    one get an empty batch from :meth:`batches`: under DistributedDataParallel a splitter joins the others' reduction
+    with it and adds nothing. Under fully_shard each rank needs a sample: set ``drop_last``.
+
+    Args:
+        data: the dataset, or its number of samples.
+        global_batch_size: samples in one optimizer step, over all ranks.
+        shuffle: another order in each epoch; else the dataset's own.
+        seed: what the orders are drawn from; the same on every rank.
+        drop_last: leave out an epoch's last batch if it is smaller than the others.
+
+    Attributes:
+        epoch: the epoch of the next batch, from 0.
+        batch: which batch of that epoch comes next, from 0.
+
+    Raises:
+        BatchError: a size is not a positive integer, or an epoch would have no batch.
+
+    >>> sampler = ElasticSampler(10, global_batch_size=4, shuffle=False)
+    >>> loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=sampler)
+    >>> for batch in sampler.batches(loader):
+    ...     print(batch.tolist(), sampler.epoch, sampler.batch)
+    [0, 1, 2, 3] 0 1
+    [4, 5, 6, 7] 0 2
+    [8, 9] 1 0
+    """
+
+    def __init__(
+        self, data: Sized | int, *, global_batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        num_samples = data if isinstance(data, int) else len(data)
+        for name, value in (("number of samples", num_samples), ("global_batch_size", global_batch_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BatchError(f"the {name} is {value!r}; it must be an integer of at least 1")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise BatchError(f"seed is {seed!r}; it must be an integer of at least 0")
+        if drop_last and num_samples < global_batch_size:
+            raise BatchError(
+                f"drop_last leaves no batch: global_batch_size is {global_batch_size}, but there are {num_samples} "
+                "samples; take smaller batches, or keep the last one"
+            )
+        self.num_samples, self.global_batch_size = num_samples, global_batch_size
+        self.shuffle, self.seed, self.drop_last = bool(shuffle), seed, bool(drop_last)
+        self.epoch = self.batch = 0
+        self._borrows = False
+
+    def __len__(self) -> int:
+        """Batches in an epoch, the same on every rank and on any number of them."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def global_batch(self, batch: int) -> list[int]:
+        """The samples of one batch of the present epoch, over all ranks, in order."""
+        return self._samples(self._order(), batch)
+
+    def _order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        # NumPy promises this to be the same in every release; seed + epoch would give neighbouring seeds shared orders.
+        (state,) = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1, np.uint64)
+        return torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(int(state)))
+
+    def _samples(self, order: torch.Tensor, batch: int) -> list[int]:
+        start = batch * self.global_batch_size
+        return [int(sample) for sample in order[start : start + self.global_batch_size].tolist()]
+
+    def _has_share(self, batch: int, here: World) -> bool:
+        size = min(self.global_batch_size, self.num_samples - batch * self.global_batch_size)
+        return here.rank < size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's shares of the epoch's batches from the present position on.
+
+        Raises:
+            BatchError: a batch has fewer samples than there are ranks, which only :meth:`batches` can deal with.
+        """
+        here, last = world(), len(self) - 1
+        if not self._borrows and not self._has_share(last, replace(here, rank=here.world_size - 1)):
+            raise BatchError(
+                f"batch {last} of the epoch has fewer samples than there are ranks ({here.world_size}); go through "
+                "sampler.batches(loader), which has an empty batch for a rank without samples, or set drop_last=True"
+            )
+        return self._shares(here, self._order(), range(self.batch, len(self)))
+
+    def _shares(self, here: World, order: torch.Tensor, batches: range) -> Iterator[list[int]]:
+        for batch in batches:
+            samples = self._samples(order, batch)
+            sizes = even_sizes(len(samples), here.world_size)
+            start = sum(sizes[: here.rank])
+            # A loader cannot collate nothing: it loads one sample, which batches() cuts off again.
+            yield samples[start : start + sizes[here.rank]] or samples[:1]
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """What a loader over this sampler yields, from the present position to the end of the epoch.
+
+        A batch counts as trained as soon as it is handed out: a checkpoint written after its optimizer step goes on
+        with the next one. What the loader's workers have fetched ahead does not count.
+
+        Args:
+            loader: a DataLoader with this sampler as its ``batch_sampler``.
+
+        Yields:
+            Its batches; one with no samples where this rank has no share of the last one.
+        """
+        here = world()
+        self._borrows = True
+        try:
+            loaded = iter(loader)
+        finally:
+            self._borrows = False
+        for batch, value in zip(range(self.batch, len(self)), loaded, strict=True):
+            self.advance()
+            yield value if self._has_share(batch, here) else Batch((value,)).part(0, 0)[0][0]
+
+    def advance(self) -> None:
+        """Count one batch as trained; for loops that do not go through :meth:`batches`."""
+        self.batch += 1
+        if self.batch == len(self):
+            self.epoch, self.batch = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the first batch of an epoch; the present one's position stays as it is."""
+        if epoch != self.epoch:
+            self.epoch, self.batch = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what gives it its meaning, as plain numbers; the same on every rank."""
+        names = ("epoch", "batch", "num_samples", "global_batch_size", "seed", "shuffle", "drop_last")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from where :meth:`state_dict` was taken, on however many ranks.
+
+        Raises:
+            BatchError: the state belongs to another dataset, global batch or order.
+        """
+        for name in ("num_samples", "global_batch_size", "seed", "shuffle", "drop_last"):
+            if state_dict[name] != getattr(self, name):
+                raise BatchError(
+                    f"{name} is {getattr(self, name)!r}, but the saved position is one of {state_dict[name]!r}; "
+                    "construct the sampler as it was"
+                )
+        self.epoch, self.batch = int(state_dict["epoch"]), int(state_dict["batch"])
