@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from speedswap.batching.exchange import OutOfMemoryElsewhere
 from speedswap.batching.oom import chain, forget, free_bytes, is_out_of_memory, release_cached_memory
 from speedswap.batching.sizes import Sizes
 from speedswap.errors import BatchError
@@ -45,6 +46,7 @@ class Attempts:
         self._sizes = Sizes(grow_after)
         self._looked = (float("-inf"), 0)
         self.size = size
+        self.asked = 0  # the size that the last batch got through with, larger than its parts may be
 
     @property
     def finds_size(self) -> bool:
@@ -101,7 +103,8 @@ class Attempts:
             except BaseException as error:
                 failure = error  # the interpreter lets go of the failed frames only after this block
             if failure is None:
-                self.size = largest_part(size)
+                self.size = largest_part(size) or self.size
+                self.asked = size
                 return result
             try:
                 roll_back()
@@ -114,10 +117,11 @@ class Attempts:
     ) -> int:
         """Free what a failed attempt holds, and find the size to try next; or raise the failure."""
         try:
-            if self._fixed is not None or largest < 2 or not is_out_of_memory(failure):
+            elsewhere = isinstance(failure, OutOfMemoryElsewhere)  # here the size is right; how far to go they agree on
+            if self._fixed is not None or (largest < 2 and not elsewhere) or not is_out_of_memory(failure):
                 raise _with_history(failure, earlier)
             was_trial = self._sizes.on_trial
-            size = self._sizes.shrink(largest)
+            size = largest if elsewhere else self._sizes.shrink(largest)
             if not may_shrink:
                 raise _with_history(failure, earlier)
             forget(failure)
@@ -126,7 +130,9 @@ class Attempts:
             self._looked = (float("-inf"), 0)
             self._told(failure, largest, size)
             why = (str(failure).splitlines() or ["no message"])[0]
-            if was_trial:
+            if elsewhere:
+                _log.debug("micro-batches of at most %d samples are tried again: %s", size, why)
+            elif was_trial:
                 _log.debug("micro-batch size %d still does not fit, back to %d (%s)", largest, size, why)
             else:
                 self._report(largest, size, f"out of memory ({why})")
@@ -139,6 +145,20 @@ class Attempts:
         if self._fixed is None and self._sizes.succeed(batch_size):
             assert self.size is not None
             self._report(-(-self.size // 2), self.size, "it fits again")
+
+    def agree(self, size: int, agreed: int) -> int:
+        """Take over the size that other ranks need, where it is smaller.
+
+        Returns:
+            The size to use: a given one stays.
+        """
+        if self._fixed is not None or agreed >= size:
+            return size
+        self._sizes.agree(agreed)
+        if self.size is not None and agreed < self.size:
+            old, self.size = self.size, agreed
+            self._report(old, agreed, "another rank needs it")
+        return agreed
 
     def _report(self, old: int, new: int, why: str) -> None:
         _log.info("micro-batch size %d → %d: %s", old, new, why)

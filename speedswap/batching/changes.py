@@ -21,14 +21,15 @@ class Changes:
     Args:
         modules: those that are trained; None if they are to be found while they run.
         find_leaves: look in the graph of each loss for leaves that are in none of the modules.
+        apart: leaves whose earlier gradients are put aside in each attempt, since this batch's are to be changed.
     """
 
-    def __init__(self, modules: Sequence[nn.Module] | None, find_leaves: bool) -> None:
+    def __init__(self, modules: Sequence[nn.Module] | None, find_leaves: bool, apart: Sequence[Tensor] = ()) -> None:
         self._known = modules is not None
         self._find_leaves = find_leaves
         self._sums: Float32Sums | None = None
         self._random = RandomState()
-        self._gradients = Gradients()
+        self._gradients = Gradients(apart)
         self._buffers = Buffers()
         self._snapshots = [self._buffers]
         self._storages: set[int] = set()
@@ -40,6 +41,14 @@ class Changes:
     def note(self, leaves: Sequence[Tensor]) -> None:
         """Remember the gradients of leaves that are in no module."""
         self._gradients.note(leaves)
+
+    def put_aside(self) -> None:
+        """Begin an attempt: leaves that keep apart have no gradient."""
+        self._gradients.put_aside()
+
+    def add_back(self) -> None:
+        """Add the batch's gradients to those that were put aside."""
+        self._gradients.add_back()
 
     def snapshot(self) -> Buffers:
         """A copy of the buffers as they are now; those of modules found later are added then."""

@@ -49,6 +49,7 @@ class Batch:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
+        may_be_empty: allow a batch without samples.
 
     Attributes:
         size: number of samples.
@@ -57,13 +58,15 @@ class Batch:
         BatchError: two leading sizes differ, there is nothing to split, or something that cannot be split is in it.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, may_be_empty: bool = False
+    ) -> None:
         self._args = args
         self._kwargs = kwargs or {}
         self._first: Any = None
-        self.size = self._check()
+        self.size = self._check(may_be_empty)
 
-    def _check(self) -> int:
+    def _check(self, may_be_empty: bool) -> int:
         size, where = -1, ""
         for path, leading, value in _leading_sizes(self._args, self._kwargs):
             if size < 0:
@@ -76,7 +79,7 @@ class Batch:
                 )
         if size < 0:
             raise BatchError("the batch has no tensor with a batch dimension; pass what is to be split as arguments")
-        if size == 0:
+        if size == 0 and not may_be_empty:
             raise BatchError(f"{where} has no samples; skip empty batches")
         return size
 

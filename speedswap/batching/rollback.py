@@ -57,20 +57,41 @@ class Gradients:
     """The gradients that there were before a batch.
 
     A gradient that was not None is copied, since the batch adds to it in place.
+
+    Args:
+        apart: leaves whose gradients are not copied but put aside.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, apart: Iterable[Tensor] = ()) -> None:
         self._before: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._apart = [(leaf, leaf.grad) for leaf in apart]
+        self._ids = {id(leaf) for leaf, _ in self._apart}
 
     def note(self, leaves: Iterable[Tensor]) -> None:
         """Remember the gradients of leaves that have not been noted yet."""
         for leaf in leaves:
-            if id(leaf) not in self._before:
+            if id(leaf) not in self._before and id(leaf) not in self._ids:
                 grad = leaf.grad
                 self._before[id(leaf)] = leaf, None if grad is None else grad.detach().clone()
 
+    def put_aside(self) -> None:
+        """Leave the leaves that keep apart without a gradient."""
+        for leaf, _ in self._apart:
+            leaf.grad = None
+
+    @torch.no_grad()
+    def add_back(self) -> None:
+        """Give the leaves that keep apart what was put aside, with their new gradient added to it."""
+        for leaf, before in self._apart:
+            if before is not None:
+                new, leaf.grad = leaf.grad, before
+                if new is not None:
+                    before += new
+
     def restore(self) -> None:
         """Put back what was noted; a gradient's tensor stays the same one where that is possible."""
+        for leaf, before in self._apart:
+            leaf.grad = before
         for leaf, before in self._before.values():
             grad = leaf.grad
             if before is None:

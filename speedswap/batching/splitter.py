@@ -29,7 +29,6 @@ __all__ = ["BatchSplitter", "coupled"]
 
 _log = logging.getLogger("speedswap")
 
-Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -112,6 +111,8 @@ class BatchSplitter:
         self._offload = offload_activations
         self._scaler = scaler
         self._ranks = ranks_of(self._modules or [])
+        if offload_activations:
+            self._refuse_in_step("offload_activations")
         self._attempts = Attempts(None if auto else int(micro_batch_size), grow_after, self._ran_out, self._resized)
         self._walked: set[Hashable] = set()
         self._warned = False
@@ -156,15 +157,18 @@ class BatchSplitter:
                 f"loss_fn {name_of(loss_fn)} is declared to couple the samples of a batch, so that parts of it have "
                 "another loss; give its encoder and itself to backward_coupled"
             )
-        whole = Batch(batch, named)
-        _refuse_graphs(whole)
-        changes = Changes(self._modules, self._is_new(loss_fn))
-        changes.note([tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad])
+        with self._ranks.together("backward"):
+            whole = Batch(batch, named, may_be_empty=self._ranks.may_be_empty)
+            _refuse_graphs(whole)
+            size = self._begin([loss_fn], [whole])
+            changes = Changes(self._modules, self._is_new(loss_fn), self._ranks.parameters)
+            changes.note([tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad])
 
-        def attempt(size: int) -> Tensor:
-            return self._accumulate(loss_fn, whole, self._ranks.sizes(whole.size, size), changes)
+            def attempt(size: int) -> Tensor:
+                return self._accumulate(loss_fn, whole, self._ranks.sizes(whole.size, size), changes)
 
-        loss = self._reduced(self._run([loss_fn], [whole], changes, attempt), changes)
+            loss = self._run(attempt, size, whole.size, changes)
+            loss = self._reduced(loss, changes, average=False)
         self._walked.add(closure(loss_fn))
         self._tell("after_batch", batch_size=whole.size, loss=loss)
         return loss
@@ -199,21 +203,26 @@ class BatchSplitter:
             BatchError: the batch cannot be split, or there are not as many encoders as arguments.
             Exception: as for :meth:`backward`.
         """
-        encoders, batches = _towers(encode, batch, named)
-        for part in batches:
-            _refuse_graphs(part)
-        changes = Changes(self._modules, self._is_new(*encoders, loss_fn))
+        self._refuse_in_step("backward_coupled")
+        with self._ranks.together("backward_coupled"):
+            encoders, batches = _towers(encode, batch, named)
+            for part in batches:
+                _refuse_graphs(part)
+            batch_size = max(part.size for part in batches)
+            size = self._begin([*encoders, loss_fn], batches)
+            changes = Changes(self._modules, self._is_new(*encoders, loss_fn), self._ranks.parameters)
 
-        def attempt(size: int) -> Tensor:
-            passes = [
-                TwoPasses(encoder, part, self._ranks.sizes(part.size, size), changes.snapshot)
-                for encoder, part in zip(encoders, batches, strict=True)
-            ]
-            return self._both_passes(passes, loss_fn, changes)
+            def attempt(size: int) -> Tensor:
+                passes = [
+                    TwoPasses(encoder, part, self._ranks.sizes(part.size, size), changes.snapshot)
+                    for encoder, part in zip(encoders, batches, strict=True)
+                ]
+                return self._both_passes(passes, loss_fn, changes)
 
-        loss = self._reduced(self._run([*encoders, loss_fn], batches, changes, attempt), changes)
+            loss = self._run(attempt, size, batch_size, changes)
+            loss = self._reduced(loss, changes, average=True)
         self._walked.update(map(closure, [*encoders, loss_fn]))
-        self._tell("after_batch", batch_size=max(part.size for part in batches), loss=loss)
+        self._tell("after_batch", batch_size=batch_size, loss=loss)
         return loss
 
     def forward(self, function: Callable[..., Any], /, *batch: Any, **named: Any) -> Any:
@@ -235,6 +244,7 @@ class BatchSplitter:
             Exception: what ``function`` raises. Running out of memory in the backward pass, which needs a little more
                 than the forward pass, is recovered from unless the function draws random numbers.
         """
+        self._refuse_in_step("forward")
         whole = Batch(batch, named)
         _refuse_graphs(whole)
         changes = Changes(self._modules, False)
@@ -245,7 +255,9 @@ class BatchSplitter:
             with self._statistics(len(passes.sizes)):
                 return passes, passes.first(each, with_graph=torch.is_grad_enabled())
 
-        passes, outputs = self._run([function], [whole], changes, attempt)
+        size = self._choose([function], [whole])
+        passes, outputs = self._attempts.run(attempt, changes.restore, size, self._largest_parts(whole.size))
+        self._attempts.succeeded(whole.size)
         if not torch.is_grad_enabled():
             return outputs
         anchor = torch.empty(0, requires_grad=True)
@@ -270,7 +282,8 @@ class BatchSplitter:
 
     def _accumulate(self, loss_fn: Callable[..., Tensor], batch: Batch, sizes: list[int], changes: Changes) -> Tensor:
         """Forward and backward, micro-batch by micro-batch."""
-        parts = [batch.part(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+        stops = itertools.accumulate(sizes)
+        parts = [batch.part(stop - max(size, 1), stop) for size, stop in zip(sizes, stops, strict=True)]
         weights = self._weights(parts, sizes)
         place: dict[str, Any] = {"batch_size": batch.size, "micro_batch_sizes": tuple(sizes)}
         self._tell("before_batch", **place)
@@ -280,8 +293,10 @@ class BatchSplitter:
                 with self._ranks.micro_batch(index, len(parts)):
                     if weight:
                         losses.append(self._one(loss_fn, args, kwargs, size, weight, place | {"index": index}, changes))
+                    else:
+                        self._ranks.idle(functools.partial(loss_fn, *args, **kwargs))
         if self._reduction == "none":
-            return torch.cat(losses)
+            return torch.cat(losses) if losses else torch.zeros(0, device=batch.device)
         return functools.reduce(torch.add, losses) if losses else torch.zeros((), device=batch.device)
 
     def _one(
@@ -351,47 +366,86 @@ class BatchSplitter:
 
     def _replay(self, passes: TwoPasses, gradients: Sequence[Tensor | None]) -> None:
         """The backward pass of :meth:`forward`."""
-        changes = Changes(self._modules, self._modules is None)
         batch_size, largest = sum(passes.sizes), max(passes.sizes)
+        with self._ranks.together("forward"):
+            self._ranks.begin(largest, batch_size)
+            changes = Changes(self._modules, self._modules is None, self._ranks.parameters)
 
-        def attempt(size: int) -> None:
-            sizes = passes.sizes if size == largest else self._ranks.sizes(batch_size, size)
-            with changes.summing(len(sizes)):
-                passes.second(gradients, sizes, self._each(sizes, changes, offloaded=True), changes.before_backward)
+            def attempt(size: int) -> Tensor:
+                sizes = passes.sizes if size == largest else self._ranks.sizes(batch_size, size)
+                with changes.summing(len(sizes)):
+                    each = self._each(sizes, changes, offloaded=True)
+                    passes.second(gradients, sizes, each, changes.before_backward)
+                return torch.zeros(())
 
-        part = functools.partial(self._largest_part, batch_size)
-        self._attempts.run(attempt, changes.restore, largest, part, may_shrink=not passes.is_random)
+            nothing = self._run(attempt, largest, batch_size, changes, may_shrink=not passes.is_random, count=False)
+            self._reduced(nothing, changes, average=True)
+
+    def _choose(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> int:
+        """The size to begin with, from what is known of the functions and batches."""
+        key = (*map(identity, functions), *(batch.signature() for batch in batches))
+        parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
+        device = next((parameter.device for parameter in parameters), batches[0].device)
+        return self._attempts.choose(key, max(batch.size for batch in batches), device)
+
+    def _begin(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> int:
+        """The size to begin with, from what all ranks know."""
+        size = self._choose(functions, batches)
+        return self._attempts.agree(size, self._ranks.begin(size, max(batch.size for batch in batches)))
 
     def _run(
         self,
-        functions: Sequence[Callable[..., Any]],
-        batches: Sequence[Batch],
+        attempt: Callable[[int], Tensor],
+        size: int,
+        batch_size: int,
         changes: Changes,
-        attempt: Callable[[int], Result],
-    ) -> Result:
-        """Call ``attempt`` with sizes from what is known of the functions and batches on down."""
-        batch_size = max(batch.size for batch in batches)
-        key = (*map(identity, functions), *(batch.signature() for batch in batches))
-        device = changes.parameters[0].device if changes.parameters else batches[0].device
-        size = self._ranks.begin(self._attempts.choose(key, batch_size, device))
-        result = self._attempts.run(attempt, changes.restore, size, functools.partial(self._largest_part, batch_size))
-        self._attempts.succeeded(batch_size)
-        return result
+        *,
+        may_shrink: bool = True,
+        count: bool = True,
+    ) -> Tensor:
+        """Call ``attempt`` with sizes from ``size`` on down, until all ranks are through."""
 
-    def _largest_part(self, batch_size: int, size: int) -> int:
-        return max(self._ranks.sizes(batch_size, size))
+        def together(size: int) -> Tensor:
+            changes.put_aside()
+            with self._ranks.attempt(size):
+                return attempt(size)
+
+        parts = self._largest_parts(batch_size)
+        loss = self._attempts.run(together, changes.restore, size, parts, may_shrink=may_shrink)
+        try:
+            agreed = self._ranks.end(self._attempts.asked, batch_size)
+        except BaseException:
+            changes.restore()
+            raise
+        if count:
+            self._attempts.succeeded(batch_size)
+        self._attempts.agree(self._attempts.asked, agreed)
+        return loss
+
+    def _largest_parts(self, batch_size: int) -> Callable[[int], int]:
+        return lambda size: max(self._ranks.sizes(batch_size, size), default=0)
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self._ranks.in_step:
+            raise BatchError(
+                f"{what} is not for models that fully_shard has sharded, whose ranks run every pass side by side with "
+                "parameters that come and go; use backward without it, or call the model without a splitter"
+            )
 
     def _weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], sizes: list[int]) -> list[float]:
         """What each micro-batch's loss counts in that of the batch."""
         if self._reduction != "mean":
-            return [1.0] * len(sizes)
-        counts: list[float] = list(sizes)
-        if self._normalizer is not None:
+            return [float(size > 0) for size in sizes]
+        if self._normalizer is None:
+            counts: list[float] = list(sizes)
+            total = self._ranks.samples(sum(sizes))
+        else:
             with torch.no_grad():
                 counts = _as_floats([self._normalizer(*args, **kwargs) for args, kwargs in parts])
+            counts = [count if size else 0.0 for count, size in zip(counts, sizes, strict=True)]
             for count in counts:
                 _require(0 <= count < float("inf"), "normalizer(…)", count, "a finite count of at least 0")
-        total = self._ranks.total(sum(counts))
+            total = self._ranks.total(sum(counts))
         return [count / total if total else 0.0 for count in counts]
 
     def _checked(self, loss: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
@@ -406,13 +460,15 @@ class BatchSplitter:
             f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)} for {size} samples; return {wanted}"
         )
 
-    def _reduced(self, loss: Tensor, changes: Changes) -> Tensor:
+    def _reduced(self, loss: Tensor, changes: Changes, *, average: bool) -> Tensor:
         """The loss on all ranks together, once their gradients have been added up."""
         try:
-            return self._ranks.reduce(changes.parameters, loss)
+            loss = self._ranks.reduce(loss, average=average)
         except BaseException:
             changes.restore()
             raise
+        changes.add_back()
+        return loss
 
     # ------------------------------------------------------------------ what surrounds an attempt
 
