@@ -1,0 +1,185 @@
+"""Split batches under torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from speedswap.batching.alone import Alone
+from speedswap.batching.buckets import Buckets
+from speedswap.batching.exchange import BEGIN, END, READY, TOTAL, Exchange
+from speedswap.errors import BatchError, PeerError
+
+__all__ = ["Replicated", "replicas"]
+
+_WHAT = {"backward": 1, "backward_coupled": 2, "forward": 3}
+
+# What a rank has of a parameter's gradient.
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+class Replicated(Alone):
+    """Ranks that each hold the whole model, as DistributedDataParallel has them.
+
+    Every forward and backward pass is local: nothing is reduced in it, so each rank splits its own samples as it likes,
+    and one that runs out of memory tries again by itself while the others wait at the end of the batch, in the round in
+    which all say that they are through. Only then are gradients added up, once.
+
+    Args:
+        wrapped: the DistributedDataParallel modules; all of the same ranks.
+    """
+
+    may_be_empty = True
+
+    def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
+        self._wrapped = list(wrapped)
+        self._group: dist.ProcessGroup = self._wrapped[0].process_group
+        ranks = dist.get_process_group_ranks(self._group)
+        for ddp in self._wrapped:
+            _refuse_what_is_left_out(ddp)
+            if dist.get_process_group_ranks(ddp.process_group) != ranks:
+                raise BatchError("two DistributedDataParallel modules have different ranks; give each its own splitter")
+        self._exchange = Exchange(ranks)
+        self._samples = 0.0
+        self._total: float | None = None
+        self._buckets: Buckets | None = None
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        with self._exchange.batch(_WHAT[what]), self._quiet():
+            for ddp in self._wrapped:
+                _refuse_what_is_left_out(ddp)
+            self._collect()
+            yield
+
+    def _collect(self) -> None:
+        """Find the parameters, of which some may have been frozen since the last batch."""
+        found = {
+            parameter: None
+            for ddp in self._wrapped
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        }
+        parameters = list(found)
+        if (
+            self._buckets is None
+            or len(parameters) != len(self.parameters)
+            or any(one is not other for one, other in zip(parameters, self.parameters, strict=True))
+        ):
+            self._buckets = Buckets(parameters, self._group)
+        self.parameters = parameters
+
+    def begin(self, size: int, batch_size: int) -> int:
+        limit = size if size < batch_size else math.inf
+        said = self._exchange.round(BEGIN, limit, batch_size, len(self.parameters))
+        if any(line[2] != said[0][2] for line in said):
+            raise PeerError("the ranks train different numbers of parameters; freeze the same ones everywhere")
+        self._samples, self._total = sum(line[1] for line in said), None
+        self._broadcast_buffers()
+        return _at_most(size, min(line[0] for line in said))
+
+    def _broadcast_buffers(self) -> None:
+        """What DistributedDataParallel would do before a forward pass, once a batch."""
+        source = self._exchange.ranks[0]
+        for ddp in self._wrapped:
+            if ddp.broadcast_buffers:
+                for name, buffer in ddp.module.named_buffers():
+                    if name not in ddp.parameters_to_ignore:
+                        dist.broadcast(buffer, source, group=ddp.process_group)
+
+    def samples(self, batch_size: int) -> float:
+        return self._samples
+
+    def total(self, count: float) -> float:
+        if self._total is None:  # not again in a second attempt: the others are past it
+            self._total = sum(line[0] for line in self._exchange.round(TOTAL, count))
+        return self._total
+
+    @contextmanager
+    def micro_batch(self, index: int, count: int) -> Iterator[None]:
+        with self._quiet():
+            yield
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Keep DistributedDataParallel from communicating in forward and backward passes."""
+        before = [ddp.require_forward_param_sync for ddp in self._wrapped]
+        try:
+            with ExitStack() as stack:
+                for ddp in self._wrapped:
+                    stack.enter_context(ddp.no_sync())
+                    ddp.require_forward_param_sync = False
+                yield
+        finally:
+            for ddp, value in zip(self._wrapped, before, strict=True):
+                ddp.require_forward_param_sync = value
+
+    def end(self, size: int, batch_size: int) -> int:
+        said = self._exchange.round(END, size if size < batch_size else math.inf)
+        return _at_most(size, min(line[0] for line in said))
+
+    @torch.no_grad()
+    def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
+        assert self._buckets is not None
+        divisor = len(self._exchange.ranks) if average else 1
+        kinds = self._agree_on_kinds()
+        self._buckets.add_up({p for p, kind in zip(self.parameters, kinds, strict=True) if kind == _DENSE}, divisor)
+        for parameter, kind in zip(self.parameters, kinds, strict=True):
+            if kind == _SPARSE:
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.coalesce()
+                dist.all_reduce(parameter.grad, group=self._group)
+                parameter.grad = parameter.grad / divisor
+        if loss.dim():
+            return loss
+        total = loss.to(self.parameters[0].device if self.parameters else loss.device, torch.float64)
+        dist.all_reduce(total, group=self._group)
+        return (total / divisor).to(loss.device, loss.dtype)
+
+    def _agree_on_kinds(self) -> list[int]:
+        """What each parameter's gradient is on any rank; one that is missing here becomes zero."""
+        here = [_kind(parameter.grad) for parameter in self.parameters]
+        lacking = [int(kind == _NONE) for kind in here]
+        kinds, lacks = self._exchange.maximum(torch.tensor([here, lacking], dtype=torch.uint8)).tolist()
+        if any(kind and lack for kind, lack in zip(kinds, lacks, strict=True)):
+            for parameter, kind in zip(self.parameters, kinds, strict=True):
+                if kind != _NONE and parameter.grad is None:
+                    layout = torch.sparse_coo if kind == _SPARSE else torch.strided
+                    parameter.grad = torch.zeros_like(parameter, layout=layout)
+            self._exchange.round(READY)  # or memory has run out just now
+        return [int(kind) for kind in kinds]
+
+
+def replicas(modules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules among these and all below them; each once."""
+    found = {part: None for module in modules for part in module.modules() if isinstance(part, DistributedDataParallel)}
+    return list(found)
+
+
+def _kind(grad: Tensor | None) -> int:
+    return _NONE if grad is None else _SPARSE if grad.is_sparse else _DENSE
+
+
+def _at_most(size: int, limit: float) -> int:
+    return size if size <= limit else int(limit)
+
+
+def _refuse_what_is_left_out(ddp: DistributedDataParallel) -> None:
+    refused = {
+        "a communication hook": bool(ddp._comm_hooks),
+        "static_graph=True": ddp.static_graph,
+        "mixed_precision": ddp.mixed_precision is not None,
+        "SyncBatchNorm": any(isinstance(module, nn.SyncBatchNorm) for module in ddp.modules()),
+    }
+    for name, present in refused.items():
+        if present:
+            raise BatchError(
+                f"the DistributedDataParallel module uses {name}, which needs its own communication in every pass; a "
+                "splitter adds gradients up once a batch, by itself: construct the module without it"
+            )

@@ -1,0 +1,274 @@
+"""Split batches under torch's fully_shard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from speedswap.batching.alone import Alone
+from speedswap.batching.exchange import (
+    AGAIN,
+    BEGIN,
+    END,
+    LOSS,
+    OUT_OF_MEMORY,
+    READY,
+    TOTAL,
+    VOTE,
+    Exchange,
+    OutOfMemoryElsewhere,
+)
+from speedswap.batching.nested import tensors_of
+from speedswap.batching.oom import is_out_of_memory
+from speedswap.batching.plan import even_sizes
+from speedswap.batching.rollback import Buffers, RandomState, parameters_and_buffers
+from speedswap.errors import BatchError, PeerError
+
+__all__ = ["Sharded", "shard_roots"]
+
+_BACKWARD = 4
+
+
+class Sharded(Alone):
+    """Ranks that each hold a part of every parameter, as fully_shard has them.
+
+    Forward and backward passes gather parameters, so the ranks run equally many, side by side, and before each gather
+    they vote: when one has run out of memory, all leave the attempt at their next vote, fully_shard's state is reset on
+    each, and they try again together. Gradients stay unreduced until all are through.
+
+    Args:
+        roots: the outermost modules that fully_shard was applied to; all of the same ranks.
+    """
+
+    in_step = True
+
+    def __init__(self, roots: Sequence[FSDPModule]) -> None:
+        self._roots = list(roots)
+        self._members = [part for root in _modules(roots) for part in root.modules() if isinstance(part, FSDPModule)]
+        self._groups = _groups(self._members)
+        meshes = [group.mesh_info.mesh for group in self._groups]
+        if any(mesh != meshes[0] for mesh in meshes):
+            raise BatchError("the model is sharded over several device meshes; a splitter needs one for all of it")
+        self._exchange = Exchange(meshes[0].mesh.flatten().tolist())
+        self._samples = 0.0
+        self._batch_size = 0
+        self._count = 1
+        self._tries_again = False
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        with self._exchange.batch(_BACKWARD), self._unreduced(), self._votes():
+            for member in self._members:
+                member.reshard()  # a root stays gathered after an evaluation; its modules then hold other parameters
+            if any(_has_gradient(one) for one in self._each()):
+                raise BatchError(
+                    "there are gradients that set_requires_gradient_sync(False) has left unreduced; reduce or drop "
+                    "them before a splitter takes over"
+                )
+            self.parameters = [one.sharded_param for one in self._each() if one.sharded_param.requires_grad]
+            self._tries_again = False
+            try:
+                yield
+            except BaseException:
+                self._drop_gradients()
+                raise
+
+    def _drop_gradients(self) -> None:
+        for one in self._each():
+            one.unsharded_accumulated_grad = None
+            if hasattr(one, "_unsharded_param"):
+                one._unsharded_param.grad = None
+
+    def _each(self) -> Iterator[Any]:
+        """What fully_shard keeps of each parameter."""
+        for group in self._groups:
+            yield from group.fsdp_params
+
+    @contextmanager
+    def _unreduced(self) -> Iterator[None]:
+        before = [(group, group.reduce_grads, group.all_reduce_grads) for group in self._groups]
+        for root in self._roots:
+            root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for group, reduces, all_reduces in before:
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+    @contextmanager
+    def _votes(self) -> Iterator[None]:
+        """Vote before every pass of a module, which begins with gathering its parameters."""
+        with ExitStack() as stack:
+            for module in _modules(self._members):
+                for hook in (
+                    module.register_forward_pre_hook(self._before_forward, prepend=True),
+                    module.register_forward_hook(self._before_backward, prepend=True),
+                ):
+                    stack.callback(hook.remove)
+            yield
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._exchange.round(VOTE)
+
+    def _before_backward(self, module: nn.Module, args: Any, output: Any) -> None:
+        voted = False
+
+        def vote(grad: Tensor) -> None:
+            nonlocal voted
+            if not voted:  # once for each pass, however many outputs it has
+                voted = True
+                self._exchange.round(VOTE)
+
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(vote)  # type: ignore[no-untyped-call]
+
+    def begin(self, size: int, batch_size: int) -> int:
+        return self._agree(BEGIN, size, batch_size)
+
+    def _agree(self, stage: int, size: int, batch_size: int) -> int:
+        """Find the number of micro-batches, which all ranks have in common."""
+        said = self._exchange.round(stage, size if size < batch_size else math.inf, batch_size, len(self.parameters))
+        if any(line[2] != said[0][2] for line in said):
+            raise PeerError("the ranks train different numbers of parameters; freeze the same ones everywhere")
+        self._samples = sum(line[1] for line in said)
+        self._batch_size = batch_size
+        limit = min(line[0] for line in said)
+        self._count = max(math.ceil(line[1] / min(limit, line[1])) for line in said)
+        return size if size <= limit else int(limit)
+
+    @contextmanager
+    def attempt(self, size: int) -> Iterator[None]:
+        if self._tries_again:
+            self._agree(AGAIN, size, self._batch_size)
+        try:
+            yield
+            self._exchange.round(VOTE)
+        except BaseException as error:
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """Take the others along, and leave fully_shard as it was before the attempt."""
+        self._tries_again = True
+        try:
+            if is_out_of_memory(error) and not isinstance(error, OutOfMemoryElsewhere):
+                self._exchange.round(VOTE, status=OUT_OF_MEMORY)
+        finally:
+            self._reset(error)
+
+    def _reset(self, error: BaseException) -> None:
+        for root in self._roots:
+            if not hasattr(root, "reset_iter_state"):
+                raise BatchError(
+                    f"torch {torch.__version__} cannot bring fully_shard back to a clean state after a failure "
+                    "(FSDPModule.reset_iter_state is missing); upgrade torch, or give a micro_batch_size that fits"
+                ) from error
+            if root._get_fsdp_state()._is_root is not None:  # else it has not run yet, and there is nothing to reset
+                root.reset_iter_state()
+        self._drop_gradients()
+
+    def sizes(self, batch_size: int, size: int) -> list[int]:
+        if batch_size >= self._count:
+            return even_sizes(batch_size, self._count)
+        return [1] * batch_size + [0] * (self._count - batch_size)
+
+    def samples(self, batch_size: int) -> float:
+        return self._samples
+
+    def total(self, count: float) -> float:
+        return sum(line[0] for line in self._exchange.round(TOTAL, count))
+
+    def idle(self, run: Callable[[], Any]) -> None:
+        """Run both passes for the others' sake: what comes back from the model's outputs is zero."""
+        outputs: list[Tensor] = []
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            outputs.extend(tensor for tensor in tensors_of(output) if tensor.requires_grad)
+
+        random, buffers = RandomState(), Buffers(parameters_and_buffers(_modules(self._roots))[1])
+        hooks = [root.register_forward_hook(keep) for root in _modules(self._roots)]
+        try:
+            run()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs])
+        buffers.restore()
+        random.restore()
+
+    def end(self, size: int, batch_size: int) -> int:
+        said = self._exchange.round(END, size if size < batch_size else math.inf)
+        return int(min(size, *(line[0] for line in said)))
+
+    @torch.no_grad()
+    def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
+        self._complete()
+        for root in self._roots:
+            root.set_requires_gradient_sync(True)
+            # What fully_shard calls at the end of a backward pass: it reduces what has not been reduced yet.
+            root._get_fsdp_state()._root_post_backward_final_callback()
+        for group in self._groups:
+            factor = group.gradient_divide_factor or len(self._exchange.ranks)  # by which fully_shard has divided
+            for one in group.fsdp_params:
+                if one.sharded_param.grad is not None:
+                    one.sharded_param.grad *= factor
+        if loss.dim():
+            return loss
+        total = sum(line[0] for line in self._exchange.round(LOSS, float(loss)))
+        return torch.full_like(loss, total)
+
+    def _complete(self) -> None:
+        """Zero gradients where another rank has one, since all reduce the same."""
+        each = [one for one in self._each() if one.sharded_param.requires_grad]
+        here = [int(_has_gradient(one)) for one in each]
+        lacking = [1 - has for has in here]
+        anywhere, lacks = self._exchange.maximum(torch.tensor([here, lacking], dtype=torch.uint8)).tolist()
+        if any(has and lack for has, lack in zip(anywhere, lacks, strict=True)):
+            for one, has in zip(each, anywhere, strict=True):
+                if has and not _has_gradient(one):
+                    one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
+            self._exchange.round(READY)  # or memory has run out just now
+
+
+def shard_roots(modules: Sequence[nn.Module]) -> list[FSDPModule]:
+    """The outermost modules among these and below them that fully_shard was applied to; each once."""
+    found: dict[FSDPModule, None] = {}
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop(0)
+        if isinstance(module, FullyShardedDataParallel):
+            raise BatchError("FullyShardedDataParallel cannot be split; use torch.distributed.fsdp.fully_shard instead")
+        if isinstance(module, FSDPModule):
+            found[module] = None
+        else:
+            waiting += module.children()
+    return list(found)
+
+
+def _modules(members: Sequence[FSDPModule]) -> list[nn.Module]:
+    """As what else they are: fully_shard adds its class to a module's own."""
+    return [member for member in members if isinstance(member, nn.Module)]
+
+
+def _groups(members: Sequence[FSDPModule]) -> list[Any]:
+    """What fully_shard keeps for the parameters that it gathers together; torch before 2.12 had one a module."""
+    found: dict[Any, None] = {}
+    for member in members:
+        state = member._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_groups", None)
+        for group in [state._fsdp_param_group] if one is None else one:
+            if group is not None:
+                found[group] = None
+    return list(found)
+
+
+def _has_gradient(one: Any) -> bool:
+    unsharded = getattr(one, "_unsharded_param", None)
+    return one.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)

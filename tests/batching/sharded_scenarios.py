@@ -1,0 +1,337 @@
+"""Checks of the splitter under fully_shard, run by every rank of a real job."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from ranks_common import CUDA_TEXT, Breaks, assert_same, counted, data, raised, sizes, whole_gradients
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import speedswap
+from speedswap import errors
+
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def ce(model, inputs, targets, **options):
+    return cross_entropy(model(inputs), targets, **options)
+
+
+class Block(nn.Module):
+    """A layer that runs out of memory, if it is told to, in the middle of its forward or backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7).double(), nn.Linear(7, 6).double()
+        self.forward_limit = self.backward_limit = 1000
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        if len(x) > self.forward_limit:
+            raise torch.OutOfMemoryError(CUDA_TEXT)
+        if self.backward_limit < 1000:
+            hidden = Breaks.apply(hidden, self.backward_limit)
+        return x + self.second(hidden)
+
+
+def blocks(count=3):
+    torch.manual_seed(3)
+    return nn.Sequential(*[Block() for _ in range(count)], nn.Linear(6, 4).double())
+
+
+def sharded(world_size, model=None, **options):
+    """A plain model, one that is sharded block by block, and a splitter for it."""
+    plain = blocks() if model is None else model
+    model = copy.deepcopy(plain)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return plain, model, speedswap.BatchSplitter(model, **options)
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+
+
+class Attempts(speedswap.batching.Callback):
+    """Keeps the sizes of the micro-batches of each attempt."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def before_batch(self, event):
+        self.seen.append(event.micro_batch_sizes)
+
+
+def check_p15_one_process_with_all_samples(rank, world_size):
+    """5, 8, 11 samples in micro-batches of 2; one reduce-scatter a block."""
+    inputs, targets = data(sizes(world_size))
+    for options in ({"micro_batch_size": 2}, {"micro_batch_size": "auto"}, {"micro_batch_size": rank + 1}):
+        plain, model, splitter = sharded(world_size, **options)
+        expected, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+        for times in (1, 2):  # the second batch's are added
+            with counted(REDUCE_SCATTER) as calls:
+                loss = splitter.backward(lambda x, y, model=model: ce(model, x, y), inputs[rank], targets[rank])
+            assert len(calls) == 4, len(calls)
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+            assert_same(gradients(model), [times * grad for grad in wanted])
+
+
+def check_p15_fewer_samples_than_micro_batches(rank, world_size):
+    """A rank with one sample keeps one with nine company."""
+    inputs, targets = data([1, 9, 2][:world_size])
+    plain, model, splitter = sharded(world_size, micro_batch_size=2)
+    expected, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+    loss = splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert_same(gradients(model), wanted)
+
+
+def check_p02_padding_counts_on_all_ranks_and_one_has_nothing_else(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    targets = [target.clone() for target in targets]
+    targets[0][::2] = -100
+    targets[-1][:] = -100
+    plain, model, splitter = sharded(world_size, micro_batch_size=1, normalizer=lambda x, y: (y != -100).sum())
+    expected, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+    loss = splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-7, atol=1e-7)
+    assert_same(gradients(model), wanted)
+
+
+def check_p04_sum_is_not_rescaled(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    plain, model, splitter = sharded(world_size, micro_batch_size=2, reduction="sum")
+    expected, wanted = whole_gradients(
+        plain, lambda m, x, y: ce(m, x, y, reduction="sum"), torch.cat(inputs), torch.cat(targets)
+    )
+    loss = splitter.backward(lambda x, y: ce(model, x, y, reduction="sum"), inputs[rank], targets[rank])
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert_same(gradients(model), wanted)
+
+
+def check_p16_one_rank_out_of_memory_in_forward_or_backward(rank, world_size):
+    """In every block, on one rank or another: all leave, agree, and get the gradients of one process."""
+    inputs, targets = data(sizes(world_size, first=4, step=1))
+    for where in ("forward_limit", "backward_limit"):
+        for block in range(3):
+            culprit = block % world_size
+            plain, model, splitter = sharded(world_size)
+            _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+            seen = []
+            splitter.callbacks.append(Attempts(seen))
+            if rank == culprit:
+                setattr(model[block], where, 2)
+            for times in (1, 2):
+                seen.clear()
+                with counted(REDUCE_SCATTER) as calls:
+                    splitter.backward(lambda x, y, model=model: ce(model, x, y), inputs[rank], targets[rank])
+                assert len(calls) == 4, len(calls)
+                assert_same(gradients(model), [times * grad for grad in wanted])
+                everyones = [None] * world_size
+                dist.all_gather_object(everyones, seen[-1])
+                assert len({len(parts) for parts in everyones}) == 1, everyones
+                assert max(everyones[culprit]) <= 2
+                assert len(seen) <= (3 if times == 1 else 1)  # the second batch begins with what fits
+
+
+def check_p16_out_of_memory_outside_of_the_model(rank, world_size):
+    """In the loss itself, and when its last micro-batch is already through: the others are past their last vote."""
+    inputs, targets = data(sizes(world_size, first=6, step=1))
+    plain, model, splitter = sharded(world_size)
+    _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+
+    def in_the_loss(x, y):
+        loss = ce(model, x, y)
+        if rank == 0 and len(x) > 3:
+            raise MemoryError
+        return loss
+
+    def in_the_last_backward(x, y):
+        return ce(model, Breaks.apply(x.requires_grad_(), 3 if rank == 1 else 1000), y)
+
+    for loss_fn in (in_the_loss, in_the_last_backward):
+        model.zero_grad()
+        splitter.backward(loss_fn, inputs[rank].clone(), targets[rank])
+        assert_same(gradients(model), wanted)
+
+
+def check_p16_a_single_sample_does_not_fit_on_one_rank(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    for options in ({}, {"micro_batch_size": 2}):
+        plain, model, splitter = sharded(world_size, **options)
+        _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+        splitter.backward(lambda x, y, model=model: ce(model, x, y), inputs[rank], targets[rank])
+        for where in ("forward_limit", "backward_limit"):
+            if rank == 1:
+                setattr(model[1], where, 0)
+            error = raised(lambda: splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank]))  # noqa: B023
+            assert type(error) is (torch.OutOfMemoryError if rank == 1 else errors.PeerError), repr(error)
+            setattr(model[1], where, 1000)
+            assert_same(gradients(model), wanted)  # as before the batch
+        model.zero_grad()
+        splitter.backward(lambda x, y, model=model: ce(model, x, y), inputs[rank], targets[rank])
+        assert_same(gradients(model), wanted)
+
+
+def check_an_error_on_one_rank_reaches_all(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    plain, model, splitter = sharded(world_size, micro_batch_size=2)
+    _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+
+    def loss_fn(x, y):
+        if rank == 1:
+            raise ValueError("a bad sample")
+        return ce(model, x, y)
+
+    error = raised(lambda: splitter.backward(loss_fn, inputs[rank], targets[rank]))
+    assert type(error) is (ValueError if rank == 1 else errors.PeerError), repr(error)
+    splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    assert_same(gradients(model), wanted)
+
+
+def check_a_parameter_that_one_rank_uses(rank, world_size):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.unused = (nn.Linear(6, 4).double() for _ in range(3))
+
+        def forward(self, x, second=None):
+            second = rank == 1 if second is None else second
+            return self.second(x) if second else self.first(x)
+
+    def on_all(m, *parts):
+        losses = [cross_entropy(m[0](x, i == 1), y, reduction="sum") for i, (x, y) in enumerate(parts)]
+        return sum(losses) / sum(len(x) for x, _ in parts)
+
+    torch.manual_seed(4)
+    inputs, targets = data(sizes(world_size))
+    plain, model, splitter = sharded(world_size, nn.Sequential(Branches()), micro_batch_size=2)
+    _, wanted = whole_gradients(plain, on_all, *zip(inputs, targets, strict=True))
+    splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+    assert_same(gradients(model), wanted)
+
+
+def check_plain_steps_and_evaluation_in_between(rank, world_size):
+    """Without the splitter fully_shard is as it was; an evaluation leaves its root gathered."""
+    inputs, targets = data([4] * world_size)
+    plain, model, splitter = sharded(world_size)
+    _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+    for limit in (1000, 2):
+        if rank == 0:
+            model[0].forward_limit = limit
+        splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+        assert_same(gradients(model), wanted)
+        model.zero_grad()
+        model[0].forward_limit = 1000
+        with torch.no_grad():
+            model(inputs[rank])
+        ce(model, inputs[rank], targets[rank]).backward()
+        assert_same(gradients(model), wanted)
+        model.zero_grad()
+        with torch.no_grad():
+            model(inputs[rank])
+
+
+def check_training_is_that_of_one_process(rank, world_size):
+    """Adam over several batches, one of which runs out of memory."""
+    inputs, targets = data(sizes(world_size))
+    plain, model, splitter = sharded(world_size)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (plain, model)]
+    for batch in range(4):
+        model[1].forward_limit = 2 if rank == 0 and batch == 1 else 1000
+        splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+        ce(plain, torch.cat(inputs), torch.cat(targets)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-9, atol=1e-9)
+
+
+class Checkpointed(nn.Sequential):
+    """Runs the forward passes of its parts again in the backward pass."""
+
+    def forward(self, x):
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+
+def check_p16_with_activation_checkpointing(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    for where in ("forward_limit", "backward_limit"):
+        plain, model, splitter = sharded(world_size, Checkpointed(*blocks()))
+        _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+        if rank == 1:
+            setattr(model[1], where, 3)
+        splitter.backward(lambda x, y, model=model: ce(model, x, y), inputs[rank], targets[rank])
+        assert_same(gradients(model), wanted)
+
+
+def check_p11_p16_gradients_summed_in_another_precision(rank, world_size):
+    """bfloat16 passes, float32 sums: what a failed attempt had summed is dropped."""
+    inputs, targets = data(sizes(world_size, step=0))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    given = []
+    for fails in (False, True):
+        model = blocks().float()
+        for part in model:
+            fully_shard(part, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=policy)
+        splitter = speedswap.BatchSplitter(model, micro_batch_size="auto" if fails else 2)
+        if fails and rank == 0:
+            model[0].backward_limit = 3
+        loss = splitter.backward(lambda x, y, m=model: ce(m, x, y), inputs[rank].float(), targets[rank])
+        given.append([loss, *gradients(model)])
+    assert_same(*given, tolerance=0)
+
+
+def check_p15_sharded_and_replicated_at_once(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    plain = blocks()
+    for shape in ((world_size, 1), (1, world_size)):
+        model = copy.deepcopy(plain)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        for part in [*model, model]:
+            fully_shard(part, mesh=mesh)
+        splitter = speedswap.BatchSplitter(model, micro_batch_size=2)
+        _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+        splitter.backward(lambda x, y, model=model: ce(model, x, y), inputs[rank], targets[rank])
+        assert_same(gradients(model), wanted)
+
+
+def check_out_of_memory_with_a_torch_that_cannot_reset_ends_the_batch(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    _, model, splitter = sharded(world_size)
+    if rank == 0:
+        model[1].forward_limit = 2
+    reset = FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    try:
+        error = raised(lambda: splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank]))
+    finally:
+        FSDPModule.reset_iter_state = reset
+    assert type(error) is errors.BatchError, repr(error)
+    assert "upgrade torch" in str(error)
+
+
+def check_what_cannot_be_split_is_refused(rank, world_size):
+    _, model, splitter = sharded(world_size)
+    error = raised(lambda: splitter.backward_coupled(model, lambda z: z.mean(), torch.zeros(4, 6).double()))
+    assert type(error) is errors.BatchError
+    assert "fully_shard" in str(error)
+    error = raised(lambda: speedswap.BatchSplitter(model, offload_activations=True))
+    assert "offload_activations" in str(error)
+    model.set_requires_gradient_sync(False)
+    ce(model, torch.zeros(4, 6).double(), torch.zeros(4, dtype=torch.long)).backward()
+    error = raised(lambda: splitter.backward(lambda x: model(x).mean(), torch.zeros(4, 6).double()))
+    assert isinstance(error, errors.SpeedswapError)
+    assert "unreduced" in str(error) or type(error) is errors.PeerError
