@@ -1,7 +1,7 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
 from speedswap import errors, monitor
-from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, plan_accumulation, retry
+from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, elastic, plan_accumulation, retry
 from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
@@ -21,6 +21,7 @@ __all__ = [
     "__version__",
     "attach",
     "coupled",
+    "elastic",
     "errors",
     "gather_rows",
     "get_num_threads",

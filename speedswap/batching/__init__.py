@@ -1,6 +1,6 @@
 """Make batches fit that do not: split them, accumulate exactly, and recover from running out of memory."""
 
-from speedswap.batching import retry
+from speedswap.batching import elastic, retry
 from speedswap.batching.accumulating_optimizer import AccumulatingOptimizer
 from speedswap.batching.callbacks import Callback, Event
 from speedswap.batching.nested import PerSample, Whole
@@ -16,6 +16,7 @@ __all__ = [
     "PerSample",
     "Whole",
     "coupled",
+    "elastic",
     "is_out_of_memory",
     "plan_accumulation",
     "retry",
