@@ -15,8 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from speedswap import BatchSplitter
 from speedswap.batching import elastic
 
 SAMPLES, GLOBAL_BATCH, MAX_MICRO_BATCH, SEED = 41, 8, 2, 5
@@ -35,10 +38,6 @@ def training() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_s
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
 
 
-def loss_sum(model: torch.nn.Module, features: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(model(features), targets, reduction="sum")
-
-
 def save(path: Path, state: dict[str, object]) -> None:
     """A kill at any instant leaves the old checkpoint or the new one."""
     torch.save(state, path.with_suffix(".new"))
@@ -50,6 +49,8 @@ def train(directory: Path, epochs: int) -> None:
     model, optimizer, scheduler = training()
     sampler = elastic.ElasticSampler(SAMPLES, global_batch_size=GLOBAL_BATCH, seed=SEED)
     plan = elastic.plan(GLOBAL_BATCH, MAX_MICRO_BATCH)
+    replica = DistributedDataParallel(model)
+    splitter = BatchSplitter(replica, micro_batch_size=max(plan.micro_batch_sizes))
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
     history: list[dict[str, object]] = []  # what each step that a checkpoint knows of has done
 
@@ -71,12 +72,7 @@ def train(directory: Path, epochs: int) -> None:
             shares: list[list[int]] = [[] for _ in range(plan.world_size)]
             dist.all_gather_object(shares, ids.tolist())
             seen = [sample for share in shares for sample in share]
-            for start in range(0, len(ids), MAX_MICRO_BATCH):
-                part = slice(start, start + MAX_MICRO_BATCH)
-                (loss_sum(model, features[part], targets[part]) / len(seen)).backward()
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad)
+            splitter.backward(lambda x, y: mse_loss(replica(x), y), features, targets)
             lr = scheduler.get_last_lr()[0]
             optimizer.step()
             scheduler.step()

@@ -304,7 +304,7 @@ def uninterrupted(epochs: int) -> torch.nn.Module:
         for batch in range(len(sampler)):
             samples = sampler.global_batch(batch)
             optimizer.zero_grad()
-            (elastic_job.loss_sum(model, features[samples], targets[samples]) / len(samples)).backward()
+            torch.nn.functional.mse_loss(model(features[samples]), targets[samples]).backward()
             optimizer.step()
             scheduler.step()
     return model
