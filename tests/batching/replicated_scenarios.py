@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from ranks_common import (
@@ -384,6 +386,52 @@ def check_half_precision(rank, world_size):
     for grad, other in zip(gradients(model), wanted, strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.double(), other, rtol=0.05, atol=0.02)
+
+
+def check_p12_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    model = small_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ddp, splitter = split(model, micro_batch_size=2, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, wanted = whole_gradients(model, ce, torch.cat(inputs), torch.cat(targets))
+    for infinite in (False, True):
+        before = copy.deepcopy(list(model.parameters()))
+        batch = inputs[rank].clone()
+        if infinite and rank == 1:
+            batch[0, 0] = torch.inf
+        splitter.backward(lambda x, y: ce(ddp, x, y), batch, targets[rank])
+        scaler.step(optimizer)
+        scaler.update()
+        if infinite:
+            assert scaler.get_scale() == 512
+            assert all(map(torch.equal, model.parameters(), before))
+        else:
+            moved = [(old - new) / 0.1 for old, new in zip(before, model.parameters(), strict=True)]
+            assert_same(moved, wanted, tolerance=1e-10)
+        optimizer.zero_grad()
+
+
+def check_p08_a_retried_batch_is_a_clean_one_on_every_rank(rank, world_size):
+    """Dropout, running statistics and random numbers, bit for bit, where another rank's batch fits at once."""
+    inputs, targets = data([8] * world_size)
+    given = []
+    for fails in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 4)).double()
+        size = "auto" if fails else 2 if rank == 1 else 8
+        ddp, splitter = split(model, micro_batch_size=size)
+        torch.manual_seed(rank)
+
+        def loss_fn(x, y, ddp=ddp, fails=fails):
+            loss = ce(ddp, x, y)
+            if fails and rank == 1 and len(x) > 2:
+                raise torch.OutOfMemoryError(CUDA_TEXT)
+            return loss
+
+        splitter.backward(loss_fn, inputs[rank], targets[rank])
+        given.append([*gradients(model), *model.buffers(), torch.rand(3)])
+    assert_same(*given, tolerance=0)
 
 
 def check_what_cannot_be_split_is_refused(rank, world_size):
