@@ -66,6 +66,7 @@ class Sharded(Alone):
         with self._exchange.batch(_BACKWARD), self._unreduced(), self._votes():
             for member in self._members:
                 member.reshard()  # a root stays gathered after an evaluation; its modules then hold other parameters
+            _refuse_older_factors(self._groups)
             if any(_has_gradient(one) for one in self._each()):
                 raise BatchError(
                     "there are gradients that set_requires_gradient_sync(False) has left unreduced; reduce or drop "
@@ -165,7 +166,7 @@ class Sharded(Alone):
 
     def _reset(self, error: BaseException) -> None:
         for root in self._roots:
-            if not hasattr(root, "reset_iter_state"):
+            if not _can_reset(root):
                 raise BatchError(
                     f"torch {torch.__version__} cannot bring fully_shard back to a clean state after a failure "
                     "(FSDPModule.reset_iter_state is missing); upgrade torch, or give a micro_batch_size that fits"
@@ -210,12 +211,15 @@ class Sharded(Alone):
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
         self._complete()
+        if not all(map(_can_reset, self._roots)):
+            self._gather()
         for root in self._roots:
             root.set_requires_gradient_sync(True)
             # What fully_shard calls at the end of a backward pass: it reduces what has not been reduced yet.
             root._get_fsdp_state()._root_post_backward_final_callback()
         for group in self._groups:
-            factor = group.gradient_divide_factor or len(self._exchange.ranks)  # by which fully_shard has divided
+            # By which fully_shard has divided. Earlier torch has no such attribute, see _refuse_older_factors.
+            factor = getattr(group, "gradient_divide_factor", None) or len(self._exchange.ranks)
             for one in group.fsdp_params:
                 if one.sharded_param.grad is not None:
                     one.sharded_param.grad *= factor
@@ -223,6 +227,12 @@ class Sharded(Alone):
             return loss
         total = sum(line[0] for line in self._exchange.round(LOSS, float(loss)))
         return torch.full_like(loss, total)
+
+    def _gather(self) -> None:
+        """Earlier torch reduces at the end of a backward pass what is gathered, and nothing else."""
+        for group in self._groups:
+            group.unshard()
+            group.wait_for_unshard()
 
     def _complete(self) -> None:
         """Zero gradients where another rank has one, since all reduce the same."""
@@ -267,6 +277,19 @@ def _groups(members: Sequence[FSDPModule]) -> list[Any]:
             if group is not None:
                 found[group] = None
     return list(found)
+
+
+def _can_reset(root: FSDPModule) -> bool:
+    """Whether this torch can bring fully_shard back to a clean state after a failure; the newest can."""
+    return hasattr(root, "reset_iter_state")
+
+
+def _refuse_older_factors(groups: Sequence[Any]) -> None:
+    if any(getattr(group, "reduce_scatter_reduce_op", None) is not None for group in groups):
+        raise BatchError(
+            "set_reduce_scatter_divide_factor was called, after which this torch does not tell by how much it divides "
+            "gradients; leave it out, since a splitter weighs them itself"
+        )
 
 
 def _has_gradient(one: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -308,17 +309,28 @@ def check_p15_sharded_and_replicated_at_once(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
-def check_out_of_memory_with_a_torch_that_cannot_reset_ends_the_batch(rank, world_size):
-    inputs, targets = data(sizes(world_size))
-    _, model, splitter = sharded(world_size)
-    if rank == 0:
-        model[1].forward_limit = 2
+@contextmanager
+def without_reset():
+    """As torch was before it had this method."""
     reset = FSDPModule.reset_iter_state
     del FSDPModule.reset_iter_state
     try:
-        error = raised(lambda: splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank]))
+        yield
     finally:
         FSDPModule.reset_iter_state = reset
+
+
+def check_a_torch_that_cannot_reset_splits_but_does_not_retry(rank, world_size):
+    inputs, targets = data(sizes(world_size))
+    plain, model, splitter = sharded(world_size)
+    _, wanted = whole_gradients(plain, ce, torch.cat(inputs), torch.cat(targets))
+    with without_reset():
+        for times in (1, 2):
+            splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank])
+            assert_same(gradients(model), [times * grad for grad in wanted])
+        if rank == 0:
+            model[1].forward_limit = 2
+        error = raised(lambda: splitter.backward(lambda x, y: ce(model, x, y), inputs[rank], targets[rank]))
     assert type(error) is errors.BatchError, repr(error)
     assert "upgrade torch" in str(error)
 
