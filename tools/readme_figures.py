@@ -69,7 +69,8 @@ def machines(sources: list[str]) -> str:
     found: dict[str, list[str]] = {}
     for name in sources:
         machine = _read(name)["machine"]
-        words = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB, torch {machine['torch']}"
+        size = f"{machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
+        words = f"{machine['processor']}, {size}, torch {machine['torch']}"
         found.setdefault(words, []).append(name.removesuffix("-cpu.json"))
     if len(found) == 1:
         return next(iter(found))

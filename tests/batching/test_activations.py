@@ -159,12 +159,12 @@ class Scaled(torch.autograd.Function):
 
 
 def test_p26_freed_tensors_are_not_mistaken_for_new_ones_at_their_address():
-    weight = torch.ones(2**16, requires_grad=True)
+    weight = torch.ones(10 * 2**20, requires_grad=True)  # so large that it is given back to the system at once
     with activations_on_host(set(), also_from_host=True):
-        total = sum(Scaled.apply(weight, float(value)) for value in range(50))
+        total = sum(Scaled.apply(weight, float(value)) for value in range(6))
     total.backward()
-    assert len(set(Scaled.addresses)) < 50  # the allocator does give freed addresses out again
-    assert torch.equal(weight.grad, torch.full_like(weight, sum(range(50))))
+    assert len(set(Scaled.addresses)) < 6  # freed addresses do come back
+    assert torch.equal(weight.grad, torch.full_like(weight, sum(range(6))))
 
 
 def test_p26_changed_parameter_is_still_noticed():
