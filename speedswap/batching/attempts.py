@@ -28,7 +28,7 @@ class Attempts:
 
     Args:
         size: samples in a micro-batch, or None to find what fits.
-        grow_after: batches without a failure before twice the size is tried.
+        grow_after: batches without a failure before a larger size is tried.
         told: called with the error, the size that failed and the next one, when all that the attempt held is free.
         resized: called with the size before and after a change.
     """
@@ -142,9 +142,11 @@ class Attempts:
 
     def succeeded(self, batch_size: int) -> None:
         """Note that a batch fitted."""
+        before = self._sizes.limit
         if self._fixed is None and self._sizes.succeed(batch_size):
             assert self.size is not None
-            self._report(-(-self.size // 2), self.size, "it fits again")
+            assert before is not None
+            self._report(before, self.size, "it fits")
 
     def agree(self, size: int, agreed: int) -> int:
         """Take over the size that other ranks need, where it is smaller.

@@ -18,13 +18,28 @@ class _Known:
 
     Attributes:
         size: the largest that fits; None while nothing has failed.
+        failed: the smallest that did not.
         clean: batches that fitted since the last change and could have been larger.
-        patience: how many of those it takes to try twice the size.
+        patience: how many of those it takes to try a larger size.
     """
 
     size: int | None
     patience: int
+    failed: int | None = None
     clean: int = 0
+
+    def larger(self, batch_size: int) -> int:
+        """The size to try next: halfway to what failed, in numbers of micro-batches.
+
+        Where there is little between the two, twice the size: what failed may fit by now.
+        """
+        assert self.size is not None
+        if self.failed is not None and self.failed <= 2 * self.size:
+            parts = -(-batch_size // self.size)
+            failing = (batch_size - 1) // (self.failed - 1)  # the most parts that are as large as what failed
+            if parts - failing > max(1, parts // 8):
+                return -(-batch_size // ((parts + failing) // 2))
+        return min(2 * self.size, batch_size)
 
 
 class Sizes:
@@ -32,8 +47,9 @@ class Sizes:
 
     A situation is a key (a function and the shapes of a sample) with a class of free memory, a power of two of bytes.
     One never seen before begins with what the same key reached with another class of free memory, else with the whole
-    batch. After ``grow_after`` batches without a failure twice the size is tried once; where that fails, the next trial
-    comes after twice as many batches, so that a limit that stays costs ever less.
+    batch, halved whenever memory runs out. After ``grow_after`` batches without a failure a larger size is tried once:
+    one halfway to the last that failed, and when there is little between the two, twice the size. Where a trial fails,
+    the next one comes after twice as many batches, so that a limit that stays costs ever less.
 
     Args:
         grow_after: batches without a failure before a larger size is tried.
@@ -65,7 +81,7 @@ class Sizes:
         if size is None or size >= batch_size:
             return batch_size
         if self._now.clean >= self._now.patience:
-            self._trial = min(2 * size, batch_size)
+            self._trial = self._now.larger(batch_size)
             return self._trial
         return size
 
@@ -99,6 +115,7 @@ class Sizes:
             size = known.size
             known.patience = min(2 * known.patience, _MOST_PATIENCE * self._grow_after)
         self._trial = None
+        known.failed = largest if known.failed is None else min(largest, known.failed)
         known.size, known.clean = size, 0
         return size
 
@@ -111,6 +128,8 @@ class Sizes:
         known = self._now
         if self._trial is not None:
             known.size, known.clean, self._trial = self._trial, 0, None
+            if known.failed is not None and known.size >= known.failed:
+                known.failed = None
             return True
         if known.size is not None and known.size < batch_size:
             known.clean += 1

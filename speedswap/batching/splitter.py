@@ -51,7 +51,7 @@ class BatchSplitter:
     batch. With ``micro_batch_size="auto"`` it starts whole and is halved whenever memory runs out: gradients, buffers
     and random numbers are put back as they were and the same batch is tried again, so that it trains exactly as if the
     smaller size had been asked for. What fitted is remembered for each function, shape of a sample and class of free
-    memory, and after a while without failures twice the size is tried.
+    memory, and after a while without failures a larger size is tried.
 
     Splitting belongs to the backward pass: the optimizer's step, clipping, schedulers and averages of weights stay in
     the training loop, once a batch. Under torch's DistributedDataParallel and fully_shard the gradients, and the

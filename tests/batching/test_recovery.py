@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import resource
 import subprocess
 import sys
@@ -240,12 +239,13 @@ def test_p19_success_collects_no_garbage_and_empties_no_cache(monkeypatch):
 
 
 def split_sizes(splitter, loss_fn, samples, times):
-    """The largest micro-batch of each of some batches in turn, and how many attempts each took."""
+    """The micro-batches that some batches in turn were done in, and how many attempts each took."""
     found = []
     for _ in range(times):
         del loss_fn.sizes[:]
         splitter.backward(loss_fn, torch.ones(samples, 3))
-        found.append((loss_fn.sizes[-1], len(list(itertools.groupby(loss_fn.sizes)))))
+        failures = [size for size in loss_fn.sizes if size > loss_fn.limit]
+        found.append(([size for size in loss_fn.sizes if size <= loss_fn.limit], len(failures) + 1))
     return found
 
 
@@ -254,30 +254,37 @@ def limited(limit: int) -> OutOfMemoryBeyond:
     return OutOfMemoryBeyond(lambda x: (x * weight).sum(), limit)
 
 
-def test_size_is_remembered_and_grows_again_without_swinging(caplog):
-    loss_fn = limited(10)
+def test_size_is_remembered_and_closes_in_on_the_limit_without_swinging(caplog):
+    """37 samples fit, 64 in whole: 32 by halving, 37 by trials, each failed one twice as long after the one before."""
+    loss_fn = limited(37)
     splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3)
     caplog.set_level("INFO", logger="speedswap")
-    assert split_sizes(splitter, loss_fn, 64, 3) == [(8, 4), (8, 1), (8, 1)]
-    found = split_sizes(splitter, loss_fn, 64, 60)
-    assert {size for size, _ in found} == {8}
-    trials = [index for index, (_, attempts) in enumerate(found) if attempts == 2]
-    assert trials == [0, 6, 18, 42]  # ever rarer
-    assert [record.message.split(":")[0] for record in caplog.records] == [
-        f"micro-batch size {old} → {new}" for old, new in [(64, 32), (32, 16), (16, 8)]
-    ]
+    found = split_sizes(splitter, loss_fn, 1024, 100)
+    assert [attempts for _, attempts in found[:3]] == [6, 1, 1]  # 1024, 512, 256, 128, 64, 32
+    largest = [max(sizes) for sizes, _ in found]
+    assert largest[0] == 32
+    assert largest[-1] == 37
+    assert largest == sorted(largest)
+    failed = [index for index, (_, attempts) in enumerate(found) if attempts > 1][1:]
+    assert len(failed) <= 5
+    assert failed[-1] - failed[-2] == 2 * (failed[-2] - failed[-3])
+    changes = [record.message.split(":")[0] for record in caplog.records]
+    assert len(changes) == len(set(changes))  # each is said once
+    assert changes[:5] == [f"micro-batch size {2 * size} → {size}" for size in (512, 256, 128, 64, 32)]
 
+
+def test_size_grows_to_the_whole_batch_when_memory_is_free_again():
     loss_fn = limited(10)
     splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3)
-    split_sizes(splitter, loss_fn, 64, 1)
-    loss_fn.limit = 64  # memory is free again
-    assert [size for size, _ in split_sizes(splitter, loss_fn, 64, 16)][-1] == 64
+    split_sizes(splitter, loss_fn, 64, 12)
+    loss_fn.limit = 64
+    assert split_sizes(splitter, loss_fn, 64, 60)[-1][0] == [64]
 
 
 def test_functions_and_shapes_have_sizes_of_their_own():
     small = limited(8)
     splitter = speedswap.BatchSplitter(reduction="sum")
-    assert split_sizes(splitter, small, 64, 1)[0][0] == 8
+    assert split_sizes(splitter, small, 64, 1)[0][0] == [8] * 8
     narrow = torch.ones(64, 2)
     weight = torch.ones(2, requires_grad=True)
     sizes = []
@@ -288,7 +295,7 @@ def test_functions_and_shapes_have_sizes_of_their_own():
 
     splitter.backward(other, narrow)
     assert sizes == [64]
-    assert split_sizes(splitter, small, 64, 1) == [(8, 1)]
+    assert split_sizes(splitter, small, 64, 1) == [([8] * 8, 1)]
 
 
 def test_lambda_in_a_loop_is_one_function():
@@ -307,7 +314,7 @@ def test_resumed_run_begins_with_the_size_that_fitted():
     resumed = speedswap.BatchSplitter(reduction="sum")
     resumed.load_state_dict(splitter.state_dict())
     assert resumed.micro_batch_size == 8
-    assert split_sizes(resumed, loss_fn, 64, 1) == [(8, 1)]
+    assert split_sizes(resumed, loss_fn, 64, 1) == [([8] * 8, 1)]
     with pytest.raises(BatchError, match="micro_batch_size"):
         resumed.load_state_dict({"micro_batch_size": -1})
 
