@@ -46,6 +46,11 @@ class Float32Sums:
             self._sums[parameter] = grad.float()
         parameter.grad = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return sum(total.nbytes for total in self._sums.values())
+
     def finish(self) -> None:
         """Round the sums into ``grad``, the tensor that was there before if there was one."""
         self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,19 @@ class Batch:
 
             def cut(value: Any) -> Any:
                 return value[start:stop]
+
+        args = tuple([_part(value, self.size, cut) for value in self._args])
+        return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
+
+    def take(self, indices: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for some samples, copied, in this order; a sample may be taken more than once.
+
+        >>> Batch((torch.tensor([5, 6, 7]),)).take([2, 0, 2])[0]
+        (tensor([7, 5, 7]),)
+        """
+
+        def cut(value: Any) -> Any:
+            return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value[list(indices)]
 
         args = tuple([_part(value, self.size, cut) for value in self._args])
         return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}

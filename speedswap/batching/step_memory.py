@@ -1,0 +1,159 @@
+"""What an optimizer keeps, and what its step needs, without stepping it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import LBFGS, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from speedswap.errors import OptimizerError
+
+__all__ = ["OptimizerFactory", "StepMemory", "measure_step"]
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of an optimizer: what it keeps, and what its step needs for a moment beside that."""
+
+    state: int
+    temporaries: int
+
+
+def measure_step(
+    optimizer: Optimizer | OptimizerFactory,
+    parameters: Mapping[Tensor, torch.layout | None],
+    nbytes: Callable[[Tensor], int],
+) -> StepMemory:
+    """Step a twin of an optimizer twice, on stand-ins for its parameters.
+
+    The stand-ins are fake tensors, which have a shape and a device but no memory. An optimizer that reads numbers out
+    of its tensors cannot work with those and gets real ones, all zeros.
+
+    Args:
+        optimizer: a torch optimizer, or what makes one of parameters, such as its class. It is not changed.
+        parameters: those that are trained, each with the layout of its gradient; None for one that gets none.
+        nbytes: what a tensor takes.
+
+    Raises:
+        OptimizerError: its step cannot be tried: it wants to evaluate the loss, or failed.
+    """
+    if isinstance(optimizer, LBFGS) or optimizer is LBFGS:
+        raise OptimizerError(
+            "optimizer LBFGS evaluates the loss within its step, as often as it likes; give optimizer=None and add "
+            "(history_size + 3) copies of the parameters, twice"
+        )
+    try:
+        return _measured(FakeTensorMode(allow_non_fake_inputs=True), optimizer, parameters, nbytes)
+    except Exception:  # whatever it was, real tensors show whether it is the optimizer's own
+        pass
+    try:
+        return _measured(nullcontext(), optimizer, parameters, nbytes)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise OptimizerError(
+            f"optimizer {_name(optimizer)} failed on parameters and gradients that are zero ({error}); "
+            "give optimizer=None and add its state yourself"
+        ) from error
+
+
+def _measured(
+    mode: Any,
+    optimizer: Optimizer | OptimizerFactory,
+    parameters: Mapping[Tensor, torch.layout | None],
+    nbytes: Callable[[Tensor], int],
+) -> StepMemory:
+    with mode:
+        twin = _twin(optimizer, parameters)
+        with _Alive(nbytes) as first:
+            twin.step()
+        with _Alive(nbytes) as second:
+            twin.step()
+        kept = {_key(tensor): tensor for tensor in tree_leaves(dict(twin.state)) if _has_storage(tensor)}
+        state = sum(nbytes(tensor) for tensor in kept.values())
+        return StepMemory(state, max(0, second.peak, first.peak - state))
+
+
+def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, torch.layout | None]) -> Optimizer:
+    """An optimizer of the same kind and settings over stand-ins, without state and without hooks."""
+    if not isinstance(optimizer, Optimizer):
+        return optimizer([_stand_in(one, layout) for one, layout in parameters.items()])
+    twin: Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(
+        {name: OrderedDict() if "_hooks" in name else value for name, value in vars(optimizer).items()}
+    )
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {
+            **{name: _own(value) for name, value in group.items()},
+            "params": [_stand_in(one, parameters.get(one, torch.strided)) for one in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    return twin
+
+
+def _own(value: Any) -> Any:
+    """A setting of a group; those that are tensors, such as a learning rate, are not the original's."""
+    return torch.zeros_like(value) if isinstance(value, Tensor) else value
+
+
+def _stand_in(parameter: Tensor, grad_layout: torch.layout | None) -> nn.Parameter:
+    made = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+    if grad_layout == torch.sparse_coo:
+        rows = torch.zeros(1, 1, dtype=torch.long, device=parameter.device)
+        values = torch.zeros(1, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+        made.grad = torch.sparse_coo_tensor(rows, values, parameter.shape)
+    elif grad_layout is not None:
+        made.grad = torch.zeros_like(made)
+    return made
+
+
+def _name(optimizer: Any) -> str:
+    return str(getattr(optimizer, "__name__", type(optimizer).__name__))
+
+
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors that are made while it is on, for as long as they live."""
+
+    def __init__(self, nbytes: Callable[[Tensor], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._nbytes = nbytes
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if _has_storage(tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if _has_storage(tensor) and _key(tensor) not in given | self._known:
+                self._known.add(_key(tensor))
+                size = self._nbytes(tensor)
+                self.now += size
+                weakref.finalize(tensor.untyped_storage(), self._freed, _key(tensor), size)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

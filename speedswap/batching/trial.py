@@ -1,0 +1,203 @@
+"""Run a model on a few samples without leaving a trace in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedswap.batching.accumulate import Float32Sums
+from speedswap.batching.memory_timeline import Recorder, Timeline, record
+from speedswap.batching.nested import Batch, tensors_of
+from speedswap.batching.offload import activations_on_host
+from speedswap.batching.rollback import Gradients, RandomState, leaves_of
+from speedswap.errors import BatchError
+
+__all__ = ["Run", "Trial", "trials"]
+
+_CUDA_BLOCK = 512  # bytes that CUDA's caching allocator rounds up to
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes of one forward and backward pass.
+
+    Attributes:
+        size: samples.
+        inputs: of the samples themselves.
+        gradients_before: what there was of gradients before the pass.
+        gradients: of the parameters, after it.
+        held: left of the pass beside gradients: its loss, or its outputs.
+        timeline: what was alive in it, above what was there before.
+    """
+
+    size: int
+    inputs: int
+    gradients_before: int
+    gradients: int
+    held: int
+    timeline: Timeline
+
+    @property
+    def activations(self) -> int:
+        return self.timeline.after_forward
+
+
+class Trial(nn.Module):
+    """A model with a loss, as one module; its passes can be run on stand-ins for parameters and buffers.
+
+    Attributes:
+        parameter_bytes: of all parameters.
+        buffer_bytes: of all buffers.
+        grads: for each parameter that is trained, the layout of the gradient that it gets; None if it gets none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        *,
+        device_type: str,
+        accumulate: bool,
+        autocast: torch.dtype | None,
+        offload: bool,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.device_type = device_type
+        self.accumulate = accumulate
+        self.autocast = autocast
+        self.offload = offload
+        self.training = model.training
+        self.parameter_bytes = self._bytes_of(self.parameters())
+        self.buffer_bytes = self._bytes_of(self.buffers())
+        self.grads: dict[Tensor, torch.layout | None] = {}
+
+    def nbytes(self, tensor: Tensor) -> int:
+        """What a tensor's memory takes on the device in question; 0 if it lies on another one."""
+        if tensor.device.type != self.device_type:
+            return 0
+        if tensor.layout != torch.strided:
+            return self._bytes_of([tensor._indices(), tensor._values()]) if tensor.layout == torch.sparse_coo else 0
+        size = tensor.untyped_storage().nbytes()
+        return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if self.device_type == "cuda" else size
+
+    def _bytes_of(self, tensors: Any) -> int:
+        """Bytes of tensors, those that share their memory once."""
+        strided = {}
+        others = 0
+        for tensor in tensors:
+            if tensor.layout == torch.strided:
+                strided[tensor.untyped_storage()._cdata] = tensor
+            else:
+                others += self.nbytes(tensor)
+        return others + sum(self.nbytes(tensor) for tensor in strided.values())
+
+    def run(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Any]:
+        """Two passes, of which the second is recorded: the first one brings gradients, workspaces and caches.
+
+        Returns:
+            What is known of the run without its timeline: size, inputs, gradients before and after.
+        """
+        originals = dict(self.named_parameters())
+        leaves = {name: nn.Parameter(one.detach(), one.requires_grad) for name, one in originals.items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self.named_buffers()}
+        call = (recorder, list(leaves.values()), args, kwargs)
+        before: int = torch.func.functional_call(self, {**leaves, **buffers}, call)
+        grads = [leaf.grad for leaf in leaves.values()]
+        self.grads = {
+            originals[name]: None if leaf.grad is None else leaf.grad.layout
+            for name, leaf in leaves.items()
+            if leaf.requires_grad
+        }
+        after = self._bytes_of(grad for grad in grads if grad is not None)
+        return [size, self._bytes_of(tensors_of([args, kwargs])), before, after]
+
+    def forward(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The two passes, on stand-ins; returns the bytes of gradients that there are before the second one."""
+        held = self._pass(recorder, leaves, args, kwargs)
+        if not self.accumulate:
+            for leaf in leaves:
+                leaf.grad = None
+        sums = Float32Sums()
+        try:
+            if self.accumulate:
+                sums.include(leaves)
+            before = self._bytes_of([leaf.grad for leaf in leaves if leaf.grad is not None]) + sums.nbytes
+            with recorder.one_pass():
+                again = self._pass(recorder, leaves, args, kwargs)
+                sums.finish()
+                sums = Float32Sums()
+        finally:
+            sums.close()
+        del held, again
+        return before
+
+    def _pass(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward and backward. Returns what a training loop holds of it: the loss, or the outputs."""
+        kept = {leaf.untyped_storage().data_ptr() for leaf in leaves} if self.offload else set()
+        with (
+            torch.autocast(self.device_type, self.autocast) if self.autocast else nullcontext(),
+            activations_on_host(kept) if self.offload else nullcontext(),
+        ):
+            result = (self.loss_fn or self.model)(*args, **kwargs)
+        roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+        recorder.forward_done()
+        if not roots:
+            raise BatchError("nothing that the model returns needs a gradient; give a loss_fn, or parameters to train")
+        if self.loss_fn is not None and (len(roots) != 1 or roots[0].numel() != 1):
+            raise BatchError(f"loss_fn returned {_described(result)}; it must return one number")
+        foreign = [leaf for root in roots for leaf in leaves_of(root) if not any(leaf is one for one in leaves)]
+        gradients = Gradients()
+        gradients.note(foreign)
+        try:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots] if self.loss_fn is None else None)
+        finally:
+            gradients.restore()
+        return result
+
+
+def _described(result: Any) -> str:
+    return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+
+
+def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
+    """Runs on batches of these sizes, at least two, and as long as their activations take less than ``most_bytes``."""
+    with _untouched():
+        runs = _recorded(trial, batch, sizes[:2])
+        last = runs[-1]
+        bytes_a_sample = max(last.timeline.peaks) / last.size
+        return runs + _recorded(trial, batch, [size for size in sizes[2:] if size * bytes_a_sample <= most_bytes])
+
+
+def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
+    """One run for each size, recorded together."""
+    facts: list[list[Any]] = []
+
+    def run_all(recorder: Recorder) -> None:
+        facts.clear()
+        for size in sizes:
+            args, kwargs = batch.take([index % batch.size for index in range(size)])
+            facts.append(trial.run(recorder, args, kwargs, size))
+
+    timelines = record(trial.device_type, run_all, len(sizes)) if sizes else []
+    runs = []
+    for (size, inputs, before, after), timeline in zip(facts, timelines, strict=True):
+        runs.append(Run(size, inputs, before, after, max(0, timeline.at_end - (after - before)), timeline))
+    return runs
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Random numbers afterwards are as before, and gradients are computed whatever the caller's mode is."""
+    random = RandomState()
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        random.restore()

@@ -1,0 +1,420 @@
+"""Memory estimated from a few samples, against what torch's profiler sees of whole training steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from splitting import same_bits
+from torch import nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+import speedswap
+from speedswap.errors import BatchError, MemoryBudgetError, OptimizerError
+
+CLASSES = 10
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(24, 48, num_layers=2, batch_first=True)
+        self.out = nn.Linear(48, CLASSES)
+
+    def forward(self, inputs):
+        return self.out(self.lstm(inputs)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.TransformerEncoderLayer(32, 4, 96, dropout=0.1, batch_first=True)
+        self.out = nn.Linear(32, CLASSES)
+
+    def forward(self, inputs):
+        return self.out(self.block(inputs).mean(1))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+
+
+def cnn():
+    convolutions = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1)]
+    return nn.Sequential(*convolutions, nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2048, CLASSES))
+
+
+MODELS = {
+    "mlp": (mlp, (64,)),
+    "cnn": (cnn, (3, 16, 16)),
+    "lstm": (Recurrent, (20, 24)),
+    "transformer": (Attention, (20, 32)),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Several, on a machine that others use, spend most of their time waiting for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batch(shape, samples):
+    return torch.randn(samples, *shape), torch.randint(CLASSES, (samples,))
+
+
+def bytes_of(*tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def allocated_at_most(run) -> int:
+    """The most bytes that the CPU allocator had given out at once, above what there was before."""
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
+            time.sleep(0.01)  # the profiler loses events at its session's edges
+            held = run()
+            time.sleep(0.01)
+        events = sorted(session.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+        if sizes:
+            break
+        del held
+    assert sizes
+    now = most = 0
+    for size in sizes:
+        now += size
+        most = max(most, now)
+    return most
+
+
+def measured_peak(model, optimizer_class, inputs, targets, passes) -> int:
+    """Bytes alive at the peak of a training step after the first one, with so many passes before optimizer.step()."""
+    optimizer = optimizer_class(model.parameters())
+
+    def step():
+        for _ in range(passes):
+            loss = functional.cross_entropy(model(inputs), targets)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    loss = step()
+    state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, torch.Tensor)]
+    before = bytes_of(*model.parameters(), *model.buffers(), *state, inputs, targets, loss)
+    return before + allocated_at_most(step)
+
+
+def estimated(model, shape, optimizer, samples=4, **options):
+    return speedswap.estimate_memory(
+        model,
+        batch(shape, samples),
+        optimizer,
+        loss_fn=lambda inputs, targets: functional.cross_entropy(model(inputs), targets),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "accumulating"])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("name", MODELS)
+def test_p23_never_under_the_measured_peak_and_at_most_a_quarter_over(name, optimizer, passes):
+    make, shape = MODELS[name]
+    model = make()
+    estimate = estimated(model, shape, optimizer, accumulate=passes > 1)
+    for samples in (2, 7, 33, 400):
+        measured = measured_peak(model, optimizer, *batch(shape, samples), passes)
+        assert measured <= estimate.total(samples) <= 1.25 * measured, samples
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_p23_largest_size_fits_what_it_was_asked_for_and_wastes_little(name):
+    """Sizes are measured, one after the other, until one does not fit."""
+    make, shape = MODELS[name]
+    model = make()
+    budget = measured_peak(model, torch.optim.Adam, *batch(shape, 150), 2)
+    predicted = estimated(model, shape, torch.optim.Adam).largest_micro_batch_size(budget)
+
+    def fits(samples):
+        return measured_peak(model, torch.optim.Adam, *batch(shape, samples), 2) <= budget
+
+    largest = max(samples for samples in (predicted, 130, 140, 149, 150, 151) if fits(samples))
+    assert fits(predicted)
+    assert 0.75 * largest <= predicted <= largest
+
+
+class Shared(nn.Module):
+    """110 parameters in nested modules, two of which are the same, and 1,000 at the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Sequential(nn.Linear(10, 10)))
+        self.same = self.inner[0]
+        self.root = nn.Parameter(torch.zeros(1000))
+        self.register_buffer("mean", torch.zeros(7))
+
+    def forward(self, inputs):
+        return self.same(self.inner(inputs)) + self.root.sum() + self.mean.sum()
+
+
+def test_p23_shared_nested_and_root_parameters_count_once():
+    estimate = speedswap.estimate_memory(Shared(), torch.randn(3, 10), torch.optim.Adam)
+    assert estimate.parameters == 4 * 1110
+    assert estimate.gradients == 4 * 1110
+    assert estimate.buffers == 4 * 7
+    assert estimate.optimizer_state == 2 * 4 * 1110 + 3 * 4  # and a step for each of three parameters
+    assert estimate.inputs_per_sample == 40
+
+
+def test_weights_that_share_memory_count_once():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
+    model[1].weight = model[0].weight
+    estimate = speedswap.estimate_memory(model, torch.randint(50, (4, 3)), torch.optim.SGD)
+    assert estimate.parameters == estimate.gradients == 50 * 8 * 4
+
+
+def test_parameters_that_are_views_of_one_memory_count_once_and_have_gradients_of_their_own():
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+    estimate = speedswap.estimate_memory(model, torch.randint(50, (4, 3)), torch.optim.SGD)
+    assert (estimate.parameters, estimate.gradients) == (50 * 8 * 4, 2 * 50 * 8 * 4)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_state():
+    model = mlp()
+    model[0].requires_grad_(False)
+    estimate = estimated(model, (64,), torch.optim.Adam)
+    trained = bytes_of(*model[2].parameters(), *model[4].parameters())
+    assert estimate.gradients == trained
+    assert estimate.optimizer_state == 2 * trained + 4 * 4
+
+
+OPTIMIZERS = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD Rprop RMSprop Adafactor".split()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_that_of_the_optimizer_itself(name):
+    optimizer_class = getattr(torch.optim, name)
+    if name == "SGD":
+        optimizer_class = functools.partial(optimizer_class, momentum=0.9)
+    model = mlp()
+    estimate = estimated(model, (64,), optimizer_class)
+    twin = copy.deepcopy(model)
+    optimizer = optimizer_class(twin.parameters())
+    for _ in range(2):
+        functional.cross_entropy(twin(torch.randn(4, 64)), torch.randint(CLASSES, (4,))).backward()
+        optimizer.step()
+    held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    assert estimate.optimizer_state == bytes_of(*held)
+
+
+def test_optimizer_object_lends_its_settings_and_groups_and_is_not_stepped():
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[2].parameters(), "momentum": 0}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    steps = []
+    optimizer.register_step_pre_hook(lambda *arguments: steps.append(arguments))
+    before = copy.deepcopy(optimizer.state_dict())
+    estimate = estimated(model, (64,), optimizer)
+    assert estimate.optimizer_state == bytes_of(*model[0].parameters())
+    assert optimizer.state_dict() == before
+    assert not steps
+
+
+def test_sparse_gradients_and_their_optimizer():
+    model = nn.Embedding(1000, 8, sparse=True)
+    estimate = speedswap.estimate_memory(model, torch.randint(1000, (4,)), torch.optim.SparseAdam)
+    assert estimate.optimizer_state == 2 * 1000 * 8 * 4
+    assert estimate.gradients < 1000 * 8 * 4
+
+
+def test_optimizer_that_evaluates_the_loss_is_refused_by_name():
+    with pytest.raises(OptimizerError, match=r"LBFGS evaluates the loss.*optimizer=None"):
+        estimated(mlp(), (64,), torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_model_gradients_and_random_numbers_are_as_before(training):
+    model = cnn().train(training)
+    model.append(nn.Dropout(0.5))
+    functional.cross_entropy(model(torch.randn(4, 3, 16, 16)), torch.randint(CLASSES, (4,))).backward()
+    parameters = dict(model.named_parameters())
+    grads = {name: parameter.grad for name, parameter in parameters.items()}
+    values = [one.clone() for one in (*model.state_dict().values(), *grads.values())]
+    called = []
+    for parameter in parameters.values():
+        parameter.register_post_accumulate_grad_hook(called.append)
+    estimated(model, (3, 16, 16), torch.optim.Adam(model.parameters()))
+    assert model.training is training
+    assert dict(model.named_parameters()) == parameters
+    assert all(parameter.grad is grads[name] for name, parameter in parameters.items())
+    assert same_bits([*model.state_dict().values(), *grads.values()], values)
+    assert not called
+
+
+def test_random_numbers_are_as_before():
+    model, example = Attention(), (torch.randn(4, 20, 32),)
+    before = torch.get_rng_state()
+    speedswap.estimate_memory(model, example, torch.optim.Adam)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_the_loss_refers_to_keeps_its_gradient():
+    model, temperature = mlp(), torch.ones((), requires_grad=True)
+    speedswap.estimate_memory(model, torch.randn(4, 64), loss_fn=lambda x: (model(x) * temperature).sum())
+    assert temperature.grad is None
+
+
+def test_batch_norm_needs_no_second_sample_of_the_user():
+    estimate = estimated(cnn(), (3, 16, 16), None, samples=1)
+    assert estimate.total(2) > estimate.total(1) > 0
+
+
+def test_example_by_name_and_without_a_loss():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(5))
+
+        def forward(self, values, scale):
+            return {"out": values * self.weight * scale}
+
+    estimate = speedswap.estimate_memory(Named(), {"values": torch.randn(6, 5), "scale": 2.0}, torch.optim.SGD)
+    assert estimate.inputs_per_sample == 20
+    assert estimate.optimizer_state == 0
+
+
+def test_half_precision_sums_count_as_float32():
+    model = mlp().bfloat16()
+    example = torch.randn(4, 64).bfloat16()
+    accumulating = speedswap.estimate_memory(model, example, torch.optim.SGD)
+    once = speedswap.estimate_memory(model, example, torch.optim.SGD, accumulate=False)
+    assert accumulating.gradients == 2 * accumulating.parameters
+    assert once.gradients == once.parameters
+
+
+def test_autocast_makes_activations_smaller():
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    full = speedswap.estimate_memory(model, torch.randn(4, 64))
+    half = speedswap.estimate_memory(model, torch.randn(4, 64), autocast=torch.bfloat16)
+    assert half.activations_per_sample < 0.8 * full.activations_per_sample
+
+
+def test_splitter_stays_within_the_estimate():
+    """Half-precision parameters, whose gradients the splitter sums in float32."""
+    model = mlp().bfloat16()
+    inputs, targets = torch.randn(128, 64).bfloat16(), torch.randint(CLASSES, (128,))
+    estimate = speedswap.estimate_memory(
+        model, (inputs, targets), loss_fn=lambda x, y: functional.cross_entropy(model(x), y)
+    )
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=32)
+    run = functools.partial(splitter.backward, lambda x, y: functional.cross_entropy(model(x), y), inputs, targets)
+    run()
+    model.zero_grad()
+    measured = bytes_of(*model.parameters(), inputs[:32], targets[:32]) + allocated_at_most(run)
+    assert measured <= estimate.total(32)
+
+
+def test_model_that_takes_another_path_for_each_size():
+    """Another sequence of operations for each number of samples."""
+
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, inputs):
+            for _ in range(len(inputs)):
+                inputs = torch.tanh(self.layer(inputs))
+            return inputs
+
+    estimate = speedswap.estimate_memory(Loop(), torch.randn(4, 8), torch.optim.SGD)
+    assert estimate.total(200) > estimate.total(20)
+
+
+@functools.cache
+def an_estimate():
+    return estimated(mlp(), (64,), torch.optim.Adam)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2 * 10**6, 10**12))
+def test_largest_size_is_the_largest(budget):
+    size = an_estimate().largest_micro_batch_size(budget)
+    assert an_estimate().total(size) <= budget < an_estimate().total(size + 1)
+
+
+def test_budget_below_one_sample_says_what_one_sample_takes():
+    with pytest.raises(MemoryBudgetError, match=rf"1000000.*one sample takes {an_estimate().total(1)}"):
+        an_estimate().largest_micro_batch_size(1_000_000)
+
+
+def test_table_adds_up():
+    estimate = an_estimate()
+    parts = estimate.parameters + estimate.buffers + estimate.gradients + estimate.optimizer_state
+    for size in (1, 8, 64, 512):
+        rest = estimate.inputs(size) + estimate.activations(size) + estimate.temporaries(size)
+        assert parts + rest == estimate.total(size)
+    lines = str(estimate).splitlines()
+    assert lines[0].split() == ["micro-batch", "size", "1", "8", "64", "512"]
+    assert lines[-1].startswith("total")
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    "example, loss_fn, error, text",
+    [
+        (torch.zeros(0, 64), None, BatchError, "no samples"),
+        ((torch.zeros(4, 64),), lambda x: x.detach().sum(), BatchError, "needs a gradient"),
+        ((torch.zeros(4, 64, requires_grad=True),), lambda x: x * 2, BatchError, "one number"),
+    ],
+)
+def test_what_cannot_be_estimated_says_why(example, loss_fn, error, text):
+    with pytest.raises(error, match=text):
+        speedswap.estimate_memory(mlp(), example, loss_fn=loss_fn)
+
+
+def test_size_must_be_positive():
+    with pytest.raises(ValueError, match="micro_batch_size is 0"):
+        an_estimate().total(0)
+
+
+def test_failure_of_the_model_is_its_own_and_leaves_no_trace():
+    model, example = mlp(), torch.randn(4, 63)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        speedswap.estimate_memory(model, example, torch.optim.Adam)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_p23_on_a_gpu_never_under_what_its_allocator_gave_out(name):
+    make, shape = MODELS[name]
+    model = make().cuda()
+    inputs, targets = (tensor.cuda() for tensor in batch(shape, 4))
+    estimate = speedswap.estimate_memory(
+        model, (inputs, targets), torch.optim.Adam, loss_fn=lambda x, y: functional.cross_entropy(model(x), y)
+    )
+    assert estimate.context > 0
+    del inputs, targets
+    already = torch.cuda.memory_allocated() - bytes_of(*model.parameters(), *model.buffers())
+    optimizer = torch.optim.Adam(model.parameters())
+    for samples in (64, 500):
+        inputs, targets = (tensor.cuda() for tensor in batch(shape, samples))
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            for _ in range(2):
+                functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.cuda.max_memory_allocated() - max(0, already) <= estimate.total(samples)
