@@ -1,7 +1,18 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
 from speedswap import errors, monitor
-from speedswap.batching import AccumulatingOptimizer, BatchSplitter, coupled, elastic, plan_accumulation, retry
+from speedswap.batching import (
+    AccumulatingOptimizer,
+    BatchSplitter,
+    Feed,
+    MemoryEstimate,
+    coupled,
+    elastic,
+    estimate_memory,
+    feed,
+    plan_accumulation,
+    retry,
+)
 from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
@@ -15,6 +26,8 @@ __all__ = [
     "Column",
     "Embedding",
     "EmbeddingBag",
+    "Feed",
+    "MemoryEstimate",
     "ModelFactory",
     "OptimizerFactory",
     "Table",
@@ -23,6 +36,8 @@ __all__ = [
     "coupled",
     "elastic",
     "errors",
+    "estimate_memory",
+    "feed",
     "gather_rows",
     "get_num_threads",
     "init",

@@ -3,6 +3,8 @@
 from speedswap.batching import elastic, retry
 from speedswap.batching.accumulating_optimizer import AccumulatingOptimizer
 from speedswap.batching.callbacks import Callback, Event
+from speedswap.batching.estimate import MemoryEstimate, estimate_memory
+from speedswap.batching.feed import Feed, feed
 from speedswap.batching.nested import PerSample, Whole
 from speedswap.batching.oom import is_out_of_memory
 from speedswap.batching.plan import plan_accumulation
@@ -13,10 +15,14 @@ __all__ = [
     "BatchSplitter",
     "Callback",
     "Event",
+    "Feed",
+    "MemoryEstimate",
     "PerSample",
     "Whole",
     "coupled",
     "elastic",
+    "estimate_memory",
+    "feed",
     "is_out_of_memory",
     "plan_accumulation",
     "retry",
