@@ -1,14 +1,14 @@
 """Make batches fit that do not: split them, accumulate exactly, and recover from running out of memory."""
 
 from speedswap.batching import elastic, retry
-from speedswap.batching.accumulating_optimizer import AccumulatingOptimizer
+from speedswap.batching.accumulating import AccumulatingOptimizer
 from speedswap.batching.callbacks import Callback, Event
-from speedswap.batching.estimate import MemoryEstimate, estimate_memory
-from speedswap.batching.feed import Feed, feed
+from speedswap.batching.estimating import MemoryEstimate, estimate_memory
+from speedswap.batching.feeding import Feed, feed
 from speedswap.batching.nested import PerSample, Whole
 from speedswap.batching.oom import is_out_of_memory
 from speedswap.batching.plan import plan_accumulation
-from speedswap.batching.splitter import BatchSplitter, coupled
+from speedswap.batching.splitting import BatchSplitter, coupled
 
 __all__ = [
     "AccumulatingOptimizer",

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.estimate import estimate_memory
-from speedswap.batching.feed import Feed, feed
+from speedswap.batching.estimating.estimate import estimate_memory
+from speedswap.batching.feeding.feed import Feed, feed
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError

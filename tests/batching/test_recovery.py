@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import speedswap
 from speedswap.batching import Callback, oom
-from speedswap.batching.sizes import Sizes
+from speedswap.batching.splitting.sizes import Sizes
 from speedswap.errors import BatchError
 
 
@@ -149,7 +149,7 @@ def test_p17_nothing_of_a_failed_attempt_is_alive_when_memory_is_released(monkey
         alive.append([reference() is not None for reference in activations])
         release()
 
-    monkeypatch.setattr("speedswap.batching.attempts.release_cached_memory", released)
+    monkeypatch.setattr("speedswap.batching.splitting.attempts.release_cached_memory", released)
     gc.disable()  # what is freed is freed by itself, not by a collection that happens to come along
     try:
         splitter = speedswap.BatchSplitter(model)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from speedswap import retry
-from speedswap.batching.limits import Limit, Limits, Registry
+from speedswap.batching.retry.limits import Limit, Limits, Registry
 from speedswap.errors import BatchError
 
 

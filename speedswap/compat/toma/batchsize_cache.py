@@ -6,9 +6,9 @@ from collections.abc import Hashable
 
 import torch
 
-from speedswap.batching.limits import Limits
 from speedswap.batching.oom import free_bytes
-from speedswap.batching.search import Search
+from speedswap.batching.retry.limits import Limits
+from speedswap.batching.retry.search import Search
 from speedswap.compat.toma.cpu_memory import get_available_cpu_memory
 from speedswap.compat.toma.stacktrace import get_simple_traceback
 

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from speedswap.batching.collate import Stack, nbytes_of
-from speedswap.batching.read_ahead import ReadAhead
+from speedswap.batching.feeding.collate import Stack, nbytes_of
+from speedswap.batching.feeding.read_ahead import ReadAhead
 from speedswap.errors import BatchError, MemoryBudgetError
 
 __all__ = ["Feed", "feed"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedswap.batching.alone import Alone
-from speedswap.batching.buckets import Buckets
-from speedswap.batching.exchange import BEGIN, END, READY, TOTAL, Exchange
+from speedswap.batching.ranks.alone import Alone
+from speedswap.batching.ranks.buckets import Buckets
+from speedswap.batching.ranks.exchange import BEGIN, END, READY, TOTAL, Exchange
 from speedswap.errors import BatchError, PeerError
 
 __all__ = ["Replicated", "replicas"]

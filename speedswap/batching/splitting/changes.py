@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from speedswap.batching.accumulate import Float32Sums
 from speedswap.batching.rollback import Buffers, Gradients, RandomState, leaves_of, parameters_and_buffers
+from speedswap.batching.splitting.accumulate import Float32Sums
 
 __all__ = ["Changes"]
 

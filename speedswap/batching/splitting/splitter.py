@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speedswap.batching.accumulate import HALF_PRECISION
-from speedswap.batching.attempts import Attempts
-from speedswap.batching.batch_norm import batch_norms, whole_batch_statistics
 from speedswap.batching.callbacks import Callback, Event
-from speedswap.batching.changes import Changes
 from speedswap.batching.functions import closure, identity, name_of
 from speedswap.batching.nested import Batch, replace_tensors, tensors_of
-from speedswap.batching.offload import activations_on_host
 from speedswap.batching.ranks import ranks_of
-from speedswap.batching.two_passes import TwoPasses
+from speedswap.batching.splitting.accumulate import HALF_PRECISION
+from speedswap.batching.splitting.attempts import Attempts
+from speedswap.batching.splitting.batch_norm import batch_norms, whole_batch_statistics
+from speedswap.batching.splitting.changes import Changes
+from speedswap.batching.splitting.offload import activations_on_host
+from speedswap.batching.splitting.two_passes import TwoPasses
 from speedswap.errors import BatchError, CoupledLossError
 
 __all__ = ["BatchSplitter", "coupled"]

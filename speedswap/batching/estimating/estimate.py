@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap.batching.estimating.step_memory import OptimizerFactory, StepMemory, measure_step
+from speedswap.batching.estimating.trial import Trial, trials
 from speedswap.batching.nested import Batch
-from speedswap.batching.step_memory import OptimizerFactory, StepMemory, measure_step
-from speedswap.batching.trial import Trial, trials
 from speedswap.errors import MemoryBudgetError
 
 __all__ = ["MemoryEstimate", "estimate_memory"]

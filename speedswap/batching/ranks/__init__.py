@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
-from speedswap.batching.alone import Alone
+from speedswap.batching.ranks.alone import Alone
 from speedswap.errors import BatchError
 
 __all__ = ["ranks_of"]
@@ -22,8 +22,8 @@ def ranks_of(modules: Sequence[nn.Module]) -> Alone:
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
     # Only here, since they need a torch that was built with distributed.
-    from speedswap.batching.replicated import Replicated, replicas
-    from speedswap.batching.sharded import Sharded, shard_roots
+    from speedswap.batching.ranks.replicated import Replicated, replicas
+    from speedswap.batching.ranks.sharded import Sharded, shard_roots
 
     wrapped, roots = replicas(modules), shard_roots(modules)
     if wrapped and roots:

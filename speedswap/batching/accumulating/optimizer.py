@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedswap.batching.window import Replayable, Window
-from speedswap.batching.wrapped_optimizer import WrappedOptimizer
+from speedswap.batching.accumulating.window import Replayable, Window
+from speedswap.batching.accumulating.wrapped import WrappedOptimizer
 from speedswap.errors import BatchError, OptimizerError
 
 __all__ = ["AccumulatingOptimizer"]

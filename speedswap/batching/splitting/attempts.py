@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from speedswap.batching.exchange import OutOfMemoryElsewhere
 from speedswap.batching.oom import chain, forget, free_bytes, is_out_of_memory, release_cached_memory
-from speedswap.batching.sizes import Sizes
+from speedswap.batching.ranks.exchange import OutOfMemoryElsewhere
+from speedswap.batching.splitting.sizes import Sizes
 from speedswap.errors import BatchError
 
 __all__ = ["Attempts"]

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from speedswap.batching.limits import GROW_AFTER, Limit, Limits
 from speedswap.batching.oom import chain, forget, free_bytes, is_out_of_memory, release_cached_memory
+from speedswap.batching.retry.limits import GROW_AFTER, Limit, Limits
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.accumulate import Float32Sums
-from speedswap.batching.memory_timeline import Recorder, Timeline, record
+from speedswap.batching.estimating.timeline import Recorder, Timeline, record
 from speedswap.batching.nested import Batch, tensors_of
-from speedswap.batching.offload import activations_on_host
 from speedswap.batching.rollback import Gradients, RandomState, leaves_of
+from speedswap.batching.splitting.accumulate import Float32Sums
+from speedswap.batching.splitting.offload import activations_on_host
 from speedswap.errors import BatchError
 
 __all__ = ["Run", "Trial", "trials"]

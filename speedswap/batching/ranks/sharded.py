@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from speedswap.batching.alone import Alone
-from speedswap.batching.exchange import (
+from speedswap.batching.nested import tensors_of
+from speedswap.batching.oom import is_out_of_memory
+from speedswap.batching.plan import even_sizes
+from speedswap.batching.ranks.alone import Alone
+from speedswap.batching.ranks.exchange import (
     AGAIN,
     BEGIN,
     END,
@@ -24,9 +27,6 @@ from speedswap.batching.exchange import (
     Exchange,
     OutOfMemoryElsewhere,
 )
-from speedswap.batching.nested import tensors_of
-from speedswap.batching.oom import is_out_of_memory
-from speedswap.batching.plan import even_sizes
 from speedswap.batching.rollback import Buffers, RandomState, parameters_and_buffers
 from speedswap.errors import BatchError, PeerError
 
