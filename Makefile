@@ -25,7 +25,7 @@ CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
 demo test: export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint format bench gpu-check clean
+.PHONY: demo test lint format bench gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -81,14 +81,19 @@ $(TORCH_STAMP): $(VENV)/.stamp-made
 	$(PIP) install $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),$(CPU_WHEELS))
 	@touch $@
 
-# The install is editable: Python files are read from here, and only a change to the build's inputs runs it again.
+# The install is editable: Python files are read from here, and only a change to the build's inputs, or to which Python
+# files there are, runs it again.
 # Where torch was built for CUDA, the CuPy that fits comes along. torch's version is repeated so that nothing moves it.
 CUDA_EXTRA = $(shell $(BIN)/python -W ignore -c 'import torch; v = torch.version.cuda; print(",cuda" + v.split(".")[0] if v else "")')
 
-$(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS)
+$(VENV)/.python-files: FORCE | $(VENV)/.stamp-made
+	@find speedswap -name '*.py' | sort > $@.now
+	@cmp -s $@.now $@ && rm $@.now || mv $@.now $@
+
+$(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
 	$(PIP) install --quiet --editable '.[demo$(CUDA_EXTRA)]' $(TORCH)
 	@touch $@
 
-$(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS)
+$(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
 	$(PIP) install --quiet --editable '.[demo,dev$(CUDA_EXTRA)]' $(TORCH)
 	@touch $(VENV)/.stamp-demo $@
