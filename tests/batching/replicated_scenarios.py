@@ -183,7 +183,7 @@ def check_p16_sizes_grow_again_together(rank, world_size):
         return ce(ddp, x, y)
 
     seen = []
-    for batch in range(12):
+    for batch in range(24):
         if batch == 1:
             limit[0] = 8
         splitter.backward(loss_fn, inputs[rank], targets[rank])
