@@ -50,9 +50,10 @@ class Plan:
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Plan:
-        """SpeedTorch's sizes with their sweeps; or, quick, sizes that take seconds."""
+        """SpeedTorch's sizes with their sweeps; or, quick, ones that take seconds and may fit a very large cache."""
         if quick:
-            table = max(2**28, 8 * cache_bytes())
+            # Beyond the cache where that takes seconds; with caches of hundreds of MiB a disk would take minutes.
+            table = min(max(2**28, 8 * cache_bytes()), 2**29)
             return cls(table, 512, 16_384, 3, (64, 512), (1024, 16_384), (table, 2 * table), 200_000, 12.0)
         # No table that a cache could hold.
         sizes = [size for size in (2**29, 2**31, 2**33) if size >= 8 * cache_bytes()]
