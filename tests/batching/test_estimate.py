@@ -197,6 +197,18 @@ def test_frozen_parameters_have_no_gradients_and_no_state():
     assert estimate.optimizer_state == 2 * trained + 4 * 4
 
 
+def test_frozen_parameters_that_the_optimizer_holds_have_no_state():
+    """Little is trained beside much that is frozen, and the optimizer was given all of it."""
+    model = nn.Sequential(nn.Linear(500, 500).requires_grad_(False), nn.ReLU(), nn.Linear(500, 5))
+    optimizer = torch.optim.Adam(model.parameters())
+    estimate = speedswap.estimate_memory(model, torch.randn(4, 500), optimizer)
+    model(torch.randn(4, 500)).sum().backward()
+    optimizer.step()
+    held = [value for state in optimizer.state.values() for value in state.values()]
+    assert estimate.optimizer_state == bytes_of(*held) == 20_048
+    assert estimate.gradients == bytes_of(*model[2].parameters())
+
+
 OPTIMIZERS = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta ASGD Rprop RMSprop Adafactor".split()
 
 

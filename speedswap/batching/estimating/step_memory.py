@@ -98,11 +98,16 @@ def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, t
     twin.param_groups = [
         {
             **{name: _own(value) for name, value in group.items()},
-            "params": [_stand_in(one, parameters.get(one, torch.strided)) for one in group["params"]],
+            "params": [_stand_in(one, parameters.get(one, _layout(one))) for one in group["params"]],
         }
         for group in optimizer.param_groups
     ]
     return twin
+
+
+def _layout(parameter: Tensor) -> torch.layout | None:
+    """That of the gradient of a parameter of which nothing else is known; frozen ones have none, and no state."""
+    return torch.strided if parameter.requires_grad else None
 
 
 def _own(value: Any) -> Any:
