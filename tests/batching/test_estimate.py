@@ -151,6 +151,50 @@ def test_p23_largest_size_fits_what_it_was_asked_for_and_wastes_little(name):
     assert 0.75 * largest <= predicted <= largest
 
 
+def contrastive_loss(encoder):
+    def loss_fn(inputs):
+        codes = encoder(inputs)
+        return functional.cross_entropy(codes @ codes.T, torch.arange(len(inputs)))
+
+    return loss_fn
+
+
+def two_tower_loss(encoder):
+    """Both directions, and a temperature, as for images and their captions."""
+    other = copy.deepcopy(encoder)
+
+    def loss_fn(inputs):
+        logits = functional.normalize(encoder(inputs)) @ functional.normalize(other(inputs)).T / 0.1
+        targets = torch.arange(len(inputs))
+        return (functional.cross_entropy(logits, targets) + functional.cross_entropy(logits.T, targets)) / 2
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("make_loss", [contrastive_loss, two_tower_loss])
+def test_p23_loss_that_compares_all_samples_grows_with_the_square_of_the_batch(make_loss):
+    encoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+    loss_fn = make_loss(encoder)
+    estimate = speedswap.estimate_memory(encoder, torch.randn(5, 8), loss_fn=loss_fn)
+    for samples in (100, 300, 1024, 4096):
+        inputs = torch.randn(samples, 8)
+
+        def run(inputs=inputs):
+            loss_fn(inputs).backward()
+
+        run()
+        towers = 2 if make_loss is two_tower_loss else 1
+        there = bytes_of(inputs) + 2 * towers * bytes_of(*encoder.parameters())  # and gradients
+        measured = there + allocated_at_most(run)
+        assert measured <= estimate.total(samples) <= 1.25 * measured, samples
+    assert estimate.activations(4096) >= 4 * 4096**2
+
+
+def test_attention_grows_with_the_square_of_its_length_and_not_of_the_batch():
+    estimate = estimated(Attention(), (20, 32), None)
+    assert estimate.total(3000) - estimate.total(2000) == pytest.approx(estimate.total(2000) - estimate.total(1000))
+
+
 class Shared(nn.Module):
     """110 parameters in nested modules, two of which are the same, and 1,000 at the root."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap.batching.estimating.growth import Curve, Passes, curve, passes
 from speedswap.batching.estimating.step_memory import OptimizerFactory, StepMemory, measure_step
 from speedswap.batching.estimating.trial import Trial, trials
 from speedswap.batching.nested import Batch
@@ -34,7 +35,8 @@ class MemoryEstimate:
         inputs_fixed: of the batch, what does not grow with it.
         inputs_per_sample: of the batch, for each sample.
         activations_fixed: kept from forward to backward, what does not grow with the batch.
-        activations_per_sample: kept from forward to backward, for each sample, rounded up.
+        activations_per_sample: kept from forward to backward, for each sample, rounded up. Where they grow faster than
+            the batch, as a loss that compares all samples makes them, it is that of the largest batches tried.
         context: taken on the device by others than torch's allocator: CUDA's context and libraries, other processes.
             In no total. 0 on the CPU.
     """
@@ -48,7 +50,8 @@ class MemoryEstimate:
     activations_fixed: int
     activations_per_sample: int
     context: int
-    _passes: _Passes
+    _activations: Curve
+    _passes: Passes
     _step: int
 
     def inputs(self, micro_batch_size: int) -> int:
@@ -57,7 +60,7 @@ class MemoryEstimate:
 
     def activations(self, micro_batch_size: int) -> int:
         """Bytes that are kept from forward to backward."""
-        return max(0, self.activations_fixed + self.activations_per_sample * micro_batch_size)
+        return max(0, self._activations.at(micro_batch_size))
 
     def temporaries(self, micro_batch_size: int) -> int:
         """Bytes at the peak beyond all other parts: gradients of activations, workspaces, the optimizer's own."""
@@ -141,7 +144,7 @@ def estimate_memory(
     The model runs forward and backward on a few small batches made of the example's samples, where it is and in the
     mode in which it is, while torch's allocators are watched. For each operation, what is alive is a constant and a
     number of bytes a sample; the peak of a larger batch is the largest of these. Parameters, buffers, gradients, random
-    numbers and the optimizer are as before.
+    numbers and the optimizer are as before. What grows with the square of the batch is seen in four or more trials.
 
     Args:
         model: is trained on the device on which it is. Under DistributedDataParallel, the module inside.
@@ -183,7 +186,8 @@ def estimate_memory(
     last, before = runs[-1], runs[-2]
     step = StepMemory(0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
     inputs = _rate(before.inputs, last.inputs, last.size - before.size)
-    activations = _rate(before.activations, last.activations, last.size - before.size)
+    activations = curve([run.size for run in runs], [run.activations for run in runs])
+    per_sample = math.ceil(activations.per_sample)
     at_start = last.gradients_before if accumulate else 0
     at_step = step.temporaries + last.gradients
     return MemoryEstimate(
@@ -193,10 +197,11 @@ def estimate_memory(
         optimizer_state=step.state,
         inputs_fixed=max(0, last.inputs - inputs * last.size),
         inputs_per_sample=inputs,
-        activations_fixed=last.activations - activations * last.size,
-        activations_per_sample=activations,
+        activations_fixed=last.activations - per_sample * last.size,
+        activations_per_sample=per_sample,
         context=_context(_device_of(model, batch)),
-        _passes=_passes(runs, at_start),
+        _activations=activations,
+        _passes=passes(runs, at_start),
         _step=at_step + _small_change(at_step),
     )
 
@@ -248,72 +253,3 @@ def _with_margin(nbytes: int) -> int:
 def _small_change(nbytes: int) -> int:
     """What a few samples may need besides, in small models as well."""
     return min(nbytes // 8, 16 << 10)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Bytes as a function of the number of samples, through one point."""
-
-    size: int
-    nbytes: int
-    per_sample: float
-
-    def at(self, samples: int) -> int:
-        return -int(-(self.nbytes + self.per_sample * (samples - self.size)) // 1)
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """The peak of a forward and backward pass.
-
-    Attributes:
-        sizes: numbers of samples that were tried.
-        lines: for each neighbouring two of them, the bytes alive at each operation.
-        holds: what is left of a pass while the next one runs: the loss, or the outputs.
-    """
-
-    sizes: tuple[int, ...]
-    lines: tuple[tuple[_Line, ...], ...]
-    holds: _Line
-
-    def held(self, samples: int) -> int:
-        return max(0, self.holds.at(samples))
-
-    def peak(self, samples: int) -> int:
-        """Between two tried sizes another algorithm may begin at any size: the larger of both sides' lines."""
-        below = sum(size < samples for size in self.sizes)
-        if samples in self.sizes:
-            return max(line.at(samples) for line in self.lines[max(0, below - 1)])
-        first, last = max(0, min(below - 2, len(self.lines) - 1)), min(max(below, 1), len(self.lines))
-        return max(line.at(samples) for lines in self.lines[first:last] for line in lines)
-
-
-def _passes(runs: Sequence[Any], at_start: int) -> _Passes:
-    return _Passes(
-        tuple(run.size for run in runs),
-        tuple(_upper(_lines(one, other, at_start)) for one, other in itertools.pairwise(runs)),
-        _line(runs[-2].size, runs[-1].size, runs[-2].held, runs[-1].held, 0),
-    )
-
-
-def _lines(one: Any, other: Any, at_start: int) -> Iterable[_Line]:
-    """One line for each operation if both runs had the same ones; else one for the whole pass."""
-    if one.timeline.operations == other.timeline.operations:
-        pairs = zip(one.timeline.peaks, other.timeline.peaks, strict=True)
-    else:
-        pairs = zip([max(one.timeline.peaks)], [max(other.timeline.peaks)], strict=True)
-    for low, high in pairs:
-        yield _line(one.size, other.size, low + at_start, high + at_start, 0)
-
-
-def _line(size: int, other_size: int, nbytes: int, other_nbytes: int, least: int) -> _Line:
-    return _Line(other_size, other_nbytes, max(least, (other_nbytes - nbytes) / (other_size - size)))
-
-
-def _upper(lines: Iterable[_Line]) -> tuple[_Line, ...]:
-    """Those that no other one is above of, for any number of samples from 1 on."""
-    kept: list[_Line] = []
-    for line in sorted(lines, key=lambda line: (line.per_sample, line.at(1)), reverse=True):
-        if not kept or line.at(1) > max(other.at(1) for other in kept):
-            kept.append(line)
-    return tuple(kept)
