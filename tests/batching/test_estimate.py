@@ -329,6 +329,52 @@ def test_what_the_loss_refers_to_keeps_its_gradient():
     assert temperature.grad is None
 
 
+class Counting(nn.Module):
+    """Replaces its buffer, where BatchNorm changes its own in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.passes = self.passes + 1
+        return inputs
+
+
+@pytest.mark.parametrize("fails_at", [None, 1, 2, 3])
+def test_modules_that_only_the_loss_knows_count_and_are_as_before(fails_at):
+    first = nn.Linear(6, 6)
+    second = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Counting(), nn.Linear(6, 3).requires_grad_(False))
+    second[0].weight.grad = given = torch.ones(6, 6)
+    parameters, passes = list(second.parameters()), second[2].passes
+    before = [value.clone() for value in second.state_dict().values()]
+    calls = []
+
+    def loss_fn(inputs):
+        calls.append(len(inputs))
+        loss = second(first(inputs)).square().sum()
+        if len(calls) == fails_at:
+            raise ZeroDivisionError
+        return loss
+
+    if fails_at:
+        with pytest.raises(ZeroDivisionError):
+            speedswap.estimate_memory(first, torch.randn(4, 6), torch.optim.SGD, loss_fn=loss_fn)
+    else:
+        estimate = speedswap.estimate_memory(first, torch.randn(4, 6), torch.optim.Adam, loss_fn=loss_fn)
+        assert estimate.parameters == bytes_of(*first.parameters(), *second.parameters())
+        assert estimate.buffers == bytes_of(*second.buffers())
+        trained = bytes_of(*first.parameters(), *second[:2].parameters())
+        assert estimate.gradients == trained
+        assert estimate.optimizer_state == 2 * trained + 6 * 4
+    assert all(one is other for one, other in zip(second.parameters(), parameters, strict=True))
+    assert second[0].weight.grad is given
+    assert all(parameter.grad is None for parameter in parameters[1:])
+    assert bool((given == 1).all())
+    assert second[2].passes is passes
+    assert same_bits(list(second.state_dict().values()), before)
+
+
 def test_batch_norm_needs_no_second_sample_of_the_user():
     estimate = estimated(cnn(), (3, 16, 16), None, samples=1)
     assert estimate.total(2) > estimate.total(1) > 0

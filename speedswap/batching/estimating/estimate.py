@@ -28,8 +28,8 @@ class MemoryEstimate:
     """Bytes that training takes on one device.
 
     Attributes:
-        parameters: of the model, shared ones once.
-        buffers: of the model, such as running statistics.
+        parameters: of the model and of other modules that the loss runs, shared ones once.
+        buffers: of the same, such as running statistics.
         gradients: of the parameters that get one; sums in float32 for half-precision ones.
         optimizer_state: what the optimizer keeps from step to step.
         inputs_fixed: of the batch, what does not grow with it.
@@ -152,8 +152,9 @@ def estimate_memory(
             is the only argument. Tensors and nested containers, see :class:`~speedswap.batching.nested.Batch`.
         optimizer: an optimizer of the model's parameters, or what makes one of them: its class, or a partial of it.
             It is not stepped. None leaves its state and its step out.
-        loss_fn: called as ``loss_fn(*example)``; returns the loss. Without one the model is called with the example,
-            and gradients of the size of its outputs are propagated.
+        loss_fn: called as ``loss_fn(*example)``; returns the loss. Modules that it runs beside the model count too, as
+            trained if they want gradients. Without one the model is called with the example, and gradients of the size
+            of its outputs are propagated.
         accumulate: gradients of earlier micro-batches are there already, as with several micro-batches in a batch.
         autocast: run the forward pass under ``torch.autocast`` with this dtype.
         offload_activations: as :class:`BatchSplitter` does with ``offload_activations=True``.

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from speedswap.batching.estimating.timeline import Recorder, Timeline, record
 from speedswap.batching.nested import Batch, tensors_of
-from speedswap.batching.rollback import Gradients, RandomState, leaves_of
+from speedswap.batching.rollback import Buffers, Gradients, RandomState, leaves_of
 from speedswap.batching.splitting.accumulate import Float32Sums
 from speedswap.batching.splitting.offload import activations_on_host
 from speedswap.errors import BatchError
@@ -51,8 +52,7 @@ class Trial(nn.Module):
     """A model with a loss, as one module; its passes can be run on stand-ins for parameters and buffers.
 
     Attributes:
-        parameter_bytes: of all parameters.
-        buffer_bytes: of all buffers.
+        others: modules that only the loss knows, once they are found.
         grads: for each parameter that is trained, the layout of the gradient that it gets; None if it gets none.
     """
 
@@ -74,9 +74,46 @@ class Trial(nn.Module):
         self.autocast = autocast
         self.offload = offload
         self.training = model.training
-        self.parameter_bytes = self._bytes_of(self.parameters())
-        self.buffer_bytes = self._bytes_of(self.buffers())
+        self.others = nn.ModuleList()
         self.grads: dict[Tensor, torch.layout | None] = {}
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return self._bytes_of(self.parameters())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._bytes_of(self.buffers())
+
+    def find_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run forward once to see which modules only the loss knows; from then on they are part of this one."""
+        known = set(self.modules())
+        found: list[nn.Module] = []
+        values, places = Buffers(), []
+
+        def note(module: nn.Module, args: Any) -> None:
+            if module in known:
+                return
+            found.append(module)
+            for part in module.modules():
+                if part not in known:
+                    known.add(part)
+                    held = {name: buffer for name, buffer in part._buffers.items() if buffer is not None}
+                    values.note(held.values())
+                    places.append((part, held))
+
+        stand_ins = {name: buffer.detach().clone() for name, buffer in self.named_buffers()}
+        hook = register_module_forward_pre_hook(note)
+        try:
+            torch.func.functional_call(self, stand_ins, (None, [], args, kwargs))
+        finally:
+            hook.remove()
+            for part, held in places:
+                part._buffers.update(held)
+            values.restore()
+        self.others.extend(found)
 
     def nbytes(self, tensor: Tensor) -> int:
         """What a tensor's memory takes on the device in question; 0 if it lies on another one."""
@@ -118,8 +155,16 @@ class Trial(nn.Module):
         after = self._bytes_of(grad for grad in grads if grad is not None)
         return [size, self._bytes_of(tensors_of([args, kwargs])), before, after]
 
-    def forward(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The two passes, on stand-ins; returns the bytes of gradients that there are before the second one."""
+    def forward(
+        self, recorder: Recorder | None, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> int:
+        """The two passes, on stand-ins; returns the bytes of gradients that there are before the second one.
+
+        Without a recorder, forward once, and no more.
+        """
+        if recorder is None:
+            self._result(leaves, args, kwargs)
+            return 0
         held = self._pass(recorder, leaves, args, kwargs)
         if not self.accumulate:
             for leaf in leaves:
@@ -138,14 +183,18 @@ class Trial(nn.Module):
         del held, again
         return before
 
-    def _pass(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward and backward. Returns what a training loop holds of it: the loss, or the outputs."""
+    def _result(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of the forward pass."""
         kept = {leaf.untyped_storage().data_ptr() for leaf in leaves} if self.offload else set()
         with (
             torch.autocast(self.device_type, self.autocast) if self.autocast else nullcontext(),
             activations_on_host(kept) if self.offload else nullcontext(),
         ):
-            result = (self.loss_fn or self.model)(*args, **kwargs)
+            return (self.loss_fn or self.model)(*args, **kwargs)
+
+    def _pass(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward and backward. Returns what a training loop holds of it: the loss, or the outputs."""
+        result = self._result(leaves, args, kwargs)
         roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         recorder.forward_done()
         if not roots:
@@ -169,6 +218,7 @@ def _described(result: Any) -> str:
 def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
     """Runs on batches of these sizes, at least two, and as long as their activations take less than ``most_bytes``."""
     with _untouched():
+        trial.find_others(*_samples(batch, sizes[0]))
         runs = _recorded(trial, batch, sizes[:2])
         last = runs[-1]
         bytes_a_sample = max(last.timeline.peaks) / last.size
@@ -182,7 +232,7 @@ def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
     def run_all(recorder: Recorder) -> None:
         facts.clear()
         for size in sizes:
-            args, kwargs = batch.take([index % batch.size for index in range(size)])
+            args, kwargs = _samples(batch, size)
             facts.append(trial.run(recorder, args, kwargs, size))
 
     timelines = record(trial.device_type, run_all, len(sizes)) if sizes else []
@@ -190,6 +240,11 @@ def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
     for (size, inputs, before, after), timeline in zip(facts, timelines, strict=True):
         runs.append(Run(size, inputs, before, after, max(0, timeline.at_end - (after - before)), timeline))
     return runs
+
+
+def _samples(batch: Batch, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """So many of the batch's; again from the first one on if it has fewer."""
+    return batch.take([index % batch.size for index in range(size)])
 
 
 @contextmanager
