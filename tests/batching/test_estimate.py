@@ -218,6 +218,23 @@ def test_p23_shared_nested_and_root_parameters_count_once():
     assert estimate.inputs_per_sample == 40
 
 
+def test_tied_weights_in_a_module_with_two_names_count_once_and_stay_tied():
+    model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10, bias=False)), nn.Linear(10, 7))
+    model[2].requires_grad_(False)
+    model[1].append(model[0])
+    model[1][0].weight = weight = model[0].weight
+    model[0].register_buffer("offset", torch.zeros(10))
+    model[1].register_buffer("same_offset", model[0].offset)
+    offset, names = model[0].offset, [name for name, _ in model.named_parameters()]
+    estimate = speedswap.estimate_memory(model, torch.randn(4, 10), torch.optim.Adam(model.parameters()))
+    assert (estimate.parameters, estimate.buffers) == (4 * (110 + 77), 40)
+    assert estimate.gradients == 4 * 110
+    assert estimate.optimizer_state == 2 * 4 * 110 + 2 * 4
+    assert model[0].weight is model[1][0].weight is model[1][1].weight is weight
+    assert model[0].offset is model[1].same_offset is offset
+    assert [name for name, _ in model.named_parameters()] == names
+
+
 def test_weights_that_share_memory_count_once():
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
     model[1].weight = model[0].weight

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -104,10 +104,11 @@ class Trial(nn.Module):
                     values.note(held.values())
                     places.append((part, held))
 
-        stand_ins = {name: buffer.detach().clone() for name, buffer in self.named_buffers()}
+        stand_ins = {buffer: buffer.detach().clone() for buffer in self.buffers()}
         hook = register_module_forward_pre_hook(note)
         try:
-            torch.func.functional_call(self, stand_ins, (None, [], args, kwargs))
+            with _replaced(self, stand_ins):
+                self._result([], args, kwargs)
         finally:
             hook.remove()
             for part, held in places:
@@ -141,30 +142,19 @@ class Trial(nn.Module):
         Returns:
             What is known of the run without its timeline: size, inputs, gradients before and after.
         """
-        originals = dict(self.named_parameters())
-        leaves = {name: nn.Parameter(one.detach(), one.requires_grad) for name, one in originals.items()}
-        buffers = {name: buffer.detach().clone() for name, buffer in self.named_buffers()}
-        call = (recorder, list(leaves.values()), args, kwargs)
-        before: int = torch.func.functional_call(self, {**leaves, **buffers}, call)
+        leaves: dict[Tensor, Tensor] = {one: nn.Parameter(one.detach(), one.requires_grad) for one in self.parameters()}
+        buffers = {buffer: buffer.detach().clone() for buffer in self.buffers()}
+        with _replaced(self, {**leaves, **buffers}):
+            before = self._passes(recorder, list(leaves.values()), args, kwargs)
         grads = [leaf.grad for leaf in leaves.values()]
         self.grads = {
-            originals[name]: None if leaf.grad is None else leaf.grad.layout
-            for name, leaf in leaves.items()
-            if leaf.requires_grad
+            one: None if leaf.grad is None else leaf.grad.layout for one, leaf in leaves.items() if leaf.requires_grad
         }
         after = self._bytes_of(grad for grad in grads if grad is not None)
         return [size, self._bytes_of(tensors_of([args, kwargs])), before, after]
 
-    def forward(
-        self, recorder: Recorder | None, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> int:
-        """The two passes, on stand-ins; returns the bytes of gradients that there are before the second one.
-
-        Without a recorder, forward once, and no more.
-        """
-        if recorder is None:
-            self._result(leaves, args, kwargs)
-            return 0
+    def _passes(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The two passes, on stand-ins; returns the bytes of gradients that there are before the second one."""
         held = self._pass(recorder, leaves, args, kwargs)
         if not self.accumulate:
             for leaf in leaves:
@@ -209,6 +199,25 @@ class Trial(nn.Module):
         finally:
             gradients.restore()
         return result
+
+
+@contextmanager
+def _replaced(module: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Other tensors in the place of parameters and buffers, wherever they are.
+
+    ``torch.func.functional_call`` leaves a stand-in behind where a module has two names and a parameter that another
+    module has too.
+    """
+    places: list[Any] = [held for part in module.modules() for held in (part._parameters, part._buffers)]
+    originals = [dict(held) for held in places]
+    for held in places:
+        held.update({name: stand_ins.get(one, one) for name, one in held.items() if one is not None})
+    try:
+        yield
+    finally:
+        for held, original in zip(places, originals, strict=True):
+            held.clear()
+            held.update(original)
 
 
 def _described(result: Any) -> str:
