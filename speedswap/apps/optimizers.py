@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from speedswap.apps.errors import SettingsError
 
-__all__ = ["named_optimizer", "plain"]
+__all__ = ["named_optimizer", "optimizer_of", "plain"]
 
 
 def named_optimizer(name: str, own: Mapping[str, type[Optimizer]] | None = None) -> type[Optimizer]:
@@ -28,6 +29,20 @@ def named_optimizer(name: str, own: Mapping[str, type[Optimizer]] | None = None)
         count = len(own or {})
         raise SettingsError(f"optimizer is {name!r}: give one of {', '.join(names[:count] + sorted(names[count:]))}")
     return known[plain(name)]
+
+
+def optimizer_of(model: torch.nn.Module, name: str, lr: float | None) -> Optimizer:
+    """The optimizer of a name for a model's parameters; with torch's own learning rate where ``lr`` is None.
+
+    Raises:
+        SettingsError: there is none, or it does not take them, or the learning rate.
+    """
+    make: Any = named_optimizer(name)
+    try:
+        optimizer: Optimizer = make(model.parameters(), **({} if lr is None else {"lr": lr}))
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"optimizer is {name!r}, which does not take this model: {error}") from error
+    return optimizer
 
 
 def plain(name: str) -> str:

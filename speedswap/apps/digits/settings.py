@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from speedswap.apps.digits.errors import SettingsError
-from speedswap.apps.optimizers import named_optimizer, plain
+from speedswap.apps.optimizers import named_optimizer, optimizer_of, plain
 from speedswap.apps.places import compute_device
 
 __all__ = ["Budget", "Settings"]
@@ -113,10 +112,4 @@ class Settings:
         Raises:
             SettingsError: it does not take them, or the learning rate.
         """
-        lr = self.lr or SUITED_LR.get(plain(self.optimizer))
-        make: Any = named_optimizer(self.optimizer)
-        try:
-            optimizer: torch.optim.Optimizer = make(model.parameters(), **({} if lr is None else {"lr": lr}))
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"optimizer is {self.optimizer!r}, which does not take this model: {error}") from error
-        return optimizer
+        return optimizer_of(model, self.optimizer, self.lr or SUITED_LR.get(plain(self.optimizer)))

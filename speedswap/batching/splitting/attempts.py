@@ -49,11 +49,6 @@ class Attempts:
         self.asked = 0  # the size that the last batch got through with, larger than its parts may be
 
     @property
-    def finds_size(self) -> bool:
-        """Whether the size is found rather than given."""
-        return self._fixed is None
-
-    @property
     def limit(self) -> int | None:
         """The most that a micro-batch may have, however small the last batch was; None while nothing has failed."""
         return self._fixed or self._sizes.limit
