@@ -20,7 +20,7 @@ import torch
 
 from speedswap import kernels
 from speedswap.apps.bench.measure import in_turn, write_json
-from speedswap.kernels import pinning
+from speedswap.kernels.cuda import pinning
 
 ROW_BYTES = 512
 SWEEP = (16, 32, 64, 100, 128, 256, 512, 516, 1024, 2048, 4096)

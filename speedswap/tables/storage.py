@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.errors import SpeedswapWarning, TableTooLargeError
-from speedswap.kernels import pinning
+from speedswap.kernels.cuda import pinning
 
 __all__ = ["DeviceMemory", "HostMemory", "Memory", "Storage", "allocate", "available_bytes", "resolve_storage"]
 

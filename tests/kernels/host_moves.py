@@ -21,7 +21,8 @@ import compact_reference as reference  # noqa: E402
 from host_library import HostKernels  # noqa: E402
 
 # By its path: the package around it would bring torch, which the sanitizer would watch too.
-_spec = importlib.util.spec_from_file_location("launch", HERE.parents[1] / "speedswap" / "kernels" / "launch.py")
+_LAUNCH = HERE.parents[1] / "speedswap" / "kernels" / "cuda" / "launch.py"
+_spec = importlib.util.spec_from_file_location("launch", _LAUNCH)
 launch = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(launch)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from speedswap.kernels import modules
+from speedswap.kernels.cuda import modules
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 KERNELS = {

@@ -13,7 +13,7 @@ from host_library import HERE, HostKernels, build, compiler
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.kernels.launch import (
+from speedswap.kernels.cuda.launch import (
     COLUMNS_PER_LAUNCH,
     HOST_THREADS,
     BlockPart,

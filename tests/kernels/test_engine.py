@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speedswap import _C, kernels
-from speedswap.kernels import pinning
+from speedswap.kernels.cuda import pinning
 
 
 @pytest.fixture(autouse=True)

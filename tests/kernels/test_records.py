@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speedswap.kernels import Part, Records, gather_records, pinning, scatter_records
+from speedswap.kernels import Part, Records, gather_records, scatter_records
+from speedswap.kernels.cuda import pinning
 
 
 class Memory:

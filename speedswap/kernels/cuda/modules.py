@@ -160,7 +160,7 @@ def source() -> str:
     for name in ("rows.cuh", "compact.cuh", "philox.cuh"):
         path = _beside_engine(name)
         if not path.exists():
-            path = Path(__file__).parents[2] / "csrc" / name
+            path = Path(__file__).parents[3] / "csrc" / name
         text = text.replace(f'#include "{name}"', path.read_text().replace("#pragma once", ""))
     return text
 

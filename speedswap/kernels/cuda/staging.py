@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedswap.kernels import pinning
+from speedswap.kernels.cuda import pinning
 from speedswap.kernels.records import Part
 
 __all__ = ["Ring"]

@@ -1,4 +1,4 @@
-"""Rows to, from and on a GPU: which path, and the launches. Imports CuPy only when a GPU is used."""
+"""Rows to, from and on a GPU: which path, and the launches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
-from speedswap.kernels import modules
-from speedswap.kernels.launch import (
+from speedswap.kernels.cuda import modules
+from speedswap.kernels.cuda.launch import (
     COLUMNS_PER_LAUNCH,
     THREADS_PER_BLOCK,
     BlockPart,
@@ -25,50 +25,17 @@ from speedswap.kernels.launch import (
     launch_shape,
     round_grid,
 )
+from speedswap.kernels.cuda.staging import Ring
 from speedswap.kernels.records import Part, Records, Stored, engine_parts
-from speedswap.kernels.staging import Ring
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["fill", "gather_records", "info", "ready", "round_rows", "scatter_records"]
+__all__ = ["fill", "gather_records", "round_rows", "scatter_records"]
 
 
 class _Stream(NamedTuple):
     """A stream of torch's, as CuPy's launch wants one: it reads ``ptr``."""
 
     ptr: int
-
-
-# ---- what there is ---------------------------------------------------------------------------------------------------
-
-
-def ready() -> tuple[bool, str]:
-    """Whether rows can move to and from a GPU; and where not, why not and what to do about it."""
-    reason = modules.unavailable()
-    return reason is None, reason or ""
-
-
-def info() -> dict[str, str]:
-    """What was built, what the kernels came from or why there are none; CuPy's version; torch's CUDA version."""
-    try:
-        built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
-    except FileNotFoundError as error:
-        built = f"{error}; NVRTC compiles the kernels at first use"
-    reason = modules.unavailable()
-    if reason is None:
-        loaded = modules.load()
-        kernels = f"{loaded.origin} ({loaded.why})" if loaded.why else loaded.origin
-    else:
-        kernels = f"none: {reason}"
-    try:
-        version = str(modules.cupy().__version__)
-    except ImportError as error:
-        version = str(error)
-    return {
-        "fatbin": built,
-        "CUDA kernels": kernels,
-        "CuPy": version,
-        "CUDA": torch.version.cuda or "torch was built without CUDA",
-    }
 
 
 def _index(device: torch.device) -> int:
@@ -78,9 +45,6 @@ def _index(device: torch.device) -> int:
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-# ---- moves -----------------------------------------------------------------------------------------------------------
 
 
 def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:

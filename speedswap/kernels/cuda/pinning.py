@@ -7,7 +7,7 @@ import os
 import torch
 
 from speedswap import _C
-from speedswap.kernels import modules
+from speedswap.kernels.cuda import modules
 from speedswap.kernels.threads import get_num_threads
 
 __all__ = ["pin", "prefault", "unpin"]

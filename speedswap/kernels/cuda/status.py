@@ -1,0 +1,39 @@
+"""What there is of a GPU and of kernels for it."""
+
+from __future__ import annotations
+
+import torch
+
+from speedswap.kernels.cuda import modules
+
+__all__ = ["info", "ready"]
+
+
+def ready() -> tuple[bool, str]:
+    """Whether rows can move to and from a GPU; and where not, why not and what to do about it."""
+    reason = modules.unavailable()
+    return reason is None, reason or ""
+
+
+def info() -> dict[str, str]:
+    """What was built, what the kernels came from or why there are none; CuPy's version; torch's CUDA version."""
+    try:
+        built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
+    except FileNotFoundError as error:
+        built = f"{error}; NVRTC compiles the kernels at first use"
+    reason = modules.unavailable()
+    if reason is None:
+        loaded = modules.load()
+        kernels = f"{loaded.origin} ({loaded.why})" if loaded.why else loaded.origin
+    else:
+        kernels = f"none: {reason}"
+    try:
+        version = str(modules.cupy().__version__)
+    except ImportError as error:
+        version = str(error)
+    return {
+        "fatbin": built,
+        "CUDA kernels": kernels,
+        "CuPy": version,
+        "CUDA": torch.version.cuda or "torch was built without CUDA",
+    }
