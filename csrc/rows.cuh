@@ -48,17 +48,18 @@ SPEEDSWAP_FUNCTION Place<W> place_of(const Columns& columns, Count word, Count r
 // Neighbouring lanes move neighbouring words, so a row of 128 bytes or more is moved in whole lines; rows that start
 // inside a line and need more than one turn shift their first turn back to its begin. Each turn of a thread loads
 // kTurn words before it stores the first, so that many reads are on their way at once.
-// ids must be in range, and unique to scatter: the caller has checked.
+// ids must be in range, and unique to scatter: the caller has checked. Records that are packed lie in the order of the
+// ids, records[i] <-> row i, and ids is not read.
 template <bool kGather, typename W, typename Index>
 SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const Index* ids, Count num_ids,
-                                     const Columns& columns, int lanes) {
+                                     const Columns& columns, int lanes, int packed) {
     constexpr int kTurn = 4;
     constexpr Count kWordsPerLine = 128 / sizeof(W);
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count lane = thread % lanes;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        W* const record = records + (Count)ids[row] * words_per_record;
+        W* const record = records + (packed ? row : (Count)ids[row]) * words_per_record;
         Count shift = 0;
         if (columns.words > lanes)
             shift = (Count)((Word64)record / sizeof(W) + columns.column[0].offset) % kWordsPerLine;
@@ -181,14 +182,15 @@ SPEEDSWAP_FUNCTION void store_floats(Word* to, Count there, const Word* values) 
 // Grid: one sub-warp of `lanes` threads per row, rows walked with a grid stride; block: a multiple of `lanes` threads.
 // A thread converts a piece of 8 values at a time, which is 16 bytes of the record. kWhole: every width is a multiple
 // of 8, and every record, offset and block begins at a multiple of 16 bytes. Else pieces go value by value. ids must be
-// in range, and unique to scatter: the caller has checked.
+// in range, and unique to scatter: the caller has checked. Packed as above, but a stochastic scatter reads ids: what it
+// draws depends on them.
 template <bool kGather, bool kWhole, typename Format, typename Index>
 SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Index* ids, Count num_ids,
-                                        const CompactColumns& columns, int lanes) {
+                                        const CompactColumns& columns, int lanes, int packed) {
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        char* const record = records + (Count)ids[row] * stride;
+        char* const record = records + (packed ? row : (Count)ids[row]) * stride;
         for (Count piece = thread % lanes; piece < columns.pieces; piece += lanes) {
             int c = 0;
             while (c + 1 < columns.count && piece >= columns.column[c + 1].first)
@@ -212,7 +214,8 @@ SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Index
                 store_floats<kWhole>(block, there, values);
             } else {
                 load_floats<kWhole>(block, there, values);
-                const Halves held = narrowed<Format>(values, column.stochastic, column.key, (Word64)ids[row], number);
+                const Word64 id = column.stochastic ? (Word64)ids[row] : 0;
+                const Halves held = narrowed<Format>(values, column.stochastic, column.key, id, number);
                 if (kWhole) {
                     *(Halves*)halves = held;
                 } else {
@@ -246,11 +249,11 @@ SPEEDSWAP_FUNCTION void round_block(Word* block, Count width, const Index* ids, 
 // one value. Each thread of a scatter looks for the largest value of the row by itself: they read it together.
 template <bool kGather, typename Index>
 SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Index* ids, Count num_ids,
-                                     const CompactColumns& columns, int lanes) {
+                                     const CompactColumns& columns, int lanes, int packed) {
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        char* const record = records + (Count)ids[row] * stride;
+        char* const record = records + (packed ? row : (Count)ids[row]) * stride;
         for (int c = 0; c < columns.count; ++c) {
             const CompactColumn& column = columns.column[c];
             float* const block = (float*)column.block + row * column.width;
@@ -299,11 +302,17 @@ SPEEDSWAP_FUNCTION void fill_rows(char* out, Count row_stride, Count first_row, 
 
 // ---- the kernels by name: <what>_w<bytes of a word>_i<bits of an id> -----------------------------------------------
 
-#define SPEEDSWAP_MOVE(name, gathers, W, Index)                                                                   \
-    extern "C" __global__ void name(W* records, speedswap::Count words_per_record, const Index* ids,              \
-                                    speedswap::Count num_ids, const __grid_constant__ speedswap::Columns columns, \
-                                    int lanes) {                                                                  \
-        speedswap::move_records<gathers>(records, words_per_record, ids, num_ids, columns, lanes);                \
+// Threads of a block at most, which bounds the registers of each.
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define SPEEDSWAP_KERNEL extern "C" __global__ void __launch_bounds__(1024)
+#else
+#define SPEEDSWAP_KERNEL extern "C" __global__ void
+#endif
+
+#define SPEEDSWAP_MOVE(name, gathers, W, Index)                                                                      \
+    SPEEDSWAP_KERNEL name(W* records, speedswap::Count words_per_record, const Index* ids, speedswap::Count num_ids, \
+                          const __grid_constant__ speedswap::Columns columns, int lanes, int packed) {               \
+        speedswap::move_records<gathers>(records, words_per_record, ids, num_ids, columns, lanes, packed);           \
     }
 #define SPEEDSWAP_MOVES(bytes, W)                             \
     SPEEDSWAP_MOVE(gather_w##bytes##_i32, true, W, int)       \
@@ -318,21 +327,20 @@ SPEEDSWAP_MOVES(2, unsigned short)
 SPEEDSWAP_MOVES(1, unsigned char)
 
 // <what>_<form>_w<16 where pieces are whole, else 2>_i<bits of an id>
-#define SPEEDSWAP_CONVERT(name, Index, ...)                                                                 \
-    extern "C" __global__ void name(char* records, speedswap::Count stride, const Index* ids,               \
-                                    speedswap::Count num_ids,                                               \
-                                    const __grid_constant__ speedswap::CompactColumns columns, int lanes) { \
-        speedswap::__VA_ARGS__(records, stride, ids, num_ids, columns, lanes);                              \
+#define SPEEDSWAP_CONVERT(name, Index, ...)                                                                   \
+    SPEEDSWAP_KERNEL name(char* records, speedswap::Count stride, const Index* ids, speedswap::Count num_ids, \
+                          const __grid_constant__ speedswap::CompactColumns columns, int lanes, int packed) { \
+        speedswap::__VA_ARGS__(records, stride, ids, num_ids, columns, lanes, packed);                        \
     }
-#define SPEEDSWAP_CONVERSIONS(form, Format, bits, Index)                                                    \
-    SPEEDSWAP_CONVERT(gather_##form##_w16_i##bits, Index, convert_records<true, true, speedswap::Format>)   \
-    SPEEDSWAP_CONVERT(gather_##form##_w2_i##bits, Index, convert_records<true, false, speedswap::Format>)   \
-    SPEEDSWAP_CONVERT(scatter_##form##_w16_i##bits, Index, convert_records<false, true, speedswap::Format>) \
-    SPEEDSWAP_CONVERT(scatter_##form##_w2_i##bits, Index, convert_records<false, false, speedswap::Format>) \
-    extern "C" __global__ void round_##form##_i##bits(speedswap::Word* block, speedswap::Count width,       \
-                                                      const Index* ids, speedswap::Count num_ids,           \
-                                                      speedswap::Count stochastic, speedswap::Word64 key) { \
-        speedswap::round_block<speedswap::Format>(block, width, ids, num_ids, stochastic, key);             \
+#define SPEEDSWAP_CONVERSIONS(form, Format, bits, Index)                                                      \
+    SPEEDSWAP_CONVERT(gather_##form##_w16_i##bits, Index, convert_records<true, true, speedswap::Format>)     \
+    SPEEDSWAP_CONVERT(gather_##form##_w2_i##bits, Index, convert_records<true, false, speedswap::Format>)     \
+    SPEEDSWAP_CONVERT(scatter_##form##_w16_i##bits, Index, convert_records<false, true, speedswap::Format>)   \
+    SPEEDSWAP_CONVERT(scatter_##form##_w2_i##bits, Index, convert_records<false, false, speedswap::Format>)   \
+    SPEEDSWAP_KERNEL round_##form##_i##bits(speedswap::Word* block, speedswap::Count width, const Index* ids, \
+                                            speedswap::Count num_ids, speedswap::Count stochastic,            \
+                                            speedswap::Word64 key) {                                          \
+        speedswap::round_block<speedswap::Format>(block, width, ids, num_ids, stochastic, key);               \
     }
 
 SPEEDSWAP_CONVERSIONS(float16, Float16, 32, int)
@@ -345,9 +353,9 @@ SPEEDSWAP_CONVERT(scatter_int8_i32, int, convert_int8<false>)
 SPEEDSWAP_CONVERT(scatter_int8_i64, long long, convert_int8<false>)
 
 #define SPEEDSWAP_FILL(name, Item, Distribution)                                                                 \
-    extern "C" __global__ void name(char* out, speedswap::Count row_stride, speedswap::Count first_row,          \
-                                    speedswap::Count num_rows, speedswap::Count width, double a, double b,       \
-                                    speedswap::Word64 seed, speedswap::Word64 column_key) {                      \
+    SPEEDSWAP_KERNEL name(char* out, speedswap::Count row_stride, speedswap::Count first_row,                    \
+                          speedswap::Count num_rows, speedswap::Count width, double a, double b,                 \
+                          speedswap::Word64 seed, speedswap::Word64 column_key) {                                \
         const speedswap::Distribution distribution = {a, b};                                                     \
         speedswap::fill_rows<Item>(out, row_stride, first_row, num_rows, width, distribution, seed, column_key); \
     }

@@ -3,12 +3,13 @@
 from speedswap.kernels.aside import Aside, used_here
 from speedswap.kernels.background import AheadJob, Job, WantedColumn, finish_jobs, hand_over, scatter_behind
 from speedswap.kernels.dtypes import check_dtype
+from speedswap.kernels.fence import Fence
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype, unique
 from speedswap.kernels.info import cuda_ready, engine_info
 from speedswap.kernels.memory import empty
 from speedswap.kernels.moves import gather_records, round_rows, rounding_key, scatter_records
-from speedswap.kernels.records import Part, Records, Stored, stored_bytes
+from speedswap.kernels.records import ENGINES, Part, Records, Stored, stored_bytes
 from speedswap.kernels.rows import gather_rows, scatter_rows
 from speedswap.kernels.segments import (
     Groups,
@@ -24,8 +25,10 @@ from speedswap.kernels.segments import (
 from speedswap.kernels.threads import get_num_threads, set_num_threads
 
 __all__ = [
+    "ENGINES",
     "AheadJob",
     "Aside",
+    "Fence",
     "Groups",
     "Job",
     "Part",

@@ -8,7 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Part", "Records", "Stored", "engine_part", "engine_parts", "stored_bytes"]
+from speedswap.kernels.fence import Fence
+
+__all__ = ["ENGINES", "Part", "Records", "Stored", "engine_part", "engine_parts", "stored_bytes"]
+
+# auto: whichever is fastest here, by measurement. The others are in kernels/cuda/engines.py.
+ENGINES = ("auto", "zero_copy", "staged", "split")
 
 # As in csrc/rows_cpu.h.
 FORMS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
@@ -19,7 +24,9 @@ class Records(NamedTuple):
     """``num_rows`` records in one piece of memory, ``stride`` bytes apart.
 
     ``pinned`` says that host memory is registered with CUDA, so that the GPU may read and write it. ``owner`` is
-    whatever keeps the memory alive.
+    whatever keeps the memory alive. ``engine`` is the way between host memory and a GPU (:data:`ENGINES`). ``fence``
+    is where what GPUs do with pinned memory is noted, and waited for before the CPU touches it; None where the caller
+    sees to that.
     """
 
     pointer: int
@@ -28,6 +35,8 @@ class Records(NamedTuple):
     device: torch.device
     pinned: bool
     owner: object
+    engine: str = "auto"
+    fence: Fence | None = None
 
 
 class Stored(NamedTuple):

@@ -31,6 +31,8 @@ class Embedding(TableModule):
         padding_idx: a row that starts as zeros and gets no gradient.
         storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``memmap`` or ``auto`` (see
             :meth:`speedswap.Table.create`).
+        engine: how rows go between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto``: the
+            fastest on this machine (see there).
         path: the directory of a memmap table.
         dtype: of the weights; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in

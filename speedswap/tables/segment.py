@@ -27,6 +27,7 @@ class Segment:
     layout: RecordLayout
     memory: Memory
     num_embeddings: int
+    engine: str = "auto"
     file: str | None = None  # in a memmap table's directory
 
     @property
@@ -37,7 +38,14 @@ class Segment:
         """The memory as the kernels take it."""
         memory = self.memory
         return kernels.Records(
-            memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned, memory.bytes
+            memory.bytes.data_ptr(),
+            self.layout.stride,
+            self.num_embeddings,
+            memory.device,
+            memory.pinned,
+            memory.bytes,
+            self.engine,
+            memory.fence,
         )
 
     def wanted(self) -> list[kernels.WantedColumn]:

@@ -26,6 +26,7 @@ class Segments:
         seed: of the initial values.
         name: the table's, for messages.
         directory: where the files of a memmap table are.
+        engine: how rows go between host memory and a GPU.
         written: whether rows may differ from their initial values.
         writes: how many scatters there have been.
     """
@@ -38,6 +39,7 @@ class Segments:
         name: str,
         directory: TableDirectory | None,
         *,
+        engine: str = "auto",
         written: bool = False,
         writes: int = 0,
     ) -> None:
@@ -46,6 +48,7 @@ class Segments:
         self.seed = seed
         self.name = name
         self.directory = directory
+        self.engine = engine
         self.written = written
         self.writes = writes
         self._segments: list[Segment] = []
@@ -55,13 +58,13 @@ class Segments:
         assert self.directory is not None
         for entry in entries:
             memory = self.directory.open_data(entry.file, entry.layout, self.num_embeddings)
-            self._segments.append(Segment(entry.layout, memory, self.num_embeddings, entry.file))
+            self._segments.append(Segment(entry.layout, memory, self.num_embeddings, self.engine, entry.file))
 
     def copy(self, source: Segments) -> None:
         """Take memory for the columns of other segments, laid out as they are, with what they hold."""
         for segment in source:
             memory = storages.allocate(self.storage, segment.nbytes)
-            copied = Segment(segment.layout, memory, self.num_embeddings)
+            copied = Segment(segment.layout, memory, self.num_embeddings, self.engine)
             for rows in segment.chunks(0, self.num_embeddings):
                 stride = segment.layout.stride
                 piece = slice(rows.start * stride, rows.stop * stride)
@@ -128,10 +131,10 @@ class Segments:
         layout = RecordLayout.of(columns)
         nbytes = self.num_embeddings * layout.stride
         if self.directory is None:
-            segment = Segment(layout, storages.allocate(self.storage, nbytes), self.num_embeddings)
+            segment = Segment(layout, storages.allocate(self.storage, nbytes), self.num_embeddings, self.engine)
         else:
             file, memory = self.directory.create_data(nbytes)
-            segment = Segment(layout, memory, self.num_embeddings, file)
+            segment = Segment(layout, memory, self.num_embeddings, self.engine, file)
         try:
             # Fresh memory is zero already.
             self.fill(segment, [column for column in columns if not column.init.is_zero])

@@ -7,11 +7,9 @@ Pinned memory is such a mapping, faulted in and then registered with CUDA; a fil
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -23,7 +21,16 @@ from speedswap import kernels
 from speedswap.errors import SpeedswapWarning, TableTooLargeError
 from speedswap.kernels.cuda import pinning
 
-__all__ = ["DeviceMemory", "HostMemory", "Memory", "Storage", "allocate", "available_bytes", "resolve_storage"]
+__all__ = [
+    "DeviceMemory",
+    "HostMemory",
+    "Memory",
+    "Storage",
+    "allocate",
+    "available_bytes",
+    "resolve_engine",
+    "resolve_storage",
+]
 
 Storage = Literal["device", "pinned", "pageable", "memmap"]
 STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
@@ -61,6 +68,24 @@ def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storag
     return storage  # type: ignore[return-value]
 
 
+def resolve_engine(engine: str, storage: Storage) -> str:
+    """Check the ``engine`` argument.
+
+    Raises:
+        ValueError: an unknown engine, or one that a table in this storage does not have.
+    """
+    if engine not in kernels.ENGINES:
+        raise ValueError(f"engine is {engine!r}; choose one of {', '.join(kernels.ENGINES)}")
+    if engine != "auto" and storage == "device":
+        raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
+    if engine in ("zero_copy", "split") and storage != "pinned":
+        raise ValueError(
+            f"engine is {engine!r}, but a GPU cannot read {storage} memory, whose rows are staged; use "
+            "storage='pinned', or engine='auto'"
+        )
+    return engine
+
+
 class Memory:
     """Bytes that hold records.
 
@@ -68,10 +93,12 @@ class Memory:
         bytes: all of them as one uint8 tensor.
         device: where the bytes are, as torch says it.
         pinned: whether CUDA kernels may read and write them directly although they are host memory.
+        fence: what GPUs still do with pinned memory.
     """
 
     bytes: Tensor
     pinned = False
+    fence: kernels.Fence | None = None
 
     @property
     def device(self) -> torch.device:
@@ -96,6 +123,9 @@ class Memory:
     def settle(self) -> None:
         """Wait until the host may touch the bytes: a GPU may still be at them; only pinned memory needs it."""
 
+    def share(self) -> None:
+        """Note that the bytes were given to someone who may let a GPU work on them; only pinned memory needs it."""
+
     def flush(self) -> None:
         """Make what was written durable; only files need it."""
 
@@ -113,38 +143,39 @@ class DeviceMemory(Memory):
 
 
 class HostMemory(Memory):
-    """An anonymous mapping, pinned if asked for and possible."""
+    """Anonymous memory, pinned if asked for and possible."""
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
-        mapping = _anonymous(nbytes)
-        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        pointer = self.bytes.data_ptr()
-        if not pin:
-            return
-        ready, reason = kernels.cuda_ready()
+        ready, reason = kernels.cuda_ready() if pin else (False, "")
         if not ready:
-            warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
+            if pin:
+                warn_once(f"storage 'pinned' works as 'pageable' here: {reason}")
+            self.bytes = torch.frombuffer(pinning.anonymous(nbytes), dtype=torch.uint8)
             return
-        mapping.madvise(mmap.MADV_DONTFORK)
-        pinning.prefault(pointer, nbytes)
-        failure = pinning.pin(pointer, nbytes)
-        if failure is not None:
+        self._pinned = pinning.PinnedMemory(nbytes)
+        self.bytes = self._pinned.bytes
+        if self._pinned.failure is not None:
             warn_once(
                 f"storage 'pinned' works as 'pageable' here: {nbytes / 2**30:.2f} GiB could not be registered with "
-                f"CUDA ({failure}); `speedswap info` shows the limits"
+                f"CUDA ({self._pinned.failure}); `speedswap info` shows the limits"
             )
             return
         self.pinned = True
-        self._unpin = weakref.finalize(self, pinning.unpin, pointer, os.getpid(), mapping)
+        self.fence = kernels.Fence()
 
     def settle(self) -> None:
-        if self.pinned:
-            torch.cuda.synchronize()
+        if self.fence is not None:
+            self.fence.wait()
+
+    def share(self) -> None:
+        if self.fence is not None:
+            self.fence.share()
 
     def close(self) -> None:
         if self.pinned:
-            self._unpin()
+            self._pinned.close()
             self.pinned = False
+        self.fence = None
         super().close()
 
 
@@ -178,12 +209,3 @@ def available_bytes() -> int:
 
 def physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _anonymous(nbytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:  # a kernel without transparent huge pages
-        _log.debug("huge pages are not to be had: %s", error)
-    return mapping

@@ -35,6 +35,7 @@ class Table:
     Attributes:
         num_embeddings: rows.
         storage: where they live.
+        engine: how they go between host memory and a GPU.
         seed: of the initial values.
         name: for messages.
         version: goes up whenever rows or columns change.
@@ -56,6 +57,7 @@ class Table:
         self._segments = segments
         self.num_embeddings = segments.num_embeddings
         self.storage = segments.storage
+        self.engine = segments.engine
         self.seed = segments.seed
         self.name = segments.name
         self.version = 0
@@ -76,6 +78,7 @@ class Table:
         *,
         dtype: torch.dtype = torch.float32,
         storage: str = "auto",
+        engine: str = "auto",
         path: str | os.PathLike[str] | None = None,
         init: Initializer | Callable[..., Any] | None = None,
         seed: int = 0,
@@ -94,6 +97,10 @@ class Table:
                 (ordinary memory), ``memmap`` (a directory with the rows in a file), or ``auto``: memmap where a path is
                 given, else pinned where there is a GPU, else pageable. Where there is no GPU, ``pinned`` works as
                 ``pageable`` and says so once.
+            engine: how rows go between a pinned table and a GPU: ``zero_copy`` (kernels read and write the table over
+                the bus), ``staged`` (CPU threads gather, the copy engine carries; pageable and memmap tables have no
+                other way), ``split`` (both at once), or ``auto``: the one that is fastest here. That is measured once
+                on a machine, in two seconds, when rows are first moved to a GPU in earnest; ``speedswap info`` tells.
             path: the directory of a memmap table; it must not exist yet.
             init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
             seed: of the initial values; the same seed gives the same bits everywhere.
@@ -104,7 +111,7 @@ class Table:
             rounding: ``nearest`` or ``stochastic``, for what is scattered.
 
         Raises:
-            ValueError: a number out of range, an unknown storage or rounding, a path where none belongs.
+            ValueError: a number out of range, an unknown storage, engine or rounding, a path where none belongs.
             TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
             FileExistsError: ``path`` exists.
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
@@ -121,10 +128,11 @@ class Table:
                 f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
             )
         kind = storages.resolve_storage(storage, path)
+        engine = storages.resolve_engine(engine, kind)
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
-        segments = Segments(num_embeddings, kind, seed, name, directory)
+        segments = Segments(num_embeddings, kind, seed, name, directory, engine=engine)
         try:
             segments.add([weight])
             segments.save_manifest({})
@@ -167,19 +175,22 @@ class Table:
         return cls(segments, manifest.attributes)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, storage: str = "auto") -> Table:
+    def load(cls, path: str | os.PathLike[str], *, storage: str = "auto", engine: str = "auto") -> Table:
         """A copy, in memory, of a table that :meth:`save` wrote or that lives in a file.
 
         Args:
             path: the table's directory.
-            storage: ``device``, ``pinned``, ``pageable`` or ``auto``, as in :meth:`create`.
+            storage, engine: as in :meth:`create`, but for memmap.
 
         Raises:
             FileNotFoundError, TableFormatError, TableTooLargeError: as :meth:`open` and :meth:`create` do.
         """
         with cls.open(path, mode="r") as source:
             kind = storages.resolve_storage(storage, None)
-            segments = Segments(source.num_embeddings, kind, source.seed, source.name, None, writes=source.writes)
+            engine = storages.resolve_engine(engine, kind)
+            segments = Segments(
+                source.num_embeddings, kind, source.seed, source.name, None, engine=engine, writes=source.writes
+            )
             segments.copy(source._segments)
             return cls(segments, dict(source.attributes))
 
@@ -398,6 +409,7 @@ class Table:
         segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
         self._traffic.land()
         self._mark_written()
+        segment.memory.share()
         segment.memory.settle()
         return view
 

@@ -15,12 +15,12 @@ struct Move {
     const void* ids;
     Count num_ids;
     const Columns* columns;
-    int lanes;
+    int lanes, packed;
 
     template <typename W, typename Index>
-    int run(void (*kernel)(W*, Count, const Index*, Count, Columns, int)) const {
+    int run(void (*kernel)(W*, Count, const Index*, Count, Columns, int, int)) const {
         host_cuda::launch(grid, block, kernel, static_cast<W*>(records), words_per_record,
-                          static_cast<const Index*>(ids), num_ids, *columns, lanes);
+                          static_cast<const Index*>(ids), num_ids, *columns, lanes, packed);
         return 0;
     }
 };
@@ -32,12 +32,12 @@ struct Conversion {
     const void* ids;
     Count num_ids;
     const CompactColumns* columns;
-    int lanes;
+    int lanes, packed;
 
     template <typename Index>
-    int run(void (*kernel)(char*, Count, const Index*, Count, CompactColumns, int)) const {
+    int run(void (*kernel)(char*, Count, const Index*, Count, CompactColumns, int, int)) const {
         host_cuda::launch(grid, block, kernel, records, stride, static_cast<const Index*>(ids), num_ids, *columns,
-                          lanes);
+                          lanes, packed);
         return 0;
     }
 };
@@ -47,8 +47,8 @@ struct Conversion {
 // Each returns 0, or 1 if there is no kernel of that name.
 
 extern "C" int run_move(const char* name, unsigned int grid, unsigned int block, void* records, Count words_per_record,
-                        const void* ids, Count num_ids, const Columns* columns, int lanes) {
-    const Move move = {grid, block, records, words_per_record, ids, num_ids, columns, lanes};
+                        const void* ids, Count num_ids, const Columns* columns, int lanes, int packed) {
+    const Move move = {grid, block, records, words_per_record, ids, num_ids, columns, lanes, packed};
 #define TRY(kernel) \
     if (std::strcmp(name, #kernel) == 0) return move.run(kernel);
 #define TRY_WORD(bytes)         \
@@ -65,8 +65,8 @@ extern "C" int run_move(const char* name, unsigned int grid, unsigned int block,
 }
 
 extern "C" int run_convert(const char* name, unsigned int grid, unsigned int block, char* records, Count stride,
-                           const void* ids, Count num_ids, const CompactColumns* columns, int lanes) {
-    const Conversion move = {grid, block, records, stride, ids, num_ids, columns, lanes};
+                           const void* ids, Count num_ids, const CompactColumns* columns, int lanes, int packed) {
+    const Conversion move = {grid, block, records, stride, ids, num_ids, columns, lanes, packed};
 #define TRY_FORM(form)            \
     TRY(gather_##form##_w16_i32)  \
     TRY(gather_##form##_w16_i64)  \

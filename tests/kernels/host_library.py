@@ -38,26 +38,54 @@ class HostKernels:
         self._library = ctypes.CDLL(str(library))
         count, real, key = ctypes.c_longlong, ctypes.c_double, ctypes.c_ulonglong
         grid, address = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint], ctypes.c_void_p
-        self._library.run_move.argtypes = [*grid, address, count, address, count, address, ctypes.c_int]
-        self._library.run_convert.argtypes = [*grid, address, count, address, count, address, ctypes.c_int]
+        number = ctypes.c_int
+        self._library.run_move.argtypes = [*grid, address, count, address, count, address, number, number]
+        self._library.run_convert.argtypes = [
+            *grid,
+            address,
+            count,
+            address,
+            count,
+            address,
+            ctypes.c_int,
+            ctypes.c_int,
+        ]
         self._library.run_round.argtypes = [*grid, address, count, address, count, count, key]
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 
     def move(
         self, name: str, grid: int, block: int, records: int, words_per_record: int, ids: np.ndarray,
-        columns: np.ndarray, lanes: int,
+        columns: np.ndarray, lanes: int, packed: bool = False,
     ) -> None:  # fmt: skip
         unknown = self._library.run_move(
-            name.encode(), grid, block, records, words_per_record, pointer(ids), len(ids), pointer(columns), lanes
+            name.encode(),
+            grid,
+            block,
+            records,
+            words_per_record,
+            pointer(ids),
+            len(ids),
+            pointer(columns),
+            lanes,
+            packed,
         )
         assert not unknown, name
 
     def convert(
         self, name: str, grid: int, block: int, records: int, stride: int, ids: np.ndarray, columns: np.ndarray,
-        lanes: int,
+        lanes: int, packed: bool = False,
     ) -> None:  # fmt: skip
         unknown = self._library.run_convert(
-            name.encode(), grid, block, records, stride, pointer(ids), len(ids), pointer(columns), lanes
+            name.encode(),
+            grid,
+            block,
+            records,
+            stride,
+            pointer(ids),
+            len(ids),
+            pointer(columns),
+            lanes,
+            packed,
         )
         assert not unknown, name
 

@@ -95,8 +95,9 @@ def test_the_ptx_is_what_was_meant(nvrtc: Nvrtc):
     for bits in (32, 64):
         for what in ("gather", "scatter"):
             wide = bodies[f"{what}_w16_i{bits}"]
-            assert len(re.findall(r"ld\.global\.v2\.[ub]64", wide)) == 4  # a turn's loads, 16 bytes each
-            assert len(re.findall(r"st\.global\.v2\.[ub]64", wide)) == 4
+            # A turn is four loads of 16 bytes; the compiler writes it once for packed records, and once for others.
+            assert len(re.findall(r"ld\.global\.v2\.[ub]64", wide)) in (4, 8)
+            assert len(re.findall(r"st\.global\.v2\.[ub]64", wide)) in (4, 8)
         for form in ("float16", "bfloat16"):
             gather, scatter = bodies[f"gather_{form}_w16_i{bits}"], bodies[f"scatter_{form}_w16_i{bits}"]
             # A piece of 8 values: one access of 16 bytes to the record, two to the block.

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from speedswap.kernels.cuda.launch import (
     COLUMNS_PER_LAUNCH,
-    HOST_THREADS,
     BlockPart,
     CompactPart,
     columns_argument,
@@ -102,9 +101,9 @@ def test_launch_shape_keeps_its_promises(records, stride, num_rows, columns, mul
     assert shape.lanes == 1 or shape.lanes < 2 * words
     assert shape.block % shape.lanes == 0
     assert shape.block % 32 == 0
-    threads = shape.grid * shape.block
-    assert threads <= max(HOST_THREADS if host else 2048 * multiprocessors, shape.block)
-    assert threads >= min(num_rows * shape.lanes, HOST_THREADS if host else 2048 * multiprocessors)
+    limit = (1024 if host else 2048) * multiprocessors
+    assert min(num_rows * shape.lanes, limit) <= shape.grid * shape.block <= max(limit, shape.block)
+    assert not host or shape.grid <= multiprocessors
     assert shape.grid < 2**31
 
 
@@ -143,7 +142,7 @@ def test_convert_shape_keeps_its_promises(records, stride, num_rows, columns, mu
     assert pieces == sum(-(-part.width // 8) for part in parts)
     assert min(pieces, 32) <= shape.lanes < 2 * pieces + 1
     assert shape.block % shape.lanes == 0
-    limit = HOST_THREADS if host else 2048 * multiprocessors
+    limit = (1024 if host else 2048) * multiprocessors
     assert min(num_rows * shape.lanes, limit) <= shape.grid * shape.block <= max(limit, shape.block)
 
 
@@ -151,5 +150,5 @@ def test_more_than_a_warp_of_words_takes_whole_warps():
     part = BlockPart(0, 512, 4096, 512)
     assert launch_shape(0, 512, 1000, [part], multiprocessors=132, host=False) == (16, 32, 125, 256)
     assert launch_shape(0, 512, 10**9, [part], multiprocessors=132, host=False).grid == 132 * 8
-    assert launch_shape(0, 512, 10**9, [part], multiprocessors=132, host=True).grid == HOST_THREADS // 256
+    assert launch_shape(0, 512, 10**9, [part], multiprocessors=32, host=True) == (16, 32, 32, 1024)
     assert launch_shape(0, 516, 1000, [part], multiprocessors=132, host=False).word_bytes == 4

@@ -28,11 +28,11 @@ PIECE = 8
 WORDS = (16, 8, 4, 2, 1)
 
 THREADS_PER_BLOCK = 256
-# Reads of host memory wait for the bus, not for the GPU: this many threads keep it full with 16-byte words, and leave
-# most of the GPU to others.
-HOST_THREADS = 32_768
 # Enough to fill any GPU: 2048 for each of its multiprocessors.
 THREADS_PER_MULTIPROCESSOR = 2048
+# Moves of host memory wait for the bus, not for the GPU, and must leave it to others. In blocks of the greatest size a
+# multiprocessor is filled by two at most, so a grid takes no more multiprocessors than it has blocks.
+HOST_THREADS_PER_BLOCK = 1024
 
 _COLUMN = np.dtype([("first", "i8"), ("offset", "i8"), ("block", "i8"), ("block_stride", "i8")])
 _COLUMNS = np.dtype([("count", "i8"), ("words", "i8"), ("column", _COLUMN, (COLUMNS_PER_LAUNCH,))])
@@ -79,7 +79,7 @@ def launch_shape(
         stride: bytes from a record to the next.
         num_rows: at least 1.
         parts: 1 to 8 columns, each at least a byte wide.
-        multiprocessors: the GPU's.
+        multiprocessors: how many of the GPU's the move may take.
         host: whether the records are in host memory.
 
     Returns:
@@ -92,8 +92,7 @@ def launch_shape(
     word_bytes = next(word for word in WORDS if everything % word == 0)
     words = sum(part.width for part in parts) // word_bytes
     lanes = min(32, 1 << (words - 1).bit_length())
-    limit = HOST_THREADS if host else THREADS_PER_MULTIPROCESSOR * multiprocessors
-    return Shape(word_bytes, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
+    return Shape(word_bytes, lanes, *_blocks(num_rows * lanes, multiprocessors, host))
 
 
 def convert_shape(
@@ -110,15 +109,13 @@ def convert_shape(
         everything |= part.offset | 2 * part.width | part.block
     pieces = sum(_pieces(part) for part in parts)
     lanes = min(32, 1 << (pieces - 1).bit_length())
-    limit = HOST_THREADS if host else THREADS_PER_MULTIPROCESSOR * multiprocessors
-    return Shape(16 if everything % 16 == 0 else 2, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
+    return Shape(16 if everything % 16 == 0 else 2, lanes, *_blocks(num_rows * lanes, multiprocessors, host))
 
 
 def int8_shape(num_rows: int, parts: Sequence[CompactPart], *, multiprocessors: int, host: bool) -> Shape:
     """Choose the shape in which columns of int8 with a scale are converted: lanes that cover the widest row."""
     lanes = min(32, 1 << (max(part.width for part in parts) - 1).bit_length())
-    limit = HOST_THREADS if host else THREADS_PER_MULTIPROCESSOR * multiprocessors
-    return Shape(1, lanes, _grid(num_rows * lanes, limit), THREADS_PER_BLOCK)
+    return Shape(1, lanes, *_blocks(num_rows * lanes, multiprocessors, host))
 
 
 def round_grid(num_rows: int, width: int, *, multiprocessors: int) -> int:
@@ -130,6 +127,13 @@ def fill_grid(num_rows: int, width: int, items_per_group: int, *, multiprocessor
     """How many blocks fill ``num_rows`` rows of ``width`` items: a thread for each group of items, up to the limit."""
     groups = num_rows * -(-width // items_per_group)
     return _grid(groups, THREADS_PER_MULTIPROCESSOR * multiprocessors)
+
+
+def _blocks(threads: int, multiprocessors: int, host: bool) -> tuple[int, int]:
+    """How many blocks, of how many threads."""
+    if host:
+        return min(-(-threads // HOST_THREADS_PER_BLOCK), multiprocessors), HOST_THREADS_PER_BLOCK
+    return _grid(threads, THREADS_PER_MULTIPROCESSOR * multiprocessors), THREADS_PER_BLOCK
 
 
 def _grid(threads: int, limit: int) -> int:

@@ -19,6 +19,10 @@ from speedswap.errors import SpeedswapWarning
 
 __all__ = ["Kernels", "cupy", "fatbin", "load", "on_device", "source", "unavailable", "used_devices"]
 
+# cudaMemcpyKind
+HOST_TO_DEVICE = 1
+DEVICE_TO_HOST = 2
+
 # -fmad=false: the same random bits as on the host (csrc/philox.cuh).
 NVRTC_OPTIONS = ("-std=c++17", "-fmad=false")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
+import weakref
 
 import torch
 
@@ -10,12 +13,51 @@ from speedswap import _C
 from speedswap.kernels.cuda import modules
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["pin", "prefault", "unpin"]
+__all__ = ["PinnedMemory", "anonymous", "pin", "prefault", "unpin"]
 
 # Visible to every context (portable), and to the GPU's loads and stores (mapped).
 _FLAGS = 0x01 | 0x02
 _CUDART_UNLOADING = 4
 _NOT_INITIALIZED = 3
+
+
+_log = logging.getLogger("speedswap")
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Zeroed memory of exactly this size, from no pool, in huge pages where there are any."""
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:  # a kernel without transparent huge pages
+        _log.debug("huge pages are not to be had: %s", error)
+    return mapping
+
+
+class PinnedMemory:
+    """Anonymous memory, faulted in and registered with CUDA if that can be; forked children do not have it.
+
+    Attributes:
+        bytes: all of it, a uint8 tensor.
+        pointer: the address of the first.
+        failure: None, or why it could not be registered; it is ordinary memory then.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        mapping = anonymous(nbytes)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.pointer = self.bytes.data_ptr()
+        self.nbytes = nbytes
+        prefault(self.pointer, nbytes)
+        self.failure = pin(self.pointer, nbytes)
+        self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping) if not self.failure else None
+
+    def close(self) -> None:
+        """Give it back, once the GPUs have done what was queued."""
+        if self._unpin is not None:
+            self._unpin()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
 def prefault(pointer: int, nbytes: int) -> None:

@@ -1,142 +1,234 @@
-"""A ring of pinned buffers between pageable records and a GPU's blocks.
+"""Rows by way of pinned buffers: the CPU's threads on the one side, the copy engine and a kernel on the other.
 
-The CPU engine gathers into one buffer while the copy engine still reads the one before; the other way round for a
-scatter. The memory is anonymous and registered with CUDA: exactly its size, from no pool.
+What a batch wants of each record is packed: its bytes side by side, as they are stored. So they cross the bus in as few
+bytes as the table has, in one copy for many rows, and a kernel splits them into the columns' blocks, converting where
+that is needed. For a scatter all goes the other way. A few buffers go round: while the CPU fills one, the copy engine
+reads another, and the kernel works on what came before. They are allocated once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda import pinning
-from speedswap.kernels.records import Part
+from speedswap import _C
+from speedswap.kernels.cuda import modules
+from speedswap.kernels.cuda.launches import move
+from speedswap.kernels.cuda.pinning import PinnedMemory
+from speedswap.kernels.cuda.streams import side_stream
+from speedswap.kernels.records import Part, Records, stored_bytes
+from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["Ring"]
+__all__ = ["Packing", "Ring", "ring", "row_bytes"]
 
-_BUFFERS = 3
+_BUFFERS = 4
 _BUFFER_BYTES = 8 << 20
+# A smaller copy is mostly its own start.
+_LEAST_BYTES = 1 << 19
+_ALIGNMENT = 16
+
+Direction = Literal["in", "out"]
+
+
+class Run(NamedTuple):
+    """Bytes that lie side by side in a record: where they begin, how many, and where they are when packed."""
+
+    offset: int
+    width: int
+    packed: int
+
+
+class Packing(NamedTuple):
+    """What is wanted of a record, packed: bytes of a packed record, the runs, and the columns' places in it."""
+
+    stride: int
+    runs: list[Run]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Packing:
+        """Pack columns. Each keeps its place in a word of 16 bytes, so that it can be moved in the same words."""
+        runs: list[Run] = []
+        offsets = [0] * len(parts)
+        end = 0
+        for i in sorted(range(len(parts)), key=lambda i: parts[i].offset):
+            offset, width = parts[i].offset, _stored_width(parts[i])
+            if runs and runs[-1].offset + runs[-1].width == offset:
+                runs[-1] = runs[-1]._replace(width=runs[-1].width + width)
+            else:
+                runs.append(Run(offset, width, _aligned(end) + offset % _ALIGNMENT))
+            offsets[i] = runs[-1].packed + offset - runs[-1].offset
+            end = runs[-1].packed + runs[-1].width
+        return cls(_aligned(end), runs, offsets)
+
+
+def row_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of a row, as the records hold it."""
+    return sum(_stored_width(part) for part in parts)
+
+
+def _stored_width(part: Part) -> int:
+    width = part.block.nbytes // len(part.block)
+    return width if part.stored is None else stored_bytes(part.stored.dtype, width // torch.float32.itemsize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Buffer:
-    """Pinned bytes, and the GPU's last use of them."""
+    """Bytes in pinned memory and as many on a GPU; when the copy between them is done, and the kernel after a copy."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._mapping.madvise(mmap.MADV_DONTFORK)
-        self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        # Not pinned, it works as well: the copies are then made by the driver, one after the other.
-        self.pinned = pinning.pin(self.bytes.data_ptr(), nbytes) is None
-        self.used: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Wait until the GPU has read or written what was queued last."""
-        if self.used is not None:
-            self.used.synchronize()
-            self.used = None
-
-    def record(self) -> None:
-        """Mark the end of what was queued on torch's current stream."""
-        self.used = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.used.record()
+    def __init__(self, nbytes: int, device: int) -> None:
+        # Not pinned, it works as well: the driver then copies by way of memory of its own.
+        self.host = PinnedMemory(nbytes)
+        self.near = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class Ring:
-    """The buffers, made at first use; one move at a time has them."""
+    """The buffers of one GPU in one direction, made at first use. One move at a time has them.
 
-    def __init__(self) -> None:
+    Args:
+        device: the GPU's number.
+        direction: ``in`` to the GPU, or ``out`` of it.
+    """
+
+    def __init__(self, device: int, direction: Direction) -> None:
+        self._device = device
+        self._copies = side_stream(device, f"copies {direction}")
+        self._kernels = side_stream(device, f"kernels {direction}")
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
+        self._ids: PinnedMemory | None = None
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def to_device(self, num_rows: int, parts: Sequence[Part], gather: Callable[[slice, list[Part]], None]) -> None:
-        """Fill the blocks of ``parts``, on torch's current stream.
-
-        Args:
-            num_rows: of each block.
-            parts: columns whose blocks are on a GPU.
-            gather: fills host blocks, given as parts, with the rows of a slice.
-        """
-        with self._turn():
-            for turn, rows in enumerate(self._slices(num_rows, parts)):
-                buffer = self._buffers[turn % _BUFFERS]
-                buffer.wait()
-                staged = _staged(buffer.bytes, rows, parts)
-                gather(rows, staged)
-                for part, near in zip(parts, staged, strict=True):
-                    _bytes(part.block[rows]).copy_(near.block, non_blocking=buffer.pinned)
-                buffer.record()
-
-    def from_device(self, num_rows: int, parts: Sequence[Part], scatter: Callable[[slice, list[Part]], None]) -> None:
-        """Pass the blocks of ``parts`` on to ``scatter``, after what is queued on torch's current stream.
+    def gather(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+        """Fill blocks on the GPU with host records. torch's current stream comes after it.
 
         Args:
-            num_rows: of each block.
-            parts: columns whose blocks are on a GPU.
-            scatter: writes host blocks, given as parts, to the rows of a slice. Done with all when this returns.
+            records: in host memory, which nothing writes meanwhile.
+            ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
+            parts: columns with blocks on the GPU.
+            ready: after which the blocks may be written, and the ids read.
         """
-        with self._turn():
-            queued: list[tuple[_Buffer, slice, list[Part]]] = []
-            for turn, rows in enumerate(self._slices(num_rows, parts)):
-                buffer = self._buffers[turn % _BUFFERS]
-                if len(queued) == _BUFFERS:
-                    _pass_on(*queued.pop(0), scatter)
-                buffer.wait()
-                staged = _staged(buffer.bytes, rows, parts)
-                for part, near in zip(parts, staged, strict=True):
-                    near.block.copy_(_bytes(part.block[rows]), non_blocking=buffer.pinned)
-                buffer.record()
-                queued.append((buffer, rows, staged))
-            for entry in queued:
-                _pass_on(*entry, scatter)
+        with self._turn(ready):
+            host_ids = self._on_host(ids, ready)
+            packing = Packing.of(parts)
+            for buffer, rows in self._buffers_for(len(ids), packing.stride):
+                buffer.copied.synchronize()
+                _copy_on_host(_C.gather, records, host_ids[rows], packing, buffer)
+                self._copies.wait_event(buffer.moved)
+                nbytes = (rows.stop - rows.start) * packing.stride
+                self._copy(buffer.near.data_ptr(), buffer.host.pointer, nbytes, modules.HOST_TO_DEVICE)
+                buffer.copied.record(self._copies)
+                self._kernels.wait_event(buffer.copied)
+                self._move("gather", buffer, ids, rows, packing, parts)
+            self._done.record(self._kernels)
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def scatter(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+        """Write blocks on the GPU to host records; returns when they are written.
+
+        Args:
+            records: in host memory, which nothing else touches meanwhile.
+            ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
+            parts: columns with blocks on the GPU.
+            ready: after which the blocks and ids are what they should be.
+        """
+        with self._turn(ready):
+            host_ids = self._on_host(ids, ready)
+            if any(part.stored is not None and part.stored.key is not None for part in parts):
+                ids = ids.to(torch.device("cuda", self._device))
+            packing = Packing.of(parts)
+            under_way: list[tuple[_Buffer, slice]] = []
+            for buffer, rows in self._buffers_for(len(ids), packing.stride):
+                if len(under_way) == _BUFFERS:
+                    self._write(records, host_ids, packing, *under_way.pop(0))
+                self._move("scatter", buffer, ids, rows, packing, parts)
+                self._copies.wait_event(buffer.moved)
+                nbytes = (rows.stop - rows.start) * packing.stride
+                self._copy(buffer.host.pointer, buffer.near.data_ptr(), nbytes, modules.DEVICE_TO_HOST)
+                buffer.copied.record(self._copies)
+                under_way.append((buffer, rows))
+            for buffer, rows in under_way:
+                self._write(records, host_ids, packing, buffer, rows)
+
+    def _write(self, records: Records, host_ids: Tensor, packing: Packing, buffer: _Buffer, rows: slice) -> None:
+        buffer.copied.synchronize()
+        _copy_on_host(_C.scatter, records, host_ids[rows], packing, buffer)
+
+    def _move(
+        self, what: str, buffer: _Buffer, ids: Tensor, rows: slice, packing: Packing, parts: Sequence[Part]
+    ) -> None:
+        """Between a buffer on the GPU and the blocks."""
+        count, device = rows.stop - rows.start, buffer.near.device
+        packed = Records(buffer.near.data_ptr(), packing.stride, count, device, False, buffer)
+        some = [
+            part._replace(offset=offset, block=part.block[rows])
+            for offset, part in zip(packing.offsets, parts, strict=True)
+        ]
+        move(what, packed, ids[rows], some, device, self._kernels, packed=True)
+        buffer.moved.record(self._kernels)
+
+    def _copy(self, to: int, from_: int, nbytes: int, kind: int) -> None:
+        with modules.on_device(self._device):
+            modules.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, self._copies.cuda_stream)
+
+    def _on_host(self, ids: Tensor, ready: torch.cuda.Event) -> Tensor:
+        if ids.device.type == "cpu":
+            return ids
+        if self._ids is None or self._ids.nbytes < ids.nbytes:
+            self._ids = PinnedMemory(2 * ids.nbytes)
+        self._copies.wait_event(ready)
+        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, modules.DEVICE_TO_HOST)
+        self._copies.synchronize()
+        return self._ids.bytes[: ids.nbytes].view(ids.dtype)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, ready: torch.cuda.Event) -> Iterator[None]:
         with self._lock:
+            self._kernels.wait_event(ready)
             try:
                 yield
             except BaseException:
                 # Interrupted between a copy and its event: the buffers must be at rest before the next move.
-                torch.cuda.synchronize()
+                self._copies.synchronize()
+                self._kernels.synchronize()
                 raise
 
-    def _slices(self, num_rows: int, parts: Sequence[Part]) -> Iterator[slice]:
-        row_bytes = sum(part.block.nbytes // len(part.block) for part in parts)
-        if not self._buffers or self._buffers[0].bytes.numel() < row_bytes:
-            self._renew(max(_BUFFER_BYTES, -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE))
-        rows_at_once = self._buffers[0].bytes.numel() // row_bytes
-        for start in range(0, num_rows, rows_at_once):
-            yield slice(start, min(num_rows, start + rows_at_once))
+    def _buffers_for(self, num_rows: int, stride: int) -> Iterator[tuple[_Buffer, slice]]:
+        if not self._buffers or self._buffers[0].host.nbytes < stride:
+            self._renew(max(_BUFFER_BYTES, stride))
+        # A few turns also where one would do: what goes on at once is what makes it quick.
+        nbytes = min(self._buffers[0].host.nbytes, max(_LEAST_BYTES, num_rows * stride // _BUFFERS))
+        at_once = max(1, nbytes // stride)
+        for turn, start in enumerate(range(0, num_rows, at_once)):
+            yield self._buffers[turn % _BUFFERS], slice(start, min(num_rows, start + at_once))
 
     def _renew(self, nbytes: int) -> None:
-        for buffer in self._buffers:
-            buffer.wait()
-            if buffer.pinned:
-                pinning.unpin(buffer.bytes.data_ptr(), os.getpid(), buffer)
-        self._buffers = [_Buffer(nbytes) for _ in range(_BUFFERS)]
+        self._copies.synchronize()
+        self._kernels.synchronize()
+        self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
 
 
-def _pass_on(buffer: _Buffer, rows: slice, staged: list[Part], scatter: Callable[[slice, list[Part]], None]) -> None:
-    buffer.wait()
-    scatter(rows, staged)
+def _copy_on_host(
+    engine: Callable[..., None], records: Records, ids: Tensor, packing: Packing, buffer: _Buffer
+) -> None:
+    columns = [(run.offset, run.width, buffer.host.pointer + run.packed, packing.stride) for run in packing.runs]
+    engine(
+        records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), columns, get_num_threads()
+    )  # fmt: skip
 
 
-def _staged(memory: Tensor, rows: slice, parts: Sequence[Part]) -> list[Part]:
-    """Cut the memory into one host block of bytes for each part; what is stored compactly is float32 in it too."""
-    num_rows = rows.stop - rows.start
-    staged, begin = [], 0
-    for part in parts:
-        width = part.block.nbytes // len(part.block)
-        staged.append(part._replace(block=memory[begin : begin + num_rows * width].view(num_rows, width)))
-        begin += num_rows * width
-    return staged
-
-
-def _bytes(block: Tensor) -> Tensor:
-    """A block's rows as bytes, shape (rows, width)."""
-    return block.detach().reshape(-1).view(torch.uint8).view(len(block), -1)
+@functools.cache
+def ring(device: int, direction: Direction) -> Ring:
+    """The ring of a GPU for one direction: there is one in this process."""
+    return Ring(device, direction)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from speedswap.kernels.cuda import modules
+from speedswap.kernels.cuda import choice, modules
 
 __all__ = ["info", "ready"]
 
@@ -16,7 +16,10 @@ def ready() -> tuple[bool, str]:
 
 
 def info() -> dict[str, str]:
-    """What was built, what the kernels came from or why there are none; CuPy's version; torch's CUDA version."""
+    """What was built, what the kernels came from or why there are none; CuPy's version; torch's CUDA version.
+
+    Where there is a GPU, also how fast each engine is, which takes two seconds if it was not measured before.
+    """
     try:
         built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
     except FileNotFoundError as error:
@@ -31,9 +34,13 @@ def info() -> dict[str, str]:
         version = str(modules.cupy().__version__)
     except ImportError as error:
         version = str(error)
-    return {
+    found = {
         "fatbin": built,
         "CUDA kernels": kernels,
         "CuPy": version,
         "CUDA": torch.version.cuda or "torch was built without CUDA",
     }
+    if reason is None:
+        rates = choice.measured(torch.cuda.current_device())
+        found |= choice.describe(rates) if rates is not None else {"engines": "could not be measured"}
+    return found

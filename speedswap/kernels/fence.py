@@ -1,0 +1,41 @@
+"""The work of GPUs on memory that the host touches too."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+__all__ = ["Fence"]
+
+
+class Fence:
+    """What GPUs still do with pinned memory: the host waits here before it touches the memory itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reads: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._writes: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+        self._shared = False
+
+    def queued(self, stream: torch.cuda.Stream, *, writes: bool) -> None:
+        """Note that a stream reads or writes the memory in what was queued on it last."""
+        with self._lock:
+            events = self._writes if writes else self._reads
+            if stream not in events:
+                events[stream] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            events[stream].record(stream)
+
+    def share(self) -> None:
+        """Note that others may queue work on the memory, of which nobody will tell."""
+        self._shared = True
+
+    def wait(self, *, reads: bool = True) -> None:
+        """Return when nothing that was queued writes the memory any more; nor reads it, if that is asked for."""
+        if self._shared:
+            torch.cuda.synchronize()
+            return
+        with self._lock:
+            events = [*self._writes.values(), *(self._reads.values() if reads else ())]
+        for event in events:
+            event.synchronize()
