@@ -1,0 +1,226 @@
+"""Every way between host memory and a GPU, against NumPy; on a GPU, or on the simulated one."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from speedswap.kernels import Fence, Part, Records, Stored, rounding_key, scatter_records
+from speedswap.kernels.cuda import engines, staging
+from speedswap.kernels.cuda.engines import Way
+from speedswap.kernels.cuda.pinning import PinnedMemory
+from speedswap.kernels.cuda.staging import Ring
+
+WAYS = {"zero_copy": Way(1.0), "staged": Way(0.0), "split": Way(0.4), "few multiprocessors": Way(1.0, 1)}
+ADAM = [(0, 64), (64, 64), (128, 64)]
+
+
+@pytest.fixture
+def gpu(device: str) -> torch.device:
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
+def way(request: pytest.FixtureRequest) -> Way:
+    return request.param
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings with buffers of a page, so that a few rows go through all of them many times."""
+    monkeypatch.setattr(staging, "_BUFFER_BYTES", 4096)
+    monkeypatch.setattr(staging, "_LEAST_BYTES", 512)
+    rings: dict[tuple[int, str], Ring] = {}
+    monkeypatch.setattr(engines, "ring", lambda *key: rings.setdefault(key, Ring(*key)))
+
+
+class Table:
+    """Records of random bytes in pinned memory, and what they should be."""
+
+    def __init__(self, num_rows: int, stride: int) -> None:
+        self.memory = PinnedMemory(num_rows * stride)
+        assert self.memory.failure is None
+        self.fence = Fence()
+        self.records = Records(
+            self.memory.pointer, stride, num_rows, torch.device("cpu"), True, self.memory, "auto", self.fence
+        )
+        self.expected = np.random.default_rng(1).integers(0, 256, (num_rows, stride), np.uint8)
+        self.memory.bytes.view(num_rows, stride).numpy()[:] = self.expected
+
+    def now(self) -> np.ndarray:
+        self.fence.wait()
+        return self.memory.bytes.view(self.expected.shape).numpy()
+
+
+def blocks(columns: list[tuple[int, int]], count: int, gpu: torch.device) -> list[Part]:
+    return [Part(offset, torch.zeros(count, width, dtype=torch.uint8, device=gpu)) for offset, width in columns]
+
+
+def ascending(num_rows: int, count: int) -> torch.Tensor:
+    return torch.randperm(num_rows)[:count].sort().values
+
+
+COLUMNS = {
+    "one": [(0, 512)],
+    "Adam": ADAM,
+    "odd": [(0, 7), (8, 33), (50, 100)],
+    "one of three": [(64, 64)],
+    "nine": [(32 * c, 24) for c in range(9)],
+    "wider than a buffer": [(16, 6000)],
+}
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS.keys())
+@pytest.mark.usefixtures("small_buffers")
+def test_every_way_moves_every_byte_and_no_other(gpu, way: Way, columns: list[tuple[int, int]], ids_on: str):
+    stride = max(offset + width for offset, width in columns) + 12
+    for num_rows, count in ((3, 1), (700, 500)):
+        table = Table(num_rows, stride)
+        for dtype in (torch.int32, torch.int64):
+            ids = ascending(num_rows, count)
+            parts = blocks(columns, count, gpu)
+            engines.gather(way, table.records, ids.to(ids_on, dtype), parts, gpu)
+            for part, (offset, width) in zip(parts, columns, strict=True):
+                np.testing.assert_array_equal(part.block.cpu().numpy(), table.expected[ids, offset : offset + width])
+                fresh = torch.randint(0, 256, (count, width), dtype=torch.uint8)
+                part.block.copy_(fresh)
+                table.expected[ids, offset : offset + width] = fresh.numpy()
+            engines.scatter(way, table.records, ids.to(ids_on, dtype), parts, gpu)
+            np.testing.assert_array_equal(table.now(), table.expected)
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.usefixtures("small_buffers")
+def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: Way, dtype: torch.dtype):
+    """What the CPU engine scatters, and what it gathers, bit for bit; stochastic rounding too."""
+    count, key = 300, None if dtype is torch.int8 else rounding_key(1, 2, 3)
+    row_bytes = 24 * dtype.itemsize + (4 if dtype is torch.int8 else 0)
+    table, other = Table(400, 80), Table(400, 80)
+    assert row_bytes <= 64
+    ids = ascending(400, count)
+    values, plain = torch.randn(count, 24), torch.randn(count, 4)
+    scatter_records(other.records, ids, [Part(0, values, Stored(dtype, key)), Part(64, plain)])
+    parts = [Part(0, values.to(gpu), Stored(dtype, key)), Part(64, plain.to(gpu))]
+    engines.scatter(way, table.records, ids.to(gpu), parts, gpu)
+    np.testing.assert_array_equal(table.now(), other.now())
+    read = [Part(0, torch.zeros(count, 24, device=gpu), Stored(dtype)), Part(64, torch.zeros(count, 4, device=gpu))]
+    engines.gather(way, table.records, ids.to(gpu), read, gpu)
+    assert torch.equal(read[1].block.cpu(), plain)
+    rounded = values if dtype is torch.int8 else values.to(dtype).float()
+    assert torch.allclose(read[0].block.cpu(), rounded, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+def test_moves_come_after_what_was_queued_before_them(gpu, way: Way):
+    """With no wait between the steps each gather sees the scatter before it, each scatter what was computed."""
+    table, ids = Table(600, 64), ascending(600, 450).to(gpu)
+    ones = torch.ones(450, 64, dtype=torch.uint8, device=gpu)
+    for _ in range(6):
+        parts = blocks([(0, 64)], 450, gpu)
+        engines.gather(way, table.records, ids, parts, gpu)
+        parts[0].block.add_(ones)
+        engines.scatter(way, table.records, ids, parts, gpu)
+        del parts
+    table.expected[ids.cpu()] += 6
+    np.testing.assert_array_equal(table.now(), table.expected)
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+def test_ways_may_change_from_move_to_move(gpu):
+    """What a kernel has only been asked to write is there when the CPU's threads read it, and the other way round."""
+    table, ids = Table(600, 64), ascending(600, 450).to(gpu)
+    ones = torch.ones(450, 64, dtype=torch.uint8, device=gpu)
+    ways = [WAYS[name] for name in ("zero_copy", "staged", "split", "staged", "zero_copy", "split", "zero_copy")]
+    for out, into in itertools.pairwise(ways):
+        parts = blocks([(0, 64)], 450, gpu)
+        engines.gather(into, table.records, ids, parts, gpu)
+        parts[0].block.add_(ones)
+        engines.scatter(out, table.records, ids, parts, gpu)
+    table.expected[ids.cpu()] += 6
+    np.testing.assert_array_equal(table.now(), table.expected)
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+def test_both_directions_at_once(gpu, way: Way):
+    """One thread and stream gathers from one table while another scatters to another one."""
+    source, target = Table(900, 64), Table(900, 64)
+    ids = ascending(900, 800)
+    gathered = [blocks([(0, 64)], 800, gpu) for _ in range(4)]
+    written = [torch.full((800, 64), turn, dtype=torch.uint8, device=gpu) for turn in range(4)]
+    torch.cuda.synchronize()
+
+    def into() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for parts in gathered:
+                engines.gather(way, source.records, ids, parts, gpu)
+            torch.cuda.current_stream().synchronize()
+
+    def out() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for values in written:
+                engines.scatter(way, target.records, ids, [Part(0, values)], gpu)
+
+    threads = [threading.Thread(target=into), threading.Thread(target=out)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for parts in gathered:
+        np.testing.assert_array_equal(parts[0].block.cpu().numpy(), source.expected[ids])
+    target.expected[ids] = 3
+    np.testing.assert_array_equal(target.now(), target.expected)
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+@pytest.mark.parametrize("what", ["gather", "scatter"])
+def test_an_interrupted_move_leaves_the_buffers_usable(gpu, what: str, monkeypatch: pytest.MonkeyPatch):
+    table, ids = Table(600, 64), ascending(600, 450)
+    rows = {turn: np.full((450, 64), turn, np.uint8) for turn in (1, 2)}
+    calls = 0
+
+    def interrupted() -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise KeyboardInterrupt
+        return 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "get_num_threads", interrupted)
+        move = getattr(engines, what)
+        with pytest.raises(KeyboardInterrupt):
+            move(WAYS["staged"], table.records, ids, blocks([(0, 64)], 450, gpu), gpu)
+    for values in rows.values():
+        engines.scatter(WAYS["staged"], table.records, ids, [Part(0, torch.from_numpy(values).to(gpu))], gpu)
+        parts = blocks([(0, 64)], 450, gpu)
+        engines.gather(WAYS["staged"], table.records, ids, parts, gpu)
+        np.testing.assert_array_equal(parts[0].block.cpu().numpy(), values)
+
+
+@pytest.mark.cuda_kernels
+def test_nothing_is_allocated_after_the_first_moves(gpu, way: Way):
+    table, ids = Table(40_000, 64), ascending(40_000, 30_000).to(gpu)
+    parts = blocks([(0, 64)], 30_000, gpu)
+
+    def step() -> None:
+        engines.gather(way, table.records, ids, parts, gpu)
+        engines.scatter(way, table.records, ids, parts, gpu)
+
+    step()
+    before = torch.cuda.memory_stats(gpu)["allocation.all.allocated"]
+    for _ in range(3):
+        step()
+    assert torch.cuda.memory_stats(gpu)["allocation.all.allocated"] == before
