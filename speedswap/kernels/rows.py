@@ -140,7 +140,8 @@ def _pitch(matrix: Tensor) -> tuple[int, int]:
 
 def _records(matrix: Tensor) -> Records:
     pinned = matrix.device.type == "cpu" and matrix.is_pinned()
-    return Records(*_pitch(matrix), matrix.shape[0], matrix.device, pinned, matrix)
+    # Of a tensor nobody notes what GPUs have still to write to it, so the CPU's threads must not read it for them.
+    return Records(*_pitch(matrix), matrix.shape[0], matrix.device, pinned, matrix, engine="zero_copy")
 
 
 def _written(tensor: Tensor) -> None:

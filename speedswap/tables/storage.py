@@ -68,19 +68,24 @@ def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storag
     return storage  # type: ignore[return-value]
 
 
-def resolve_engine(engine: str, storage: Storage) -> str:
+def resolve_engine(engine: str, storage: str, kind: Storage) -> str:
     """Check the ``engine`` argument.
+
+    Args:
+        engine: what was asked for.
+        storage: what was asked for, too; with ``auto`` any engine will do, used where it can be.
+        kind: the storage that this is here.
 
     Raises:
         ValueError: an unknown engine, or one that a table in this storage does not have.
     """
     if engine not in kernels.ENGINES:
         raise ValueError(f"engine is {engine!r}; choose one of {', '.join(kernels.ENGINES)}")
-    if engine != "auto" and storage == "device":
+    if engine != "auto" and kind == "device":
         raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
-    if engine in ("zero_copy", "split") and storage != "pinned":
+    if engine in ("zero_copy", "split") and (kind == "memmap" or storage == "pageable"):
         raise ValueError(
-            f"engine is {engine!r}, but a GPU cannot read {storage} memory, whose rows are staged; use "
+            f"engine is {engine!r}, but a GPU cannot read {kind} memory, whose rows are staged; use "
             "storage='pinned', or engine='auto'"
         )
     return engine

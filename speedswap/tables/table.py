@@ -128,7 +128,7 @@ class Table:
                 f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
             )
         kind = storages.resolve_storage(storage, path)
-        engine = storages.resolve_engine(engine, kind)
+        engine = storages.resolve_engine(engine, storage, kind)
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
@@ -187,7 +187,7 @@ class Table:
         """
         with cls.open(path, mode="r") as source:
             kind = storages.resolve_storage(storage, None)
-            engine = storages.resolve_engine(engine, kind)
+            engine = storages.resolve_engine(engine, storage, kind)
             segments = Segments(
                 source.num_embeddings, kind, source.seed, source.name, None, engine=engine, writes=source.writes
             )
