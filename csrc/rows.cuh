@@ -49,10 +49,10 @@ SPEEDSWAP_FUNCTION Place<W> place_of(const Columns& columns, Count word, Count r
 // inside a line and need more than one turn shift their first turn back to its begin. Each turn of a thread loads
 // kTurn words before it stores the first, so that many reads are on their way at once.
 // ids must be in range, and unique to scatter: the caller has checked. Records that are packed lie in the order of the
-// ids, records[i] <-> row i, and ids is not read.
+// ids, records[i] <-> row i, and ids is not read. Where there are places, it is row places[i] instead of row i.
 template <bool kGather, typename W, typename Index>
 SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const Index* ids, Count num_ids,
-                                     const Columns& columns, int lanes, int packed) {
+                                     const Columns& columns, int lanes, int packed, const Index* places) {
     constexpr int kTurn = 4;
     constexpr Count kWordsPerLine = 128 / sizeof(W);
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
@@ -60,6 +60,7 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const I
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         W* const record = records + (packed ? row : (Count)ids[row]) * words_per_record;
+        const Count in_block = places ? (Count)places[row] : row;
         Count shift = 0;
         if (columns.words > lanes)
             shift = (Count)((Word64)record / sizeof(W) + columns.column[0].offset) % kWordsPerLine;
@@ -69,14 +70,14 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const I
             for (int turn = 0; turn < kTurn; ++turn) {
                 const Count word = start + (Count)turn * lanes;
                 if (word < 0 || word >= columns.words) continue;
-                const Place<W> place = place_of<W>(columns, word, row);
+                const Place<W> place = place_of<W>(columns, word, in_block);
                 words[turn] = kGather ? record[place.in_record] : *place.in_block;
             }
             SPEEDSWAP_UNROLL
             for (int turn = 0; turn < kTurn; ++turn) {
                 const Count word = start + (Count)turn * lanes;
                 if (word < 0 || word >= columns.words) continue;
-                const Place<W> place = place_of<W>(columns, word, row);
+                const Place<W> place = place_of<W>(columns, word, in_block);
                 (kGather ? *place.in_block : record[place.in_record]) = words[turn];
             }
         }
@@ -186,11 +187,12 @@ SPEEDSWAP_FUNCTION void store_floats(Word* to, Count there, const Word* values) 
 // draws depends on them.
 template <bool kGather, bool kWhole, typename Format, typename Index>
 SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Index* ids, Count num_ids,
-                                        const CompactColumns& columns, int lanes, int packed) {
+                                        const CompactColumns& columns, int lanes, int packed, const Index* places) {
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         char* const record = records + (packed ? row : (Count)ids[row]) * stride;
+        const Count in_block = places ? (Count)places[row] : row;
         for (Count piece = thread % lanes; piece < columns.pieces; piece += lanes) {
             int c = 0;
             while (c + 1 < columns.count && piece >= columns.column[c + 1].first)
@@ -199,7 +201,7 @@ SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Index
             const Count number = piece - column.first;
             const Count there = column.width - number * kPiece;
             unsigned short* const halves = (unsigned short*)(record + column.offset) + number * kPiece;
-            Word* const block = (Word*)column.block + row * column.width + number * kPiece;
+            Word* const block = (Word*)column.block + in_block * column.width + number * kPiece;
             Word values[kPiece];
             if (kGather) {
                 Halves held;
@@ -249,14 +251,15 @@ SPEEDSWAP_FUNCTION void round_block(Word* block, Count width, const Index* ids, 
 // one value. Each thread of a scatter looks for the largest value of the row by itself: they read it together.
 template <bool kGather, typename Index>
 SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Index* ids, Count num_ids,
-                                     const CompactColumns& columns, int lanes, int packed) {
+                                     const CompactColumns& columns, int lanes, int packed, const Index* places) {
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
         char* const record = records + (packed ? row : (Count)ids[row]) * stride;
+        const Count in_block = places ? (Count)places[row] : row;
         for (int c = 0; c < columns.count; ++c) {
             const CompactColumn& column = columns.column[c];
-            float* const block = (float*)column.block + row * column.width;
+            float* const block = (float*)column.block + in_block * column.width;
             float* const scale = (float*)(record + column.offset);
             signed char* const held = (signed char*)(scale + 1);
             if (kGather) {
@@ -311,8 +314,9 @@ SPEEDSWAP_FUNCTION void fill_rows(char* out, Count row_stride, Count first_row, 
 
 #define SPEEDSWAP_MOVE(name, gathers, W, Index)                                                                      \
     SPEEDSWAP_KERNEL name(W* records, speedswap::Count words_per_record, const Index* ids, speedswap::Count num_ids, \
-                          const __grid_constant__ speedswap::Columns columns, int lanes, int packed) {               \
-        speedswap::move_records<gathers>(records, words_per_record, ids, num_ids, columns, lanes, packed);           \
+                          const __grid_constant__ speedswap::Columns columns, int lanes, int packed,                 \
+                          const Index* places) {                                                                     \
+        speedswap::move_records<gathers>(records, words_per_record, ids, num_ids, columns, lanes, packed, places);   \
     }
 #define SPEEDSWAP_MOVES(bytes, W)                             \
     SPEEDSWAP_MOVE(gather_w##bytes##_i32, true, W, int)       \
@@ -329,8 +333,9 @@ SPEEDSWAP_MOVES(1, unsigned char)
 // <what>_<form>_w<16 where pieces are whole, else 2>_i<bits of an id>
 #define SPEEDSWAP_CONVERT(name, Index, ...)                                                                   \
     SPEEDSWAP_KERNEL name(char* records, speedswap::Count stride, const Index* ids, speedswap::Count num_ids, \
-                          const __grid_constant__ speedswap::CompactColumns columns, int lanes, int packed) { \
-        speedswap::__VA_ARGS__(records, stride, ids, num_ids, columns, lanes, packed);                        \
+                          const __grid_constant__ speedswap::CompactColumns columns, int lanes, int packed,   \
+                          const Index* places) {                                                              \
+        speedswap::__VA_ARGS__(records, stride, ids, num_ids, columns, lanes, packed, places);                \
     }
 #define SPEEDSWAP_CONVERSIONS(form, Format, bits, Index)                                                      \
     SPEEDSWAP_CONVERT(gather_##form##_w16_i##bits, Index, convert_records<true, true, speedswap::Format>)     \

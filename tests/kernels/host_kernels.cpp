@@ -16,11 +16,13 @@ struct Move {
     Count num_ids;
     const Columns* columns;
     int lanes, packed;
+    const void* places;
 
     template <typename W, typename Index>
-    int run(void (*kernel)(W*, Count, const Index*, Count, Columns, int, int)) const {
+    int run(void (*kernel)(W*, Count, const Index*, Count, Columns, int, int, const Index*)) const {
         host_cuda::launch(grid, block, kernel, static_cast<W*>(records), words_per_record,
-                          static_cast<const Index*>(ids), num_ids, *columns, lanes, packed);
+                          static_cast<const Index*>(ids), num_ids, *columns, lanes, packed,
+                          static_cast<const Index*>(places));
         return 0;
     }
 };
@@ -33,11 +35,12 @@ struct Conversion {
     Count num_ids;
     const CompactColumns* columns;
     int lanes, packed;
+    const void* places;
 
     template <typename Index>
-    int run(void (*kernel)(char*, Count, const Index*, Count, CompactColumns, int, int)) const {
+    int run(void (*kernel)(char*, Count, const Index*, Count, CompactColumns, int, int, const Index*)) const {
         host_cuda::launch(grid, block, kernel, records, stride, static_cast<const Index*>(ids), num_ids, *columns,
-                          lanes, packed);
+                          lanes, packed, static_cast<const Index*>(places));
         return 0;
     }
 };
@@ -47,8 +50,9 @@ struct Conversion {
 // Each returns 0, or 1 if there is no kernel of that name.
 
 extern "C" int run_move(const char* name, unsigned int grid, unsigned int block, void* records, Count words_per_record,
-                        const void* ids, Count num_ids, const Columns* columns, int lanes, int packed) {
-    const Move move = {grid, block, records, words_per_record, ids, num_ids, columns, lanes, packed};
+                        const void* ids, Count num_ids, const Columns* columns, int lanes, int packed,
+                        const void* places) {
+    const Move move = {grid, block, records, words_per_record, ids, num_ids, columns, lanes, packed, places};
 #define TRY(kernel) \
     if (std::strcmp(name, #kernel) == 0) return move.run(kernel);
 #define TRY_WORD(bytes)         \
@@ -65,8 +69,9 @@ extern "C" int run_move(const char* name, unsigned int grid, unsigned int block,
 }
 
 extern "C" int run_convert(const char* name, unsigned int grid, unsigned int block, char* records, Count stride,
-                           const void* ids, Count num_ids, const CompactColumns* columns, int lanes, int packed) {
-    const Conversion move = {grid, block, records, stride, ids, num_ids, columns, lanes, packed};
+                           const void* ids, Count num_ids, const CompactColumns* columns, int lanes, int packed,
+                           const void* places) {
+    const Conversion move = {grid, block, records, stride, ids, num_ids, columns, lanes, packed, places};
 #define TRY_FORM(form)            \
     TRY(gather_##form##_w16_i32)  \
     TRY(gather_##form##_w16_i64)  \

@@ -39,7 +39,7 @@ class HostKernels:
         count, real, key = ctypes.c_longlong, ctypes.c_double, ctypes.c_ulonglong
         grid, address = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint], ctypes.c_void_p
         number = ctypes.c_int
-        self._library.run_move.argtypes = [*grid, address, count, address, count, address, number, number]
+        self._library.run_move.argtypes = [*grid, address, count, address, count, address, number, number, address]
         self._library.run_convert.argtypes = [
             *grid,
             address,
@@ -55,7 +55,7 @@ class HostKernels:
 
     def move(
         self, name: str, grid: int, block: int, records: int, words_per_record: int, ids: np.ndarray,
-        columns: np.ndarray, lanes: int, packed: bool = False,
+        columns: np.ndarray, lanes: int, packed: bool = False, places: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         unknown = self._library.run_move(
             name.encode(),
@@ -68,12 +68,13 @@ class HostKernels:
             pointer(columns),
             lanes,
             packed,
+            None if places is None else pointer(places),
         )
         assert not unknown, name
 
     def convert(
         self, name: str, grid: int, block: int, records: int, stride: int, ids: np.ndarray, columns: np.ndarray,
-        lanes: int, packed: bool = False,
+        lanes: int, packed: bool = False, places: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         unknown = self._library.run_convert(
             name.encode(),
@@ -86,6 +87,7 @@ class HostKernels:
             pointer(columns),
             lanes,
             packed,
+            None if places is None else pointer(places),
         )
         assert not unknown, name
 

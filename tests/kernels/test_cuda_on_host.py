@@ -42,6 +42,65 @@ def test_one_row_of_two_columns_lands_where_the_columns_say(kernels: HostKernels
     assert narrow.tolist() == [14, 15]
 
 
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+@pytest.mark.parametrize("word", [16, 8, 4, 2, 1])
+@pytest.mark.parametrize("packed, placed", [(True, False), (False, True), (True, True)])
+def test_records_in_order_and_rows_elsewhere(kernels: HostKernels, index: type, word: int, packed: bool, placed: bool):
+    """Packed records are taken one after the other, whatever the ids say; rows go to their places in larger blocks."""
+    generator = np.random.default_rng(word)
+    num_rows, room, widths = 70, 100, [5 * word, 40 * word]
+    stride = sum(widths)
+    records = generator.integers(0, 256, (num_rows if packed else 200, stride), np.uint8)
+    ids = np.full(num_rows, -(10**6), index) if packed else generator.permutation(200)[:num_rows].astype(index)
+    places = generator.permutation(room)[:num_rows].astype(index) if placed else None
+    taken, there = slice(None) if packed else ids, places if placed else slice(num_rows)
+    blocks = [np.zeros((room, width), np.uint8) for width in widths]
+    parts = [
+        BlockPart(offset, width, block.ctypes.data, width)
+        for offset, width, block in zip((0, widths[0]), widths, blocks, strict=True)
+    ]
+    columns = columns_argument(parts, word)
+    arguments = (2, 64, records.ctypes.data, stride // word, ids, columns, 32, packed, places)
+    kernels.move(f"gather_w{word}_i{8 * ids.itemsize}", *arguments)
+    wide = np.zeros((room, stride), np.uint8)
+    wide[there] = records[taken]
+    np.testing.assert_array_equal(np.concatenate(blocks, axis=1), wide)
+    for block in blocks:
+        block[:] = generator.integers(0, 256, block.shape, np.uint8)
+    expected = records.copy()
+    expected[taken] = np.concatenate(blocks, axis=1)[there]
+    kernels.move(f"scatter_w{word}_i{8 * ids.itemsize}", *arguments)
+    np.testing.assert_array_equal(records, expected)
+
+
+@pytest.mark.parametrize("form", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("width", [16, 13])
+def test_compact_records_in_order_and_rows_elsewhere(kernels: HostKernels, form: str, width: int):
+    """The same bytes as in the records' own order; what stochastic rounding draws depends on the ids all the same."""
+    generator = np.random.default_rng(width)
+    num_rows, room = 50, 80
+    stride = 64
+    key = None if form == "int8" else 77
+    name = f"{form}_i64" if form == "int8" else f"{form}_w{16 if width % 8 == 0 else 2}_i64"
+    ids, places = (generator.permutation(room)[:num_rows] for _ in range(2))
+    rows = generator.standard_normal((num_rows, width)).astype(np.float32)
+    block = np.zeros((room, width), np.float32)
+    block[places] = rows
+    records, packed = np.zeros((room, stride), np.uint8), np.zeros((num_rows, stride), np.uint8)
+    plain = compact_columns_argument([CompactPart(0, rows.ctypes.data, width, key)])
+    placed = compact_columns_argument([CompactPart(0, block.ctypes.data, width, key)])
+    kernels.convert(f"scatter_{name}", 2, 64, records.ctypes.data, stride, ids, plain, 2)
+    kernels.convert(f"scatter_{name}", 2, 64, packed.ctypes.data, stride, ids, placed, 2, True, places)
+    np.testing.assert_array_equal(packed, records[ids])
+    assert packed.any()
+    kernels.convert(f"gather_{name}", 2, 64, records.ctypes.data, stride, ids, plain, 2)
+    block[:] = np.nan
+    nowhere = np.full(num_rows, -(10**6))
+    kernels.convert(f"gather_{name}", 2, 64, packed.ctypes.data, stride, nowhere, placed, 2, True, places)
+    np.testing.assert_array_equal(block[places], rows)
+    assert np.isnan(block).sum() == (room - num_rows) * width
+
+
 def test_every_shape_moves_every_byte_and_no_other(tmp_path: Path):
     """All layouts of host_moves.py, under the address and undefined-behaviour sanitizers."""
     library = build(tmp_path, sanitize=True)

@@ -98,6 +98,24 @@ def test_every_way_moves_every_byte_and_no_other(gpu, way: Way, columns: list[tu
 
 
 @pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+def test_rows_go_to_their_places_and_come_from_there(gpu, way: Way):
+    """Rows of larger blocks, in any order; the others stay as they are."""
+    table, ids, places = Table(700, 192), ascending(700, 500), torch.randperm(650)[:500]
+    parts = blocks(ADAM, 650, gpu)
+    engines.gather(way, table.records, ids.to(gpu), parts, gpu, places.to(gpu))
+    expected = np.zeros((650, 192), np.uint8)
+    expected[places] = table.expected[ids]
+    np.testing.assert_array_equal(torch.cat([part.block.cpu() for part in parts], 1).numpy(), expected)
+    fresh = torch.randint(0, 256, (650, 192), dtype=torch.uint8)
+    for part in parts:
+        part.block.copy_(fresh[:, part.offset : part.offset + 64])
+    engines.scatter(way, table.records, ids.to(gpu), parts, gpu, places.to(gpu))
+    table.expected[ids] = fresh.numpy()[places]
+    np.testing.assert_array_equal(table.now(), table.expected)
+
+
+@pytest.mark.cuda_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.usefixtures("small_buffers")
 def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: Way, dtype: torch.dtype):

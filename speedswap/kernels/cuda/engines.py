@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels.cuda.launches import HOST_MULTIPROCESSORS, move
-from speedswap.kernels.cuda.staging import ring
+from speedswap.kernels.cuda.staging import ring, rows_of
 from speedswap.kernels.cuda.streams import index_of
 from speedswap.kernels.records import Part, Records
 
@@ -40,7 +40,14 @@ ZERO_COPY = Way(1.0)
 STAGED = Way(0.0)
 
 
-def gather(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
+def gather(
+    way: Way,
+    records: Records,
+    ids: Tensor,
+    parts: Sequence[Part],
+    device: torch.device,
+    places: Tensor | None = None,
+) -> None:
     """Fill blocks on a GPU with host records, on torch's current stream.
 
     Args:
@@ -49,43 +56,59 @@ def gather(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], devic
         ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
         parts: columns that are at least a byte wide, with blocks on the GPU.
         device: the GPU.
+        places: which rows of the blocks they are, where not one after the other: of the ids' dtype and shape,
+            contiguous, on the GPU.
     """
-    direct, rest, ready = _begin(way, records, len(ids), device)
-    if direct.stop:
-        _directly("gather", way, records, ids[direct], _rows(parts, direct), device)
-    if rest.start < rest.stop:
-        ring(index_of(device), "in").gather(records, ids[rest], _rows(parts, rest), ready)
+    _move("gather", way, records, ids, parts, device, places)
 
 
-def scatter(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
+def scatter(
+    way: Way,
+    records: Records,
+    ids: Tensor,
+    parts: Sequence[Part],
+    device: torch.device,
+    places: Tensor | None = None,
+) -> None:
     """Write blocks on a GPU to host records, after what is queued on torch's current stream.
 
     What a kernel writes is queued on that stream; what is staged is written when this returns. Arguments as for
     :func:`gather`; the ids are unique.
     """
-    direct, rest, ready = _begin(way, records, len(ids), device)
-    if direct.stop:
-        _directly("scatter", way, records, ids[direct], _rows(parts, direct), device)
-    if rest.start < rest.stop:
-        ring(index_of(device), "out").scatter(records, ids[rest], _rows(parts, rest), ready)
+    _move("scatter", way, records, ids, parts, device, places)
 
 
-def _begin(way: Way, records: Records, count: int, device: torch.device) -> tuple[slice, slice, torch.cuda.Event]:
-    """Which rows go directly, which are staged, and the event of what is queued so far: these wait for that alone."""
-    direct = round(way.share * count)
-    if direct < count and records.fence is not None:
+def _move(
+    what: str,
+    way: Way,
+    records: Records,
+    ids: Tensor,
+    parts: Sequence[Part],
+    device: torch.device,
+    places: Tensor | None,
+) -> None:
+    direct = round(way.share * len(ids))
+    if direct < len(ids) and records.fence is not None:
         records.fence.wait(reads=False)
-    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    ready.record(torch.cuda.current_stream(device))
-    return slice(0, direct), slice(direct, count), ready
-
-
-def _directly(what: str, way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
-    stream = torch.cuda.current_stream(device)
-    move(what, records, ids.to(device), parts, device, stream, host_multiprocessors=way.multiprocessors)
-    if records.fence is not None:
-        records.fence.queued(stream, writes=what == "scatter")
-
-
-def _rows(parts: Sequence[Part], rows: slice) -> list[Part]:
-    return [part._replace(block=part.block[rows]) for part in parts]
+    stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record(stream)  # what is staged waits for what is queued so far, and not for what goes directly
+    if direct:
+        rows = slice(0, direct)
+        move(
+            what,
+            records,
+            ids[rows].to(device),
+            rows_of(parts, rows, places),
+            device,
+            stream,
+            places=None if places is None else places[rows],
+            host_multiprocessors=way.multiprocessors,
+        )
+        if records.fence is not None:
+            records.fence.queued(stream, writes=what == "scatter")
+    if direct < len(ids):
+        rows = slice(direct, len(ids))
+        staged = ring(index_of(device), "in" if what == "gather" else "out")
+        some = None if places is None else places[rows]
+        turn = staged.gather if what == "gather" else staged.scatter
+        turn(records, ids[rows], rows_of(parts, rows, places), some, ready)

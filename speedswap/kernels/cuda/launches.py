@@ -54,6 +54,7 @@ def move(
     stream: torch.cuda.Stream,
     *,
     packed: bool = False,
+    places: Tensor | None = None,
     host_multiprocessors: int = HOST_MULTIPROCESSORS,
 ) -> None:
     """Queue a copy of columns between records and blocks.
@@ -66,6 +67,8 @@ def move(
         device: the GPU.
         stream: of that GPU.
         packed: whether the records lie in the order of the ids.
+        places: which rows of the blocks they are, instead of one after the other: of the ids' dtype and shape,
+            contiguous, on the GPU.
         host_multiprocessors: how many of the GPU's a move of host memory may take.
     """
     block_parts: list[BlockPart] = []
@@ -84,7 +87,7 @@ def move(
     for dtype, converted in compact_parts.items():
         for start in range(0, len(converted), COLUMNS_PER_LAUNCH):
             some = converted[start : start + COLUMNS_PER_LAUNCH]
-            _convert(what, dtype, records, ids, some, device, stream, packed, limit)
+            _convert(what, dtype, records, ids, some, device, stream, packed, places, limit)
     for start in range(0, len(block_parts), COLUMNS_PER_LAUNCH):
         copied = block_parts[start : start + COLUMNS_PER_LAUNCH]
         shape = launch_shape(records.pointer, records.stride, len(ids), copied, multiprocessors=limit, host=host)
@@ -101,6 +104,7 @@ def move(
             columns_argument(copied, shape.word_bytes),
             np.int32(shape.lanes),
             np.int32(packed),
+            np.uint64(0 if places is None else places.data_ptr()),
         )
 
 
@@ -113,6 +117,7 @@ def _convert(
     device: torch.device,
     stream: torch.cuda.Stream,
     packed: bool,
+    places: Tensor | None,
     limit: int,
 ) -> None:
     form = str(dtype).removeprefix("torch.")
@@ -136,6 +141,7 @@ def _convert(
         compact_columns_argument(parts),
         np.int32(shape.lanes),
         np.int32(packed),
+        np.uint64(0 if places is None else places.data_ptr()),
     )
 
 

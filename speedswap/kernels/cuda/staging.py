@@ -25,7 +25,7 @@ from speedswap.kernels.cuda.streams import side_stream
 from speedswap.kernels.records import Part, Records, stored_bytes
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["Packing", "Ring", "ring", "row_bytes"]
+__all__ = ["Packing", "Ring", "ring", "row_bytes", "rows_of"]
 
 _BUFFERS = 4
 _BUFFER_BYTES = 8 << 20
@@ -66,6 +66,11 @@ class Packing(NamedTuple):
             offsets[i] = runs[-1].packed + offset - runs[-1].offset
             end = runs[-1].packed + runs[-1].width
         return cls(_aligned(end), runs, offsets)
+
+
+def rows_of(parts: Sequence[Part], rows: slice, places: Tensor | None) -> Sequence[Part]:
+    """The parts of some of the rows; where these have places, the blocks are whole."""
+    return parts if places is not None else [part._replace(block=part.block[rows]) for part in parts]
 
 
 def row_bytes(parts: Sequence[Part]) -> int:
@@ -110,14 +115,17 @@ class Ring:
         self._ids: PinnedMemory | None = None
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def gather(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+    def gather(
+        self, records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None, ready: torch.cuda.Event
+    ) -> None:
         """Fill blocks on the GPU with host records. torch's current stream comes after it.
 
         Args:
             records: in host memory, which nothing writes meanwhile.
             ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
             parts: columns with blocks on the GPU.
-            ready: after which the blocks may be written, and the ids read.
+            places: which rows of the blocks they are, as in :func:`speedswap.kernels.cuda.launches.move`.
+            ready: after which the blocks may be written, and ids and places read.
         """
         with self._turn(ready):
             host_ids = self._on_host(ids, ready)
@@ -130,18 +138,21 @@ class Ring:
                 self._copy(buffer.near.data_ptr(), buffer.host.pointer, nbytes, modules.HOST_TO_DEVICE)
                 buffer.copied.record(self._copies)
                 self._kernels.wait_event(buffer.copied)
-                self._move("gather", buffer, ids, rows, packing, parts)
+                self._move("gather", buffer, ids, rows, packing, parts, places)
             self._done.record(self._kernels)
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
-    def scatter(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+    def scatter(
+        self, records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None, ready: torch.cuda.Event
+    ) -> None:
         """Write blocks on the GPU to host records; returns when they are written.
 
         Args:
             records: in host memory, which nothing else touches meanwhile.
             ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
             parts: columns with blocks on the GPU.
-            ready: after which the blocks and ids are what they should be.
+            places: which rows of the blocks they are.
+            ready: after which blocks, ids and places are what they should be.
         """
         with self._turn(ready):
             host_ids = self._on_host(ids, ready)
@@ -152,7 +163,7 @@ class Ring:
             for buffer, rows in self._buffers_for(len(ids), packing.stride):
                 if len(under_way) == _BUFFERS:
                     self._write(records, host_ids, packing, *under_way.pop(0))
-                self._move("scatter", buffer, ids, rows, packing, parts)
+                self._move("scatter", buffer, ids, rows, packing, parts, places)
                 self._copies.wait_event(buffer.moved)
                 nbytes = (rows.stop - rows.start) * packing.stride
                 self._copy(buffer.host.pointer, buffer.near.data_ptr(), nbytes, modules.DEVICE_TO_HOST)
@@ -166,16 +177,24 @@ class Ring:
         _copy_on_host(_C.scatter, records, host_ids[rows], packing, buffer)
 
     def _move(
-        self, what: str, buffer: _Buffer, ids: Tensor, rows: slice, packing: Packing, parts: Sequence[Part]
+        self,
+        what: str,
+        buffer: _Buffer,
+        ids: Tensor,
+        rows: slice,
+        packing: Packing,
+        parts: Sequence[Part],
+        places: Tensor | None,
     ) -> None:
         """Between a buffer on the GPU and the blocks."""
         count, device = rows.stop - rows.start, buffer.near.device
         packed = Records(buffer.near.data_ptr(), packing.stride, count, device, False, buffer)
         some = [
-            part._replace(offset=offset, block=part.block[rows])
-            for offset, part in zip(packing.offsets, parts, strict=True)
+            part._replace(offset=offset)
+            for offset, part in zip(packing.offsets, rows_of(parts, rows, places), strict=True)
         ]
-        move(what, packed, ids[rows], some, device, self._kernels, packed=True)
+        near = None if places is None else places[rows]
+        move(what, packed, ids[rows], some, device, self._kernels, packed=True, places=near)
         buffer.moved.record(self._kernels)
 
     def _copy(self, to: int, from_: int, nbytes: int, kind: int) -> None:
