@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).parent))  # simulated_gpu is no test
+
+import simulated_gpu  # noqa: E402
+
 # Machines are shared and noisy: an example may take its time. Where a change is judged, the examples are the same ones.
 settings.register_profile("speedswap", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("speedswap")
 
+wanted = os.environ.get("SPEEDSWAP_TEST_DEVICE", "")  # one alone, where there is no time for all
+if wanted == "simulated":  # "cuda" on a machine without one: simulated_gpu/
+    if reason := simulated_gpu.unavailable():
+        raise pytest.UsageError(f"SPEEDSWAP_TEST_DEVICE is 'simulated', but {reason}")
+    simulated_gpu.switch_on()
+    wanted = "cuda"
+
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-if wanted := os.environ.get("SPEEDSWAP_TEST_DEVICE"):  # one alone, where there is no time for both
+if wanted:
     DEVICES = [device for device in DEVICES if device == wanted]
     if not DEVICES:
         raise pytest.UsageError(f"SPEEDSWAP_TEST_DEVICE is {wanted!r}, which this machine does not have")

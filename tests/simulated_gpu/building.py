@@ -1,0 +1,70 @@
+"""Compile the simulation's two libraries, once for each version of torch and of the sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[1] / "csrc"
+
+
+def compiler() -> str | None:
+    """The host's C++ compiler, if there is one."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+
+
+def device_library() -> Path:
+    """device.cpp, against this torch."""
+    torch_folder = Path(torch.__file__).parent
+    flags = [
+        *("-std=c++20", "-O1", f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"),
+        *(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-w"),
+        *(
+            f"-L{torch_folder / 'lib'}",
+            f"-Wl,-rpath,{torch_folder / 'lib'}",
+            "-Wl,--no-as-needed",
+            "-lc10",
+            "-ltorch_cpu",
+        ),
+    ]
+    return _compiled("device", (HERE / "device.cpp").read_text(), flags, torch.__version__)
+
+
+def kernel_library(name: str, text: str) -> Path:
+    """A CUDA source for the host, its kernels to be found by name."""
+    plain = _run([str(compiler()), "-x", "c++", "-std=c++17", "-E", "-P", "-I", str(CSRC), "-"], text)
+    names = re.findall(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(', plain)
+    entries = " ".join(f"ENTRY({name})" for name in names)
+    source = f'#include "host_cuda.h"\n{text}\n#include "kernels.h"\nKERNELS({entries})\n'
+    # As in the tests of the kernels: the same random bits as on the GPU.
+    flags = ["-std=c++17", "-O2", "-w", "-ffp-contract=off", f"-I{CSRC}", f"-I{HERE}"]
+    headers = "".join((CSRC / header).read_text() for header in ("host_cuda.h",)) + (HERE / "kernels.h").read_text()
+    return _compiled(name, source, flags, plain + headers)
+
+
+def _compiled(name: str, source: str, flags: list[str], version: str) -> Path:
+    digest = hashlib.sha256("\0".join([source, version, *flags, str(compiler())]).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"speedswap-simulated-gpu-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{name}-{digest}.so"
+    if not library.exists():
+        partial = library.with_name(f"{library.name}.{os.getpid()}")
+        before, after = [flag for flag in flags if flag[:2] not in ("-L", "-l", "-W")], flags
+        _run([str(compiler()), *before, "-x", "c++", "-fPIC", "-shared", "-", "-o", str(partial), *after], source)
+        partial.replace(library)  # whole or not at all, whoever else compiles it
+    return library
+
+
+def _run(command: list[str], text: str) -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[:4000]}")
+    return done.stdout

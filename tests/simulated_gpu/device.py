@@ -1,0 +1,197 @@
+"""The simulated device's functions (device.cpp), typed, and what tests ask it for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from simulated_gpu import building
+
+POLICIES = {"eager": 0, "late": 1, "random": 2}
+
+_i64, _u64, _pointer, _size, _int = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_CALLBACK = ctypes.CFUNCTYPE(_int, ctypes.c_char_p)
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "policy": (None, [_int, _u64]),
+    "on_round_trip": (None, [_CALLBACK]),
+    "current_stream": (_i64, []),
+    "exchange_stream": (_i64, [_i64]),
+    "new_stream": (_i64, []),
+    "is_stream": (_int, [_i64]),
+    "record": (_u64, [_i64]),
+    "wait": (None, [_i64, _i64, _u64]),
+    "query": (_int, [_i64, _u64]),
+    "synchronize": (None, [_i64, _u64]),
+    "synchronize_all": (None, []),
+    "pending": (_i64, []),
+    "sleep": (None, []),
+    "record_stream": (None, [_pointer, _i64]),
+    "launch": (
+        None,
+        [_i64, _pointer, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(_pointer), ctypes.POINTER(_size), _int],
+    ),
+    "memcpy": (_int, [_pointer, _pointer, _size, _int, _i64]),
+    "memset": (_int, [_pointer, _int, _size, _i64]),
+    "register": (_int, [_pointer, _size]),
+    "unregister": (_int, [_pointer]),
+    "memory": (None, [ctypes.POINTER(_u64)]),
+    "reset_peak": (None, []),
+    "set_capacity": (None, [_u64]),
+    "take_fault": (_int, [ctypes.c_char_p, _size]),
+}
+
+
+class Memory:
+    """Bytes of device memory."""
+
+    def __init__(self) -> None:
+        numbers = (_u64 * 5)()
+        call("memory", numbers)
+        self.allocated, self.peak, self.allocations, self.bytes_allocated, self.capacity = (int(n) for n in numbers)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The device, registered with torch for the rest of the process."""
+    path = building.device_library()
+    torch.ops.load_library(str(path))
+    loaded = ctypes.CDLL(str(path))  # which lets go of the GIL in each call
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, f"simulated_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    return getattr(library(), f"simulated_{name}")
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Call one of the device's functions."""
+    return _function(name)(*arguments)
+
+
+def raise_fault() -> None:
+    """Raise what went wrong on the device, as a synchronizing call of CUDA's would."""
+    text = ctypes.create_string_buffer(1000)
+    if call("take_fault", text, len(text)):
+        raise RuntimeError(f"CUDA error (simulated): {text.value.decode()}")
+
+
+def synchronize() -> None:
+    """Let all streams come to their end."""
+    call("synchronize_all")
+    raise_fault()
+
+
+# ---- when streams go on
+
+
+_policy = ("late", 0)
+
+
+@contextlib.contextmanager
+def policy(name: str, seed: int = 0) -> Iterator[None]:
+    """Choose when streams go on: ``late`` (when something needs them), ``eager`` (at once), ``random`` moments."""
+    global _policy
+    before, _policy = _policy, (name, seed)
+    call("policy", POLICIES[name], seed)
+    try:
+        yield
+    finally:
+        _policy = before
+        call("policy", POLICIES[before[0]], before[1])
+
+
+# ---- what the host waits for, and what is allocated
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """A time at which the host waited for the device: for what, and the innermost line of Python."""
+
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}"
+
+
+@dataclass
+class Counts:
+    """What happened within :func:`counted`; the allocations are known at its end."""
+
+    round_trips: list[RoundTrip] = field(default_factory=list)
+    allocations: int = 0
+    bytes_allocated: int = 0
+
+
+_counting: list[Counts] = []
+_debug_mode = 0
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counts]:
+    """Count round trips and allocations of device memory, of all threads."""
+    counts, before = Counts(), Memory()
+    _counting.append(counts)
+    _listen()
+    try:
+        yield counts
+    finally:
+        _counting.remove(counts)
+        _listen()
+        after = Memory()
+        counts.allocations = after.allocations - before.allocations
+        counts.bytes_allocated = after.bytes_allocated - before.bytes_allocated
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    """As torch.cuda.set_sync_debug_mode: 0, 1 (warn) or 2 (raise) where an operation waits for the device."""
+    global _debug_mode
+    if isinstance(mode, str):
+        if mode not in ("default", "warn", "error"):
+            raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+        mode = ("default", "warn", "error").index(mode)
+    _debug_mode = mode
+    _listen()
+
+
+def get_sync_debug_mode() -> int:
+    return _debug_mode
+
+
+def round_trip(what: str) -> None:
+    """Take note that the host waits, in Python."""
+    for counts in _counting:
+        counts.round_trips.append(RoundTrip(what, _where()))
+
+
+def _where() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "simulated_gpu" not in path.replace("test_simulated_gpu", "") and "/torch/" not in path:
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "a thread of torch"
+
+
+@_CALLBACK
+def _on_round_trip(what: bytes) -> int:
+    round_trip(what.decode())
+    if _debug_mode == 1:
+        warnings.warn(f"called a synchronizing CUDA operation ({what.decode()})", UserWarning, stacklevel=2)
+    return _debug_mode < 2
+
+
+def _listen() -> None:
+    call("on_round_trip", _on_round_trip if _counting or _debug_mode else ctypes.cast(None, _CALLBACK))

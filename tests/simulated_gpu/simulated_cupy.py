@@ -1,0 +1,320 @@
+"""The part of CuPy that launches kernels and asks the runtime, with CuPy's own rules for arguments.
+
+What CuPy refuses is refused here, and what it would pass on to CUDA unseen (parameters of the wrong size, addresses that
+the GPU does not reach) is an error too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from simulated_gpu import building
+from simulated_gpu import device as simulated
+
+VERSION = "14.2.0"
+CUDA_VERSION = 13000
+
+_ERRORS = {
+    1: ("cudaErrorInvalidValue", "invalid argument"),
+    2: ("cudaErrorMemoryAllocation", "out of memory"),
+    3: ("cudaErrorInitializationError", "initialization error"),
+    4: ("cudaErrorCudartUnloading", "driver shutting down"),
+    21: ("cudaErrorInvalidMemcpyDirection", "invalid copy direction for memcpy"),
+    101: ("cudaErrorInvalidDevice", "invalid device ordinal"),
+    712: ("cudaErrorHostMemoryAlreadyRegistered", "part or all of the requested memory range is already mapped"),
+    713: ("cudaErrorHostMemoryNotRegistered", "pointer does not correspond to a registered memory region"),
+}
+
+
+class CUDARuntimeError(RuntimeError):
+    """A status of the runtime that is not success."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__("{}: {}".format(*_ERRORS[status]))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise CUDARuntimeError(status)
+
+
+def _address(value: Any) -> int:
+    return operator.index(value)  # Cython's intptr_t takes what has __index__, no float
+
+
+class Device:
+    """``cupy.cuda.Device``."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.id = 0 if device is None else int(device)
+
+    def __int__(self) -> int:
+        return self.id
+
+    def __enter__(self) -> Device:
+        _set_device(self.id)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def use(self) -> Device:
+        _set_device(self.id)
+        return self
+
+    def synchronize(self) -> None:
+        _device_synchronize()
+
+    @property
+    def attributes(self) -> dict[str, int]:
+        return {"MultiProcessorCount": 4}
+
+
+class Stream:
+    """``cupy.cuda.Stream``: only what stands for one of torch's, or the null stream."""
+
+    def __init__(self, ptr: int) -> None:
+        assert simulated.call("is_stream", ptr), f"{ptr:#x} is no stream"
+        self.ptr = ptr
+
+    def synchronize(self) -> None:
+        _stream_synchronize(self.ptr)
+
+    def __enter__(self) -> Stream:
+        _current.append(self.ptr)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+
+
+_current: list[int] = [0]
+
+
+def _argument(value: Any) -> bytes:
+    """A kernel's argument, by value, as CuPy passes it."""
+    if value is None:
+        return bytes(8)
+    if isinstance(value, np.ndarray):
+        if value.size != 1:
+            raise TypeError(
+                f"You are trying to pass a numpy.ndarray of shape {value.shape} as a kernel parameter. Only "
+                "numpy.ndarrays of size one can be passed by value."
+            )
+        return ctypes.string_at(value.ctypes.data, value.nbytes)
+    if isinstance(value, (bool, int, float, complex)):
+        kind = next(kind for kind in (bool, int, float, complex) if isinstance(value, kind))
+        return np.array(value, {bool: "?", int: "i8", float: "f8", complex: "c16"}[kind]).tobytes()
+    if isinstance(value, np.generic):
+        return value.tobytes()
+    raise TypeError(f"Unsupported type {type(value)}")
+
+
+class Function:
+    """A loaded kernel."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        room, count = (ctypes.c_size_t * 64)(), ctypes.c_int()
+        library.find_kernel.restype = ctypes.c_void_p
+        self.ptr = library.find_kernel(name.encode(), room, ctypes.byref(count))
+        if not self.ptr:
+            raise RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol not found")
+        self.name = name
+        self._sizes = list(room[: count.value])
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: Any,
+        shared_mem: int = 0,
+        stream: Any = None,
+        enable_cooperative_groups: bool = False,
+    ) -> None:
+        for name, value in (("grid", grid), ("block", block)):
+            if type(value) is not tuple:
+                raise TypeError(f"Argument '{name}' has incorrect type (expected tuple, got {type(value).__name__})")
+        blocks, threads = ([max(1, operator.index(n)) for n in (shape + (1, 1))[:3]] for shape in (grid, block))
+        if operator.index(shared_mem) < 0:
+            raise OverflowError("can't convert negative value to size_t")
+        values = [_argument(args[position]) for position in range(len(args))]
+        if [len(value) for value in values] != self._sizes:
+            raise AssertionError(
+                f"{self.name} has parameters of {self._sizes} bytes, but was given {[len(value) for value in values]}"
+            )
+        if threads[0] * threads[1] * threads[2] > 1024 or blocks[0] > 2**31 - 1 or max(blocks[1:]) > 65535:
+            raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+        assert blocks[1:] == threads[1:] == [1, 1], "the kernels run here in one dimension"
+        pointer = _current[-1] if stream is None else stream.ptr
+        assert simulated.call("is_stream", pointer), f"{pointer:#x} is no stream"
+        buffers = [ctypes.create_string_buffer(value, max(1, len(value))) for value in values]
+        count = len(values)
+        addresses = (ctypes.c_void_p * count)(*[ctypes.addressof(buffer) for buffer in buffers])
+        sizes = (ctypes.c_size_t * count)(*self._sizes)
+        simulated.call("launch", pointer, self.ptr, blocks[0], threads[0], addresses, sizes, count)
+
+
+class RawKernel:
+    """``cupy.RawKernel``, as a module gives it."""
+
+    def __init__(self, module: RawModule, name: str) -> None:
+        self.name = name
+        self._module = module
+
+    @functools.cached_property
+    def kernel(self) -> Function:
+        return Function(self._module._library, self.name)
+
+    def __call__(self, grid: Any, block: Any, args: Any, **kwargs: Any) -> None:
+        self.kernel(grid, block, args, **kwargs)
+
+
+class RawModule:
+    """``cupy.RawModule``: its source, or the source beside a fatbin, compiled for the host when a kernel is asked for."""
+
+    def __init__(
+        self,
+        *,
+        code: str | None = None,
+        path: str | None = None,
+        options: tuple[str, ...] = (),
+        backend: str = "nvrtc",
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise TypeError(f"unexpected keyword arguments {sorted(unknown)}")
+        if (code is None) == (path is None):
+            raise TypeError("Exactly one of `code` and `path` keyword arguments must be given.")
+        for name, value, kind in (("code", code, str), ("path", path, str), ("options", options, tuple)):
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} is {type(value).__name__}, not {kind.__name__}")
+        self._code, self._path = code, path
+
+    @functools.cached_property
+    def _library(self) -> ctypes.CDLL:
+        if self._path is None:
+            return ctypes.CDLL(str(building.kernel_library("nvrtc", str(self._code))))
+        if not Path(self._path).exists():
+            raise RuntimeError("CUDA_ERROR_FILE_NOT_FOUND: file not found")
+        stem = Path(self._path).stem
+        return ctypes.CDLL(str(building.kernel_library(stem, f'#include "{stem}.cuh"\n')))
+
+    def get_function(self, name: str) -> RawKernel:
+        return RawKernel(self, name)
+
+
+# ---- cupy.cuda.runtime
+
+
+def _set_device(device: int) -> None:
+    if operator.index(device) != 0:
+        raise CUDARuntimeError(101)
+
+
+def _device_synchronize() -> None:
+    simulated.round_trip("synchronize the device")
+    simulated.synchronize()
+
+
+def _stream_synchronize(stream: int) -> None:
+    simulated.round_trip("synchronize a stream")
+    simulated.call("synchronize", stream, simulated.call("record", stream))
+    simulated.raise_fault()
+
+
+# By number, as in driver_types.h.
+_ATTRIBUTES = {
+    "cudaDevAttrMaxThreadsPerBlock": (1, 1024),
+    "cudaDevAttrWarpSize": (10, 32),
+    "cudaDevAttrMultiProcessorCount": (16, 4),
+    "cudaDevAttrCanMapHostMemory": (19, 1),
+    "cudaDevAttrAsyncEngineCount": (40, 2),
+    "cudaDevAttrUnifiedAddressing": (41, 1),
+    "cudaDevAttrCanUseHostPointerForRegisteredMem": (91, 1),
+    "cudaDevAttrHostRegisterSupported": (99, 1),
+}
+
+
+def _device_get_attribute(attrib: int, device: int) -> int:
+    _set_device(device)
+    for number, value in _ATTRIBUTES.values():
+        if number == operator.index(attrib):
+            return value
+    raise CUDARuntimeError(1)
+
+
+def _host_register(ptr: int, size: int, flags: int) -> None:
+    if not 0 <= operator.index(flags) < 16:
+        raise CUDARuntimeError(1)
+    _check(simulated.call("register", _address(ptr), operator.index(size)))
+
+
+def _host_unregister(ptr: int) -> None:
+    _check(simulated.call("unregister", _address(ptr)))
+    simulated.raise_fault()
+
+
+def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+    assert simulated.call("is_stream", _address(stream)), f"{stream:#x} is no stream"
+    status = simulated.call("memcpy", _address(dst), _address(src), operator.index(size), operator.index(kind), stream)
+    _check(status)
+
+
+def _memcpy(dst: int, src: int, size: int, kind: int) -> None:
+    simulated.round_trip("memcpy")
+    _memcpy_async(dst, src, size, kind, 0)
+    simulated.call("synchronize", 0, simulated.call("record", 0))
+
+
+def _memset_async(ptr: int, value: int, size: int, stream: int) -> None:
+    _check(simulated.call("memset", _address(ptr), operator.index(value), operator.index(size), stream))
+
+
+def _mem_get_info() -> tuple[int, int]:
+    memory = simulated.Memory()
+    return memory.capacity - memory.allocated, memory.capacity
+
+
+RUNTIME: dict[str, Any] = {
+    "CUDARuntimeError": CUDARuntimeError,
+    "getDeviceCount": lambda: 1,
+    "getDevice": lambda: 0,
+    "setDevice": _set_device,
+    "deviceSynchronize": _device_synchronize,
+    "deviceGetAttribute": _device_get_attribute,
+    "driverGetVersion": lambda: CUDA_VERSION,
+    "runtimeGetVersion": lambda: CUDA_VERSION,
+    "hostRegister": _host_register,
+    "hostUnregister": _host_unregister,
+    "memcpy": _memcpy,
+    "memcpyAsync": _memcpy_async,
+    "memsetAsync": _memset_async,
+    "memGetInfo": _mem_get_info,
+    "streamSynchronize": _stream_synchronize,
+    "memcpyHostToHost": 0,
+    "memcpyHostToDevice": 1,
+    "memcpyDeviceToHost": 2,
+    "memcpyDeviceToDevice": 3,
+    "memcpyDefault": 4,
+    "hostRegisterPortable": 1,
+    "hostRegisterMapped": 2,
+    "errorInvalidValue": 1,
+    "errorMemoryAllocation": 2,
+    **{name: number for name, (number, _) in _ATTRIBUTES.items()},
+}
+
+
+def modules() -> dict[str, ModuleType]:
+    """What ``import cupy`` finds: the module and those below it."""
+    cupy, cuda, runtime = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.runtime"))
+    vars(runtime).update(RUNTIME)
+    vars(cuda).update(runtime=runtime, Device=Device, Stream=Stream, ExternalStream=Stream)
+    vars(cupy).update(cuda=cuda, RawModule=RawModule, RawKernel=RawKernel, __version__=VERSION)
+    return {module.__name__: module for module in (cupy, cuda, runtime)}
