@@ -142,10 +142,12 @@ void run_to(StreamId id, Ticket ticket);
 void run_first(Stream& stream) {
     Item item = std::move(stream.items.front());
     stream.items.pop_front();
-    if (item.run)
-        item.run();
-    else
-        run_to(item.awaited, item.ticket);
+    if (!item.run) run_to(item.awaited, item.ticket);
+    try {
+        if (item.run) item.run();
+    } catch (const std::exception& error) {
+        fail(error.what());
+    }
     ++stream.done;
     --state().pending;
 }
@@ -550,19 +552,16 @@ class Call {
 
     void check_devices(const torch::jit::Stack& stack, size_t begin) const {
         const Tensor* far = nullptr;
-        bool list = false;
         for (size_t i = begin; i < stack.size(); ++i) {
             if (indexes() && stack[i].isList() && stack[begin].isTensor()) {
                 TORCH_CHECK(on_gpu(stack[begin].toTensor()),
                             "indices should be either on cpu or on the same device as the indexed tensor (cpu)");
-                list = true;
                 continue;
             }
             visit(stack[i], [&](const Tensor& tensor) {
                 if (tensor.defined() && !tensor.is_cuda() && tensor.dim() > 0) far = &tensor;
             });
         }
-        (void)list;
         TORCH_CHECK(!far, "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and ",
                     far ? far->device().str() : "", "! (when checking arguments of ", name(), ")");
     }
@@ -654,6 +653,8 @@ class Call {
 
     Tensor gpu(const Tensor& tensor) {
         if (!tensor.defined()) return tensor;
+        TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == c10::kStrided, "the simulated GPU has no ", tensor.layout(),
+                                    " tensors, such as ", name(), " returns");
         for (const Passed& passed : passed_)
             if (passed.host.is_same(tensor)) return passed.gpu;
         for (const Passed& passed : passed_)
@@ -664,15 +665,12 @@ class Call {
                                                                   tensor.storage_offset());
                 return view;
             }
-        if (!passed_.empty() || gpu_wanted_) {
-            Tensor made = empty_like_on_gpu(tensor);
-            if (tensor.numel() && put_off_)
-                fresh(bare(made), tensor);
-            else
-                copy_host(bare(made), tensor);
-            return made;
-        }
-        return tensor;
+        Tensor made = empty_like_on_gpu(tensor);
+        if (tensor.numel() && put_off_)
+            fresh(bare(made), tensor);
+        else
+            copy_host(bare(made), tensor);
+        return made;
     }
 
     c10::IValue to_gpu(const c10::IValue& value) {
@@ -688,7 +686,6 @@ class Call {
 
     const c10::OperatorHandle& op_;
     const bool put_off_;
-    const bool gpu_wanted_ = true;
     bool writes_ = false;
     std::deque<Passed> passed_;
     std::map<c10::StorageImpl*, c10::Storage> storages_;
@@ -937,6 +934,12 @@ int simulated_memset(void* to, int value, size_t nbytes, int64_t stream) {
     if (!legal(to)) return 1;
     queue(stream, [=] { std::memset(to, value, nbytes); });
     return 0;
+}
+
+// cudaMemoryType: unregistered 0, host 1, device 2.
+int simulated_memory_type(const void* pointer) {
+    Lock lock(state().mutex);
+    return is_device(pointer) ? 2 : is_pinned(pointer);
 }
 
 int simulated_register(void* pointer, size_t nbytes) {

@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "memcpy": (_int, [_pointer, _pointer, _size, _int, _i64]),
     "memset": (_int, [_pointer, _int, _size, _i64]),
+    "memory_type": (_int, [_pointer]),
     "register": (_int, [_pointer, _size]),
     "unregister": (_int, [_pointer]),
     "memory": (None, [ctypes.POINTER(_u64)]),

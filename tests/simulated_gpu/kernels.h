@@ -32,14 +32,14 @@ const char* illegal(void (*)(W*, long long, const Index*, long long, Rest...), v
     const auto stride = *(long long*)arguments[1] * (long long)sizeof(W);
     const auto* ids = *(const Index**)arguments[2];
     const auto count = *(long long*)arguments[3];
-    bool packed = false;  // record i is row i's
+    using First = std::tuple_element_t<sizeof...(Rest) ? 1 : 0, std::tuple<int, std::remove_cv_t<Rest>...>>;
     using Last = std::tuple_element_t<sizeof...(Rest), std::tuple<void, std::remove_cv_t<Rest>...>>;
-    if constexpr (sizeof...(Rest) == 3 && std::is_same_v<Last, int>) packed = *(int*)arguments[6];
+    bool packed = !std::is_class_v<First>;  // record i is row i's, and ids only decide what is drawn
+    if constexpr (sizeof...(Rest) == 3 && std::is_same_v<Last, int>) packed = packed || *(int*)arguments[6];
     if (packed) return count == 0 || (legal(records) && legal(records + (count - 1) * stride)) ? nullptr : "a packed record";
     if (count > 0 && (!legal(ids) || !legal(ids + count - 1))) return "the ids of a kernel";
     for (long long i = 0; i < count; ++i)
         if (!legal(records + (long long)ids[i] * stride)) return "a record that an id stands for";
-    using First = std::tuple_element_t<sizeof...(Rest) ? 1 : 0, std::tuple<int, std::remove_cv_t<Rest>...>>;
     if constexpr (std::is_class_v<First>) {
         const auto* columns = (const First*)arguments[4];
         return illegal_blocks(columns->column, columns->count, legal);

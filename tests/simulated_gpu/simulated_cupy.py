@@ -10,7 +10,7 @@ import ctypes
 import functools
 import operator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -282,7 +282,16 @@ def _mem_get_info() -> tuple[int, int]:
     return memory.capacity - memory.allocated, memory.capacity
 
 
+def _pointer_get_attributes(ptr: int) -> Any:
+    kind = simulated.call("memory_type", _address(ptr))
+    reached = ptr if kind else 0
+    return SimpleNamespace(
+        device=0 if kind else -2, devicePointer=reached, hostPointer=ptr if kind < 2 else 0, type=kind
+    )
+
+
 RUNTIME: dict[str, Any] = {
+    "pointerGetAttributes": _pointer_get_attributes,
     "CUDARuntimeError": CUDARuntimeError,
     "getDeviceCount": lambda: 1,
     "getDevice": lambda: 0,

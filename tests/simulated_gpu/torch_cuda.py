@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,16 +142,19 @@ def set_stream(stream: Stream | None) -> None:
         simulated.call("exchange_stream", _stream(stream).cuda_stream)
 
 
-@contextlib.contextmanager
-def stream_context(stream: Stream | None) -> Iterator[None]:
-    if stream is None:
-        yield
-        return
-    before = simulated.call("exchange_stream", _stream(stream).cuda_stream)
-    try:
-        yield
-    finally:
-        simulated.call("exchange_stream", before)
+class StreamContext:
+    """``torch.cuda.stream``."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = None if stream is None else _stream(stream)
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self._before = simulated.call("exchange_stream", self.stream.cuda_stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            simulated.call("exchange_stream", self._before)
 
 
 class Device:
@@ -273,8 +274,8 @@ REPLACED: dict[str, Any] = {
     "Stream": Stream,
     "ExternalStream": ExternalStream,
     "Event": Event,
-    "stream": stream_context,
-    "StreamContext": stream_context,
+    "stream": StreamContext,
+    "StreamContext": StreamContext,
     "current_stream": current_stream,
     "default_stream": default_stream,
     "set_stream": set_stream,
