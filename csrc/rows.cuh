@@ -305,9 +305,9 @@ SPEEDSWAP_FUNCTION void fill_rows(char* out, Count row_stride, Count first_row, 
 
 // ---- the kernels by name: <what>_w<bytes of a word>_i<bits of an id> -----------------------------------------------
 
-// Threads of a block at most, which bounds the registers of each.
+// At most 1,024 threads a block, and one such block at a time: else some kernels would be held to too few registers.
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define SPEEDSWAP_KERNEL extern "C" __global__ void __launch_bounds__(1024)
+#define SPEEDSWAP_KERNEL extern "C" __global__ void __launch_bounds__(1024, 1)
 #else
 #define SPEEDSWAP_KERNEL extern "C" __global__ void
 #endif

@@ -13,7 +13,7 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # simulated_gpu is no test
 
-import simulated_gpu  # noqa: E402
+import simulated_gpu
 
 # Machines are shared and noisy: an example may take its time. Where a change is judged, the examples are the same ones.
 settings.register_profile("speedswap", deadline=None, derandomize=bool(os.environ.get("CI")))

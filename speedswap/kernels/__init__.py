@@ -6,7 +6,7 @@ from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.fence import Fence
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype, unique
-from speedswap.kernels.info import cuda_ready, engine_info
+from speedswap.kernels.info import cuda_ready, engine_info, prepare_engine
 from speedswap.kernels.memory import empty
 from speedswap.kernels.moves import gather_records, round_rows, rounding_key, scatter_records
 from speedswap.kernels.records import ENGINES, Part, Records, Stored, stored_bytes
@@ -53,6 +53,7 @@ __all__ = [
     "hand_over",
     "last_occurrences",
     "max_segments",
+    "prepare_engine",
     "require_id_dtype",
     "round_rows",
     "rounding_key",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from speedswap import _C
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["cuda_ready", "engine_info"]
+__all__ = ["cuda_ready", "engine_info", "prepare_engine"]
 
 
 def cuda_ready() -> tuple[bool, str]:
@@ -20,3 +20,10 @@ def engine_info() -> dict[str, str]:
     from speedswap.kernels import cuda
 
     return {"isa": _C.isa(), "threads": str(get_num_threads()), **cuda.info()}
+
+
+def prepare_engine(engine: str, nbytes: int) -> None:
+    """Find out which way the rows of a new pinned table of ``nbytes`` go best; two seconds, once on a machine."""
+    from speedswap.kernels.cuda import choice
+
+    choice.prepare(engine, nbytes)

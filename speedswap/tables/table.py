@@ -100,7 +100,7 @@ class Table:
             engine: how rows go between a pinned table and a GPU: ``zero_copy`` (kernels read and write the table over
                 the bus), ``staged`` (CPU threads gather, the copy engine carries; pageable and memmap tables have no
                 other way), ``split`` (both at once), or ``auto``: the one that is fastest here. That is measured once
-                on a machine, in two seconds, when rows are first moved to a GPU in earnest; ``speedswap info`` tells.
+                on a machine, in two seconds, when the first large table is made; ``speedswap info`` tells.
             path: the directory of a memmap table; it must not exist yet.
             init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
             seed: of the initial values; the same seed gives the same bits everywhere.
@@ -140,7 +140,10 @@ class Table:
             if directory is not None:
                 directory.remove()
             raise
-        return cls(segments, {})
+        table = cls(segments, {})
+        if table.pinned:
+            kernels.prepare_engine(engine, table.nbytes)
+        return table
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Table:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from speedswap.kernels import ENGINES
 from speedswap.kernels.cuda import choice, rates
 from speedswap.kernels.cuda.engines import STAGED
 from speedswap.kernels.cuda.rates import Rate, Rates
@@ -48,26 +50,44 @@ def test_auto_takes_the_fastest_for_the_width_and_the_direction(measurements: li
         assert way.multiprocessors == 16
         return way.engine, way.share
 
+    choice.measured(0)
     assert chosen("in", 64) == ("zero_copy", 1.0)
     assert chosen("in", 512) == ("split", 0.45)
     assert chosen("in", 180) == ("zero_copy", 1.0)  # 64 is nearer by ratio
     assert chosen("in", 182) == ("split", 0.45)
     assert chosen("in", 1_000_000) == ("split", 0.45)
     assert chosen("out", 512) == ("staged", 0.0)
+    assert choice.way("auto", 0, "out", 1000, 512).engine == "zero_copy"  # too few rows for anything else
     assert measurements == [0]
 
 
 def test_what_was_asked_for_is_taken(measurements: list[int]):
+    choice.measured(0)
     assert choice.way("staged", 0, "in", 10**6, 512) == STAGED
-    assert choice.way("zero_copy", 0, "out", 10**6, 512).engine == "zero_copy"
-    assert measurements == []
-    assert choice.way("split", 0, "in", 10**6, 64).share == 0.6
-    assert measurements == [0]
+    assert choice.way("zero_copy", 0, "out", 10**6, 512) == (1.0, 16)
+    assert choice.way("split", 0, "in", 10**6, 64) == (0.6, 16)
+    assert choice.way("split", 0, "in", 10, 64) == (0.6, 16)
 
 
-def test_a_few_rows_go_directly_and_nothing_is_measured_for_them(measurements: list[int]):
-    assert choice.way("auto", 0, "out", 1000, 512).engine == "zero_copy"
+def test_moving_rows_never_measures(measurements: list[int]):
+    """That would stop a training step for seconds; where nothing is known, kernels read the table directly."""
+    assert [choice.way(engine, 0, "in", 10**6, 512).engine for engine in ENGINES] == [
+        "zero_copy", "zero_copy", "staged", "split",
+    ]  # fmt: skip
     assert measurements == []
+
+
+@pytest.mark.parametrize(
+    "engine, nbytes, measures",
+    [("auto", 2**30, True), ("split", 2**30, True), ("auto", 2**20, False), ("zero_copy", 2**30, False)],
+)
+def test_a_large_table_is_measured_for_when_it_is_made(
+    measurements: list[int], monkeypatch: pytest.MonkeyPatch, engine: str, nbytes: int, measures: bool
+):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for _ in range(2):
+        choice.prepare(engine, nbytes)
+    assert measurements == [0] * measures
 
 
 def test_the_measurement_is_kept_for_the_next_process(measurements: list[int], monkeypatch: pytest.MonkeyPatch):
@@ -132,6 +152,7 @@ def test_where_nothing_can_be_measured_rows_go_directly(
 
     monkeypatch.setattr(rates, "measure", fails)
     for _ in range(2):
+        assert choice.measured(0) is None
         assert choice.way("auto", 0, "in", 10**6, 512).engine == "zero_copy"
     assert choice.way("split", 0, "in", 10**6, 512).engine == "split"
     assert [record.message for record in caplog.records] == [

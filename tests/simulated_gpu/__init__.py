@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch._dynamo  # looks at the functions of torch.cuda when it is imported, and wants them as they were
+
 from simulated_gpu import building, simulated_cupy, torch_cuda
 from simulated_gpu import device as _device
 from simulated_gpu.device import Counts, Memory, RoundTrip, call, counted, policy, synchronize

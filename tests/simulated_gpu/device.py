@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from simulated_gpu import building
 
 POLICIES = {"eager": 0, "late": 1, "random": 2}

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from simulated_gpu import device as simulated
 from torch import Tensor
+
+from simulated_gpu import device as simulated
 
 DEVICE = torch.device("cuda", 0)
 MULTIPROCESSORS = 4
@@ -205,7 +206,7 @@ def _memory_stats_nested(device: Any = None) -> dict[str, Any]:
     by_bytes = numbers(memory.allocated, memory.peak, memory.bytes_allocated)
     kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
     return {
-        **{kind: by_bytes for kind in kinds},
+        **dict.fromkeys(kinds, by_bytes),
         "inactive_split_bytes": numbers(0, 0, 0),
         "allocation": numbers(0, 0, memory.allocations),
         "num_alloc_retries": 0,

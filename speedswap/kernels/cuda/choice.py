@@ -1,7 +1,7 @@
 """Which way rows go: what was asked for, or what was fastest on this machine.
 
-The rates are measured once, when rows are first moved in earnest, and kept in a file of their own for each machine, GPU
-and driver, in the folder that SPEEDSWAP_CACHE names, else in the user's cache (``~/.cache/speedswap``).
+The rates are measured once, when a large table is made, and kept in a file of their own for each machine, GPU and
+driver, in the folder that SPEEDSWAP_CACHE names, else in the user's cache (``~/.cache/speedswap``).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from speedswap.kernels.cuda import modules, rates
 from speedswap.kernels.cuda.engines import STAGED, ZERO_COPY, Way
 from speedswap.kernels.cuda.rates import Direction, Rates
 
-__all__ = ["cached", "describe", "measured", "way"]
+__all__ = ["cached", "describe", "measured", "prepare", "way"]
 
 _log = logging.getLogger("speedswap")
 
 # Raised when the engines change so that what was measured before says nothing any more.
 _EDITION = 1
 
-# Less than this is there before a second way has begun.
+# Of a batch: less than this is there before a second way has begun.
 _SMALL_BYTES = 2 << 20
+# Of a table: for less it does not matter how rows go, and the measurement would take longer than they do.
+_WORTH_MEASURING_BYTES = 256 << 20
 
 _lock = threading.Lock()
 _known: dict[int, Rates | None] = {}
@@ -49,14 +51,23 @@ def way(engine: str, device: int, direction: Direction, num_rows: int, row_bytes
     """
     if engine == "staged":
         return STAGED
-    few = num_rows * row_bytes < _SMALL_BYTES
-    if engine == "zero_copy" or (engine == "auto" and few):
-        known = cached(device)
-        return ZERO_COPY if known is None else ZERO_COPY._replace(multiprocessors=known.multiprocessors)
-    known = measured(device)
+    known = cached(device)
     if known is None:
-        return ZERO_COPY if engine == "auto" else Way(0.5)
+        return Way(0.5) if engine == "split" else ZERO_COPY
+    if engine == "auto" and num_rows * row_bytes < _SMALL_BYTES:
+        engine = "zero_copy"
     return known.way(engine, direction, row_bytes)
+
+
+def prepare(engine: str, nbytes: int) -> None:
+    """Measure now, if it was not before, what moving the rows of a new pinned table will be decided by.
+
+    Args:
+        engine: the table's.
+        nbytes: of the table.
+    """
+    if engine in ("auto", "split") and nbytes >= _WORTH_MEASURING_BYTES:
+        measured(torch.cuda.current_device())
 
 
 def cached(device: int) -> Rates | None:
