@@ -33,6 +33,7 @@ const char* illegal(void (*)(W*, long long, const Index*, long long, Rest...), v
     const auto* ids = *(const Index**)arguments[2];
     const auto count = *(long long*)arguments[3];
     using First = std::tuple_element_t<sizeof...(Rest) ? 1 : 0, std::tuple<int, std::remove_cv_t<Rest>...>>;
+    bool packed = !std::is_class_v<First>;  // record i is row i's, and ids only decide what is drawn
     if constexpr (sizeof...(Rest) == 4) packed = packed || *(int*)arguments[6];  // columns, lanes, packed, places
     if (packed) return count == 0 || (legal(records) && legal(records + (count - 1) * stride)) ? nullptr : "a packed record";
     if (count > 0 && (!legal(ids) || !legal(ids + count - 1))) return "the ids of a kernel";
