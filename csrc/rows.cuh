@@ -1,8 +1,9 @@
 // The CUDA kernels. nvcc and NVRTC read this file, and the host compiler does after host_cuda.h: hence no headers but
-// compact.cuh and philox.cuh, no warp intrinsics, and built-in types only.
+// those below and philox.cuh, no warp intrinsics, and built-in types only.
 //
 // Bytes are moved in words of 16, 8, 4, 2 or 1 bytes: the largest that every pointer, stride, offset and width allows.
 #include "compact.cuh"
+#include "probe.cuh"
 
 namespace speedswap {
 
@@ -369,3 +370,19 @@ SPEEDSWAP_FILL(fill_uniform_f32, float, Uniform)
 SPEEDSWAP_FILL(fill_uniform_f64, double, Uniform)
 SPEEDSWAP_FILL(fill_normal_f32, float, Normal)
 SPEEDSWAP_FILL(fill_normal_f64, double, Normal)
+
+// ---- probe.cuh ------------------------------------------------------------------------------------------------------
+
+SPEEDSWAP_KERNEL probe_copy(const speedswap::Word16* from, speedswap::Word16* to, speedswap::Count num_words) {
+    speedswap::copy_words<speedswap::Word16>(num_words, speedswap::Contiguous<speedswap::Word16>{from, to});
+}
+
+#define SPEEDSWAP_PROBE(name, gathers)                                                                       \
+    SPEEDSWAP_KERNEL name(speedswap::Word16* table, const speedswap::Count* rows, speedswap::Count num_rows, \
+                          speedswap::Word16* block, int shift) {                                             \
+        const speedswap::RowWords<gathers, speedswap::Word16> places = {table, block, rows, shift};          \
+        speedswap::copy_words<speedswap::Word16>(num_rows << shift, places);                                 \
+    }
+
+SPEEDSWAP_PROBE(probe_gather, true)
+SPEEDSWAP_PROBE(probe_scatter, false)

@@ -118,6 +118,16 @@ extern "C" int run_fill(const char* name, unsigned int grid, unsigned int block,
     return 1;
 }
 
+extern "C" void run_probe_copy(unsigned int grid, unsigned int block, const void* from, void* to, Count num_words) {
+    host_cuda::launch(grid, block, probe_copy, static_cast<const Word16*>(from), static_cast<Word16*>(to), num_words);
+}
+
+extern "C" void run_probe_rows(int gathers, unsigned int grid, unsigned int block, void* table, const Count* rows,
+                               Count num_rows, void* rows_block, int shift) {
+    host_cuda::launch(grid, block, gathers ? probe_gather : probe_scatter, static_cast<Word16*>(table), rows, num_rows,
+                      static_cast<Word16*>(rows_block), shift);
+}
+
 // The parts of philox.cuh by themselves.
 
 extern "C" void run_philox(const Word* counter, const Word* key, Word* words) {

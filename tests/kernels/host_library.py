@@ -51,6 +51,10 @@ class HostKernels:
             ctypes.c_int,
         ]
         self._library.run_round.argtypes = [*grid, address, count, address, count, count, key]
+        self._library.run_probe_copy.argtypes = [ctypes.c_uint, ctypes.c_uint, address, address, count]
+        self._library.run_probe_rows.argtypes = [
+            number, ctypes.c_uint, ctypes.c_uint, address, address, count, address, number,
+        ]  # fmt: skip
         self._library.run_fill.argtypes = [*grid, address, count, count, count, count, real, real, key, key]
 
     def move(
@@ -107,6 +111,17 @@ class HostKernels:
             name.encode(), grid, block, pointer(out), out.strides[0], first_row, num_rows, width, a, b, seed, column_key
         )
         assert not unknown, name
+
+    def probe_copy(self, grid: int, block: int, source: np.ndarray, target: np.ndarray) -> None:
+        self._library.run_probe_copy(grid, block, pointer(source), pointer(target), source.nbytes // 16)
+
+    def probe_rows(
+        self, gathers: bool, grid: int, block: int, table: np.ndarray, rows: np.ndarray, values: np.ndarray
+    ) -> None:
+        shift = (table.shape[1] // 16).bit_length() - 1
+        self._library.run_probe_rows(
+            gathers, grid, block, pointer(table), pointer(rows), len(rows), pointer(values), shift
+        )  # fmt: skip
 
     def philox(self, counter: list[int], key: list[int]) -> list[int]:
         counters, keys, words = np.array(counter, np.uint32), np.array(key, np.uint32), np.empty(4, np.uint32)

@@ -26,6 +26,7 @@ KERNELS = {
     *(f"{what}_int8_i{bits}" for what in ("gather", "scatter") for bits in (32, 64)),
     *(f"round_{form}_i{bits}" for form in ("float16", "bfloat16") for bits in (32, 64)),
     *(f"fill_{kind}_f{bits}" for kind in ("uniform", "normal") for bits in (32, 64)),
+    *("probe_copy", "probe_gather", "probe_scatter"),
 }
 
 
@@ -120,10 +121,10 @@ def test_nvcc_compiles_without_warnings(tmp_path: Path):
     assert fatbin.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("name", ["rows.cuh", "compact.cuh", "philox.cuh"])
+@pytest.mark.parametrize("name", ["rows.cuh", "compact.cuh", "probe.cuh", "philox.cuh"])
 def test_the_kernels_need_no_header(name: str):
     """NVRTC has none to offer; philox.cuh's are behind the host's compiler."""
     text = (CSRC / name).read_text()
     device = re.sub(r"#else.*?#endif", "", text, flags=re.DOTALL)
-    assert set(re.findall(r"#include\s+(\S+)", device)) <= {'"compact.cuh"', '"philox.cuh"'}
+    assert set(re.findall(r"#include\s+(\S+)", device)) <= {'"compact.cuh"', '"probe.cuh"', '"philox.cuh"'}
     assert "#include" not in modules.source().split("#else")[0]

@@ -26,6 +26,9 @@ from speedswap.kernels.cuda.launch import (
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: set CXX or install g++")
 
 
+RNG = np.random.default_rng(5)
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     return HostKernels(build(tmp_path_factory.mktemp("host_kernels"), sanitize=False))
@@ -119,6 +122,25 @@ def test_every_shape_moves_every_byte_and_no_other(tmp_path: Path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "layouts" in done.stdout
+
+
+@pytest.mark.parametrize("grid, block", [(1, 1), (1, 32), (3, 64), (2, 1024)])
+@pytest.mark.parametrize("row_bytes", [16, 64, 512])
+def test_probes_copy_what_they_say(kernels: HostKernels, grid: int, block: int, row_bytes: int):
+    """The yardstick is right itself: every word once, and none beside them."""
+    table = RNG.integers(0, 256, (50, row_bytes), np.uint8)
+    copy = np.zeros_like(table)
+    kernels.probe_copy(grid, block, table[:41], copy)
+    np.testing.assert_array_equal(copy[:41], table[:41])
+    assert not copy[41:].any()
+    rows = RNG.permutation(50)[:33]
+    values = np.zeros((33, row_bytes), np.uint8)
+    kernels.probe_rows(True, grid, block, table, rows, values)
+    np.testing.assert_array_equal(values, table[rows])
+    expected = table.copy()
+    expected[rows] = values = RNG.integers(0, 256, values.shape, np.uint8)
+    kernels.probe_rows(False, grid, block, table, rows, values)
+    np.testing.assert_array_equal(table, expected)
 
 
 @pytest.mark.parametrize("grid, block", [(1, 1), (1, 32), (3, 64), (7, 256)])

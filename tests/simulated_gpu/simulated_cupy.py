@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 from simulated_gpu import building
 from simulated_gpu import device as simulated
 

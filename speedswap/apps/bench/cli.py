@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from speedswap import kernels
-from speedswap.apps.bench import plots, step, transfer
+from speedswap.apps.bench import ceilings, plots, step, transfer
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.measure import write_json
 
@@ -28,9 +28,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "which",
         nargs="?",
-        choices=("transfer", "step", "all"),
+        choices=("ceilings", "transfer", "step", "all"),
         default="all",
-        help="rows to the compute device and back; training steps; or both (default)",
+        help="what the machine can do, and the engines beside it; rows to the compute device and back; training steps; "
+        "or all (default)",
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is a GPU, else cpu)")
     parser.add_argument("--threads", type=int, help="for torch and for speedswap (default: torch's own number)")
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             raise BenchmarkError(f"threads is {args.threads}: give 1 or more")
         torch.set_num_threads(args.threads)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "ceilings": lambda: ceilings.run(device, quick=args.quick),
         "transfer": lambda: transfer.run(device, quick=args.quick, folder=args.folder),
         "step": lambda: step.run(device, quick=args.quick, compute=args.compute),
     }
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\nsaved {args.json}")
     if args.plot is not None:
         figures = {"transfer": plots.transfer_figure, "step": plots.step_figure}
-        drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items()})
+        drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items() if name in figures})
         print("drew", ", ".join(str(path) for path in drawn))
     return 0
 

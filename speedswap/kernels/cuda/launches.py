@@ -27,7 +27,7 @@ from speedswap.kernels.cuda.launch import (
 from speedswap.kernels.cuda.streams import index_of
 from speedswap.kernels.records import Part, Records, Stored
 
-__all__ = ["HOST_MULTIPROCESSORS", "fill", "move", "multiprocessors", "round_rows"]
+__all__ = ["HOST_MULTIPROCESSORS", "fill", "launch_kernel", "move", "multiprocessors", "round_rows"]
 
 # Of a move of host memory, where nobody has measured how many keep the bus full.
 HOST_MULTIPROCESSORS = 32
@@ -91,7 +91,7 @@ def move(
     for start in range(0, len(block_parts), COLUMNS_PER_LAUNCH):
         copied = block_parts[start : start + COLUMNS_PER_LAUNCH]
         shape = launch_shape(records.pointer, records.stride, len(ids), copied, multiprocessors=limit, host=host)
-        _launch(
+        launch_kernel(
             device,
             stream,
             f"{what}_w{shape.word_bytes}_i{8 * ids.element_size()}",
@@ -128,7 +128,7 @@ def _convert(
     else:
         shape = convert_shape(records.pointer, records.stride, len(ids), parts, multiprocessors=limit, host=host)
         name = f"{what}_{form}_w{shape.word_bytes}_i{8 * ids.element_size()}"
-    _launch(
+    launch_kernel(
         device,
         stream,
         name,
@@ -149,7 +149,7 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
     """:func:`speedswap.kernels.round_rows` for a block on a GPU, on torch's current stream."""
     ids = ids.to(block.device).contiguous()
     width = block.numel() // len(block)
-    _launch(
+    launch_kernel(
         block.device,
         torch.cuda.current_stream(block.device),
         f"round_{str(stored.dtype).removeprefix('torch.')}_i{8 * ids.element_size()}",
@@ -181,7 +181,7 @@ def fill(
     """Queue a fill on torch's current stream; ``out`` is the address of the first row to fill, on the device."""
     if out % item_bytes or row_stride % item_bytes:
         raise ValueError(f"rows at {out:#x}, {row_stride} bytes apart, are not aligned to items of {item_bytes} bytes")
-    _launch(
+    launch_kernel(
         device,
         torch.cuda.current_stream(device),
         f"fill_{kind}_f{8 * item_bytes}",
@@ -199,7 +199,10 @@ def fill(
     )
 
 
-def _launch(device: torch.device, stream: torch.cuda.Stream, name: str, grid: int, block: int, *arguments: Any) -> None:
+def launch_kernel(
+    device: torch.device, stream: torch.cuda.Stream, name: str, grid: int, block: int, *arguments: Any
+) -> None:
+    """Queue a kernel of ``csrc/rows.cuh``; the arguments are NumPy scalars of its parameters' very types."""
     kernel = _kernel(name)
     with modules.on_device(index_of(device)):
         kernel((grid,), (block,), arguments, stream=_Stream(stream.cuda_stream))

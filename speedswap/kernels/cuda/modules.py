@@ -161,7 +161,7 @@ def _tried(module: Any) -> Any:
 def source() -> str:
     """The kernels as one text: what rows.cuh includes put in its place, so that CuPy's cache sees all of it."""
     text = '#include "rows.cuh"'
-    for name in ("rows.cuh", "compact.cuh", "philox.cuh"):
+    for name in ("rows.cuh", "compact.cuh", "probe.cuh", "philox.cuh"):
         path = _beside_engine(name)
         if not path.exists():
             path = Path(__file__).parents[3] / "csrc" / name

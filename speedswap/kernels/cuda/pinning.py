@@ -13,7 +13,7 @@ from speedswap import _C
 from speedswap.kernels.cuda import modules
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["PinnedMemory", "anonymous", "pin", "prefault", "unpin"]
+__all__ = ["PinnedMemory", "anonymous", "pin", "prefault", "unpin", "unregister"]
 
 # Visible to every context (portable), and to the GPU's loads and stores (mapped).
 _FLAGS = 0x01 | 0x02
@@ -90,6 +90,12 @@ def pin(pointer: int, nbytes: int) -> str | None:
         except runtime.CUDARuntimeError as error:
             return str(error)
     return None
+
+
+def unregister(pointer: int) -> None:
+    """Undo :func:`pin` at once, for memory that no GPU has anything queued on."""
+    with modules.on_device(torch.cuda.current_device()):
+        modules.cupy().cuda.runtime.hostUnregister(pointer)
 
 
 def unpin(pointer: int, owner_pid: int, owner: object) -> None:

@@ -1,0 +1,227 @@
+"""The ceilings benchmark: what this machine's memory, processor and bus can do, before anything is claimed of engines.
+
+On a machine with a GPU: its copy engine in each direction and both at once; its multiprocessors reading and writing
+pinned host memory by plain kernels (``csrc/probe.cuh``), contiguously and row by row; the CPU's threads gathering into
+pinned memory; what registering memory takes. Then the engines, and the ways of SpeedTorch and torch, over the same
+memory in the same run (ways.py). Without a GPU: the CPU's part.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from speedswap import kernels
+from speedswap.apps.bench import ways
+from speedswap.apps.bench.errors import BenchmarkError
+from speedswap.apps.bench.link import Link
+from speedswap.kernels.cuda import choice, pinning
+from speedswap.tables.storage import available_bytes
+
+__all__ = ["Plan", "run"]
+
+_SHARE_OF_MEMORY = 0.7
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        footprints: bytes of the tables that rows are taken from.
+        row_bytes: of the rows, 16 times powers of two; all of them out of the second table, ``few_row_bytes`` of the
+            others.
+        batch_bytes: of the rows of a call.
+        copy_bytes: of contiguous copies.
+        multiprocessors: how many take part, where that is varied; 0 is for all.
+        registered_bytes: of the memory that is registered for its own sake.
+        repeats: timed calls.
+        seconds: after which no further point is begun.
+    """
+
+    footprints: Sequence[int]
+    row_bytes: Sequence[int]
+    few_row_bytes: Sequence[int]
+    batch_bytes: int
+    copy_bytes: Sequence[int]
+    multiprocessors: Sequence[int]
+    registered_bytes: int
+    repeats: int
+    seconds: float
+
+    @classmethod
+    def of(cls, device: str, quick: bool) -> Plan:
+        if quick:
+            return cls((_GIB // 4,), (64, 512), (512,), 8 * _MIB, (8 * _MIB,), (8, 0), 64 * _MIB, 3, 12.0)
+        sizes = (_GIB, 10 * _GIB, 60 * _GIB) if device == "cuda" else (_GIB,)
+        widths = (64, 128, 256, 512, 1024, 2048, 4096)
+        return cls(
+            sizes, widths, (128, 512, 2048), 64 * _MIB, (_MIB, 16 * _MIB, 256 * _MIB), (4, 8, 16, 32, 64, 0),
+            4 * _GIB, 5, 75.0,
+        )  # fmt: skip
+
+
+def run(device: str, *, quick: bool = False, plan: Plan | None = None) -> dict[str, Any]:
+    """Run the benchmark and print what it finds as it goes.
+
+    Args:
+        device: ``cpu`` or ``cuda``: the compute device.
+        quick: small sizes, in seconds.
+        plan: other sizes.
+
+    Returns:
+        What was found, as JSON can hold it, in bytes a second; docs/design/benchmarks.md has the keys.
+
+    Raises:
+        BenchmarkError: this machine cannot measure it.
+        WrongResultError: a copy is wrong.
+    """
+    plan = plan or Plan.of(device, quick)
+    deadline = time.monotonic() + plan.seconds
+    room = int(_SHARE_OF_MEMORY * available_bytes())
+    footprints = [nbytes for nbytes in plan.footprints if nbytes <= room]
+    if not footprints:
+        raise BenchmarkError(
+            f"{plan.footprints[0] / _GIB:.2f} GiB of memory are needed, which are not free; use --quick"
+        )
+    found: dict[str, Any] = {"device": device, "threads": torch.get_num_threads()}
+    found["left_out"] = [
+        f"a table of {nbytes / _GIB:.0f} GiB: not so much memory is free" for nbytes in plan.footprints if nbytes > room
+    ]
+    if device == "cuda":
+        measured = choice.measured(0)
+        found["engines"] = None if measured is None else measured.to_json()
+        for name, text in choice.describe(measured).items() if measured is not None else ():
+            print(f"{name}: {text}", flush=True)
+    found["registration"] = registration(min(plan.registered_bytes, room), device)
+    with Link(footprints[-1], device) as link:
+        found["filled"] = {"bytes": link.nbytes, "seconds": link.seconds}
+        print(f"\n{link.nbytes / _GIB:.1f} GiB made ready: {_as_text(link.seconds)}", flush=True)
+        found["cpu"] = cpu(link, footprints[0], plan)
+        if device == "cuda":
+            found["copy_engine"] = copy_engine(link, plan)
+            found["multiprocessors"] = multiprocessors(link, plan)
+            found["together"] = together(link, plan)
+            found["rows"], left_out = points(link, footprints, plan, deadline)
+            found["left_out"] += left_out
+    return found
+
+
+# ---- each part -----------------------------------------------------------------------------------------------------
+
+
+def registration(nbytes: int, device: str) -> list[dict[str, Any]]:
+    """Seconds to take memory of the system, fault it in and register it with CUDA; with and without huge pages."""
+    found = []
+    print(f"\n{nbytes / _GIB:.2f} GiB of memory:")
+    for huge in (False, True):
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        seconds = {"fault in": _seconds(pinning.prefault, memory.data_ptr(), nbytes)}
+        if device == "cuda":
+            seconds["register"] = _seconds(_register, memory.data_ptr(), nbytes)
+            seconds["unregister"] = _seconds(pinning.unregister, memory.data_ptr())
+        found.append({"bytes": nbytes, "huge_pages": huge, "seconds": seconds})
+        print(f"  {'huge' if huge else 'small'} pages: {_as_text(seconds)}", flush=True)
+    return found
+
+
+def _register(pointer: int, nbytes: int) -> None:
+    failure = pinning.pin(pointer, nbytes)
+    if failure is not None:
+        raise BenchmarkError(f"{nbytes / _GIB:.2f} GiB could not be registered: {failure}")
+
+
+def cpu(link: Link, footprint: int, plan: Plan) -> list[dict[str, Any]]:
+    """The engine's threads, gathering rows into memory that is ready for the bus, and scattering from there."""
+    found = []
+    most = torch.get_num_threads()
+    print("\nThe CPU's threads, GB/s of random ascending rows: gather, scatter")
+    for row_bytes in plan.few_row_bytes:
+        for threads in sorted({*(1 << k for k in range(most.bit_length())), most}):
+            entry: dict[str, Any] = {"row_bytes": row_bytes, "threads": threads}
+            for name, move in (("gather", kernels.gather_records), ("scatter", kernels.scatter_records)):
+                entry[name] = link.rate_on_host(move, footprint, row_bytes, plan.batch_bytes, threads, plan.repeats)
+            found.append(entry)
+            print(
+                f"  {row_bytes:>5} B, {threads:>2} threads: {_gb(entry['gather'])} {_gb(entry['scatter'])}", flush=True
+            )
+    return found
+
+
+def copy_engine(link: Link, plan: Plan) -> list[dict[str, Any]]:
+    """Contiguous copies between pinned memory and the GPU's, each direction alone, and both at once; within the GPU."""
+    found = []
+    print("\nThe copy engine, GB/s: to the GPU, from it, both at once (to + from); within the GPU")
+    for nbytes in plan.copy_bytes:
+        alone = {way: link.rate(nbytes, [link.copies(way, nbytes)], plan.repeats) for way in ways.DIRECTIONS}
+        both = link.rate(nbytes, [link.copies(way, nbytes) for way in ways.DIRECTIONS], plan.repeats)
+        within = link.rate(nbytes, [link.copies("within", nbytes)], plan.repeats)
+        found.append({"bytes": nbytes, **alone, "both_each": both, "within": within})
+        rates = [*alone.values(), both, within]
+        print(f"  {nbytes / _MIB:>5.0f} MiB: " + " ".join(_gb(rate) for rate in rates), flush=True)
+    return found
+
+
+def multiprocessors(link: Link, plan: Plan) -> list[dict[str, Any]]:
+    """Contiguous copies by a kernel over the bus, by how many multiprocessors take part."""
+    found = []
+    nbytes = plan.copy_bytes[-1]
+    print("\nMultiprocessors over the bus, GB/s: to the GPU, from it, both at once (each)")
+    for asked in plan.multiprocessors:
+        count = asked or link.multiprocessors
+        alone = {way: link.rate(nbytes, [link.kernel(way, nbytes, count)], plan.repeats) for way in ways.DIRECTIONS}
+        both = link.rate(nbytes, [link.kernel(way, nbytes, count) for way in ways.DIRECTIONS], plan.repeats)
+        found.append({"multiprocessors": count, "bytes": nbytes, **alone, "both_each": both})
+        print(f"  {count:>4}: " + " ".join(_gb(rate) for rate in [*alone.values(), both]), flush=True)
+    return found
+
+
+def together(link: Link, plan: Plan) -> dict[str, Any]:
+    """A kernel and the copy engine in one direction at once: the room that there is for splitting rows among them."""
+    found: dict[str, Any] = {}
+    nbytes = plan.copy_bytes[-1]
+    print("\nA kernel and the copy engine at once, GB/s of both:")
+    for way in ways.DIRECTIONS:
+        kernel = link.kernel(way, nbytes, link.multiprocessors)
+        found[way] = 2 * link.rate(nbytes, [kernel, link.copies(way, nbytes)], plan.repeats)
+        print(f"  {way.replace('_', ' ')}: {_gb(found[way])}", flush=True)
+    return found
+
+
+def points(
+    link: Link, footprints: Sequence[int], plan: Plan, deadline: float
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows of every width out of tables of every size: plain kernels, the engines, and others' ways, in one run."""
+    found, left_out = [], []
+    every = footprints[min(1, len(footprints) - 1)]
+    for footprint in footprints:
+        for row_bytes in plan.row_bytes if footprint == every else plan.few_row_bytes:
+            if time.monotonic() > deadline:
+                left_out.append(f"rows of {row_bytes} B out of {footprint / _GIB:.0f} GiB: the time was over")
+                continue
+            found.append(ways.point(link, footprint, row_bytes, plan.batch_bytes, plan.repeats))
+            ways.show(found[-1])
+    return found, left_out
+
+
+def _seconds(function: Callable[..., object], *arguments: int) -> float:
+    began = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - began
+
+
+def _as_text(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {took:.3f} s" for name, took in seconds.items())
+
+
+def _gb(rate: float) -> str:
+    return f"{rate / 1e9:7.2f}"

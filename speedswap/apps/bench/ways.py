@@ -1,0 +1,224 @@
+"""Rows between a pinned table and a GPU, every way there is, beside what the machine can do: in one run, in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.apps.bench.errors import WrongResultError
+from speedswap.apps.bench.link import Batch, Link
+from speedswap.apps.bench.measure import synchronize
+
+__all__ = ["DIRECTIONS", "point", "ratios", "show"]
+
+DIRECTIONS = ("to_device", "from_device")
+# Shares of the rows that go directly, beside the one at which both ways end together.
+_SHARES = (-0.1, 0.0, 0.1)
+
+Mover = Callable[[Batch], object]
+
+
+def point(link: Link, footprint: int, row_bytes: int, batch_bytes: int, repeats: int) -> dict[str, Any]:
+    """One width of rows out of one size of table.
+
+    Returns:
+        ``rates``: bytes a second by name, in each direction: ``kernel`` and ``kernel, unsorted`` (plain kernels, row by
+        row), ``copy engine`` (contiguous), the engines, ``SpeedTorch's method`` and ``torch``; ``share`` of the split;
+        ``both``: each engine in both directions at once, each; ``ratios``; ``left_out``: who, and why.
+
+    Raises:
+        WrongResultError: one of them moves other bytes.
+    """
+    batches = link.batches(footprint, row_bytes, batch_bytes)
+    result: dict[str, Any] = {
+        "footprint_bytes": footprint,
+        "row_bytes": row_bytes,
+        "batch_bytes": sum(batch.block.nbytes for batch in batches) // len(batches),
+        "rates": {},
+        "share": {},
+        "ratios": {},
+    }
+    for direction in DIRECTIONS:
+        table = link.matrix(footprint, row_bytes)
+        movers = _movers(link, footprint, row_bytes, direction)
+        for name, mover in movers.items():
+            _verify(name, direction, mover, table, batches[0])
+        try:
+            theirs = _speedtorch(table, direction)
+            _verify("SpeedTorch's method", direction, theirs, table, batches[0])
+            movers["SpeedTorch's method"] = theirs
+        except WrongResultError:
+            raise
+        except Exception as error:  # CuPy's own, whatever it is: the others can be measured
+            result["left_out"] = f"SpeedTorch's method: {type(error).__name__}: {error}"
+        rates = {name: _rate(link, mover, batches, repeats) for name, mover in movers.items()}
+        rates["kernel, unsorted"] = _rate(link, _unsorted(link, direction), batches, repeats)
+        rates["copy engine"] = link.rate(batch_bytes, [link.copies(direction, batch_bytes)], repeats)
+        share, rates["split"] = _split(link, footprint, row_bytes, direction, batches, rates, repeats)
+        result["rates"][direction] = rates
+        result["share"][direction] = share
+        result["ratios"][direction] = ratios(rates)
+    result["both"] = _both(link, footprint, row_bytes, batches, result["share"], repeats)
+    return result
+
+
+def ratios(rates: dict[str, float]) -> dict[str, float]:
+    """What the rates are held against: each engine over the machine's ceilings, and the best one over others' ways."""
+    ours = {name: rates[name] for name in ("zero_copy", "staged", "split")}
+    best = max(ours.values())
+    found = {
+        "zero_copy_over_kernel": ours["zero_copy"] / rates["kernel"],
+        "best_over_copy_engine": best / rates["copy engine"],
+        "split_over_either": ours["split"] / max(ours["zero_copy"], ours["staged"]),
+        "best_over_torch": best / rates["torch"],
+    }
+    if "SpeedTorch's method" in rates:
+        found["best_over_speedtorch"] = best / rates["SpeedTorch's method"]
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """A point as text."""
+    print(f"\nRows of {found['row_bytes']:,} B out of {found['footprint_bytes'] / 2**30:.1f} GiB, GB/s:")
+    for direction in DIRECTIONS:
+        rates = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in found["rates"][direction].items())
+        print(f"  {direction.replace('_', ' ')}: {rates} (split {found['share'][direction]:.2f})")
+        print("    " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in found["ratios"][direction].items()))
+    both = ", ".join(f"{name} {rate / 1e9:.1f}" for name, rate in found["both"].items())
+    print(f"  both at once, each: {both}", flush=True)
+
+
+# ---- the ways ------------------------------------------------------------------------------------------------------
+
+
+def _movers(link: Link, footprint: int, row_bytes: int, direction: str) -> dict[str, Mover]:
+    from speedswap.kernels.cuda import probes
+    from speedswap.kernels.cuda.engines import STAGED, Way
+
+    probe = probes.gather if direction == "to_device" else probes.scatter
+    table = link.bytes.data_ptr()
+
+    return {
+        "kernel": lambda batch: probe(table, batch.near, batch.block, link.multiprocessors),
+        "zero_copy": _engine(link, footprint, row_bytes, direction, Way(1.0, link.enough_multiprocessors)),
+        "staged": _engine(link, footprint, row_bytes, direction, STAGED),
+        "torch": _torch(link.matrix(footprint, row_bytes), direction),
+    }
+
+
+def _unsorted(link: Link, direction: str) -> Mover:
+    """The plain kernel over rows in no order: what sorting them saves."""
+    from speedswap.kernels.cuda import probes
+
+    probe = probes.gather if direction == "to_device" else probes.scatter
+    return lambda batch: probe(link.bytes.data_ptr(), batch.unsorted, batch.block, link.multiprocessors)
+
+
+def _engine(link: Link, footprint: int, row_bytes: int, direction: str, way: Any) -> Mover:
+    from speedswap.kernels.cuda import engines
+
+    records = link.records(footprint, row_bytes)
+    move = engines.gather if direction == "to_device" else engines.scatter
+    return lambda batch: move(way, records, batch.near, [kernels.Part(0, batch.block)], link.device)
+
+
+def _torch(table: Tensor, direction: str) -> Mover:
+    """By the CPU into pinned memory and from there, as torch's users write it."""
+    staging: dict[int, Tensor] = {}
+
+    def move(batch: Batch) -> None:
+        block = batch.block.view(torch.float32)
+        if len(block) not in staging:
+            staging[len(block)] = torch.empty(block.shape, pin_memory=True)
+        buffer = staging[len(block)]
+        if direction == "to_device":
+            torch.index_select(table, 0, batch.host, out=buffer)
+            block.copy_(buffer, non_blocking=True)
+        else:
+            buffer.copy_(block)
+            table.index_copy_(0, batch.host, buffer)
+
+    return move
+
+
+def _speedtorch(table: Tensor, direction: str) -> Mover:
+    """A CuPy array over the pinned memory, indexed by CuPy's kernels."""
+    import cupy
+
+    memory = cupy.cuda.UnownedMemory(table.data_ptr(), table.nbytes, table)
+    array = cupy.ndarray(tuple(table.shape), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
+
+    def move(batch: Batch) -> None:
+        block = batch.block.view(torch.float32)
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            ids = cupy.from_dlpack(batch.near)
+            if direction == "to_device":
+                block.copy_(torch.utils.dlpack.from_dlpack(array[ids]))
+            else:
+                array[ids] = cupy.from_dlpack(block)
+
+    return move
+
+
+def _split(
+    link: Link,
+    footprint: int,
+    row_bytes: int,
+    direction: str,
+    batches: list[Batch],
+    rates: dict[str, float],
+    repeats: int,
+) -> tuple[float, float]:
+    from speedswap.kernels.cuda.engines import Way
+
+    even = rates["zero_copy"] / (rates["zero_copy"] + rates["staged"])
+    found = {}
+    for share in sorted({min(0.95, max(0.05, even + beside)) for beside in _SHARES}):
+        mover = _engine(link, footprint, row_bytes, direction, Way(share, link.enough_multiprocessors))
+        _verify("split", direction, mover, link.matrix(footprint, row_bytes), batches[0])
+        found[share] = _rate(link, mover, batches, repeats)
+    best = max(found, key=lambda share: found[share])
+    return best, found[best]
+
+
+def _both(
+    link: Link, footprint: int, row_bytes: int, batches: list[Batch], share: dict[str, float], repeats: int
+) -> dict[str, float]:
+    """Each engine in both directions at once, as a lookahead has it: a thread and a stream each."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from speedswap.kernels.cuda.engines import Way
+
+    nbytes = batches[0].block.nbytes
+    found = {}
+    with ThreadPoolExecutor(len(DIRECTIONS)) as threads:
+        for name in ("zero_copy", "staged", "split"):
+            moves = []
+            for direction in DIRECTIONS:
+                direct = {"zero_copy": 1.0, "staged": 0.0, "split": share[direction]}[name]
+                mover = _engine(link, footprint, row_bytes, direction, Way(direct, link.enough_multiprocessors))
+                batch = batches[0] if direction == "to_device" else Batch(batches[1].host, batches[1].block.clone())
+                moves.append(lambda call, mover=mover, batch=batch: mover(batch))
+            found[name] = link.rate_in_threads(nbytes, moves, repeats, threads)
+    return found
+
+
+def _rate(link: Link, mover: Mover, batches: list[Batch], repeats: int) -> float:
+    nbytes = sum(batch.block.nbytes for batch in batches) / len(batches)
+    return link.rate(nbytes, [lambda call: mover(batches[call % len(batches)])], repeats)
+
+
+def _verify(name: str, direction: str, mover: Mover, table: Tensor, batch: Batch) -> None:
+    """Move one batch, and compare it with what the CPU finds in the table."""
+    values = batch.block.view(torch.float32)
+    if direction == "to_device":
+        values.fill_(float("nan"))
+    synchronize()
+    mover(batch)
+    synchronize()
+    if not torch.equal(values.cpu(), table.index_select(0, batch.host)):
+        raise WrongResultError(f"{name} moved other bytes {direction.replace('_', ' ')} than it should have")

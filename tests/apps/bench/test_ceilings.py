@@ -1,0 +1,90 @@
+"""What the machine can do, and the engines beside it: on the CPU, and on a GPU or the simulated one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from speedswap.apps.bench import ceilings, ways
+from speedswap.apps.bench.errors import BenchmarkError, WrongResultError
+from speedswap.apps.bench.link import Link
+from speedswap.cli import main
+from speedswap.kernels.cuda import choice
+from speedswap.kernels.cuda.rates import Rate, Rates
+
+MIB = 1 << 20
+SMALL = ceilings.Plan((4 * MIB, 8 * MIB, 2**60), (64, 512), (512,), MIB // 4, (MIB // 4,), (1, 0), MIB, 2, 600.0)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the engines had been measured already."""
+    rates = (Rate(512, 2e9, 1e9, 3e9, 0.4),)
+    monkeypatch.setattr(choice, "_known", {0: Rates(8, rates, rates, 0.0)})
+
+
+def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(ceilings.Plan, "of", lambda device, quick: SMALL)
+    path = tmp_path / "ceilings.json"
+    assert main(["bench", "ceilings", "--device", device, "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["benchmark"] == f"ceilings-{device}"
+    found = written["results"]
+    assert found["left_out"] == ["a table of 1073741824 GiB: not so much memory is free"]
+    assert {entry["huge_pages"] for entry in found["registration"]} == {False, True}
+    assert {entry["threads"] for entry in found["cpu"]} >= {1, torch.get_num_threads()}
+    assert min(entry[what] for entry in found["cpu"] for what in ("gather", "scatter")) > 0
+    if device == "cpu":
+        assert "rows" not in found
+        return
+    assert found["multiprocessors"][0]["multiprocessors"] == 1
+    sizes = [(point["footprint_bytes"], point["row_bytes"]) for point in found["rows"]]
+    assert sizes == [(4 * MIB, 512), (8 * MIB, 64), (8 * MIB, 512)]
+    for point in found["rows"]:
+        for direction in ways.DIRECTIONS:
+            rates = point["rates"][direction]
+            assert {"kernel", "kernel, unsorted", "copy engine", "zero_copy", "staged", "split", "torch"} <= set(rates)
+            assert min(rates.values()) > 0
+            assert point["ratios"][direction] == ways.ratios(rates)
+            assert 0 < point["share"][direction] < 1
+        assert set(point["both"]) == {"zero_copy", "staged", "split"}
+
+
+def test_ratios_are_the_ones_that_are_claimed():
+    rates = {"kernel": 40.0, "copy engine": 50.0, "zero_copy": 38.0, "staged": 30.0, "split": 46.0, "torch": 10.0}
+    assert ways.ratios(rates) == {
+        "zero_copy_over_kernel": 0.95,
+        "best_over_copy_engine": 0.92,
+        "split_over_either": 46 / 38,
+        "best_over_torch": 4.6,
+    }
+    assert ways.ratios({**rates, "SpeedTorch's method": 23.0})["best_over_speedtorch"] == 2.0
+
+
+def test_a_way_that_moves_other_bytes_ends_the_run(device: str):
+    with Link(MIB, device) as link:
+        (batch, *_) = link.batches(MIB, 512, MIB // 8)
+        assert batch.block.any()
+        table = link.matrix(MIB, 512)
+        with pytest.raises(WrongResultError, match="nothing at all moved other bytes to device than it should have"):
+            ways._verify("nothing at all", "to_device", lambda batch: None, table, batch)
+        with pytest.raises(WrongResultError, match="moved other bytes from device"):
+            ways._verify("nothing at all", "from_device", lambda batch: None, table, batch)
+
+
+def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ceilings, "available_bytes", lambda: MIB)
+    with pytest.raises(BenchmarkError, match=r"0\.00 GiB of memory are needed, which are not free; use --quick"):
+        ceilings.run("cpu", plan=SMALL)
+
+
+def test_points_that_come_too_late_are_left_out(device: str):
+    if device == "cpu":
+        pytest.skip("is about a GPU")
+    with Link(4 * MIB, device) as link:
+        assert ceilings.points(link, [4 * MIB], SMALL, 0.0) == (
+            [], [f"rows of {n} B out of 0 GiB: the time was over" for n in (64, 512)],
+        )  # fmt: skip
