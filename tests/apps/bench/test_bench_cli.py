@@ -13,7 +13,7 @@ import pytest
 import readme_figures
 import torch
 
-from speedswap.apps.bench import measure, peers, step, transfer
+from speedswap.apps.bench import ceilings, measure, peers, step, transfer
 from speedswap.apps.bench.stores import peer_makers
 from speedswap.apps.bench.trainers import Contestant, contestants
 from speedswap.apps.bench.workload import zipf_batches
@@ -22,6 +22,7 @@ from speedswap.cli import main
 ROOT = Path(__file__).resolve().parents[3]
 SMALL_TRANSFER = transfer.Plan(2**24, 512, 1024, 2, (64, 512), (256,), (2**24, 2**60), 1000, 600.0)
 PEERS = {"FBGEMM": peers.Peer(None, "left out here")}
+SMALL_CEILINGS = ceilings.Plan((2**22,), (64, 512), (512,), 2**18, (2**18,), (1,), 2**20, 2, 600.0)
 SMALL_STEP = step.Plan(2000, 8, 512, 4, 1, {8: (2000, 4000)}, ("sgd",), (1.0,), 600.0)
 
 
@@ -30,6 +31,7 @@ def small(monkeypatch):
     """Sizes that take a second."""
     monkeypatch.setattr(transfer.Plan, "of", lambda device, quick: SMALL_TRANSFER)
     monkeypatch.setattr(step.Plan, "of", lambda device, quick: SMALL_STEP)
+    monkeypatch.setattr(ceilings.Plan, "of", lambda device, quick: SMALL_CEILINGS)
 
 
 def check_transfer(found):
