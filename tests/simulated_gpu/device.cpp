@@ -31,6 +31,8 @@ using Ticket = uint64_t;
 using StreamId = int64_t;
 
 const c10::Device kDevice(c10::DeviceType::CUDA, 0);
+// What a context takes for itself.
+constexpr size_t kReserved = size_t(1) << 20;
 // NaN as a float, negative as an integer.
 constexpr int kPoison = 0xFB;
 
@@ -272,9 +274,9 @@ struct DeviceAllocator final : c10::Allocator {
         State& all = state();
         if (nbytes == 0) return {nullptr, nullptr, &free_device, kDevice};
         Lock lock(all.mutex);
-        TORCH_CHECK_WITH(OutOfMemoryError, all.allocated + nbytes <= all.capacity,
+        TORCH_CHECK_WITH(OutOfMemoryError, all.allocated + nbytes <= all.capacity - kReserved,
                          "CUDA out of memory. Tried to allocate ", nbytes / 1048576.0, " MiB. GPU 0 has a total capacity of ",
-                         all.capacity / 1048576.0, " MiB of which ", (all.capacity - all.allocated) / 1048576.0,
+                         all.capacity / 1048576.0, " MiB of which ", (all.capacity - kReserved - all.allocated) / 1048576.0,
                          " MiB is free (simulated).");
         drift();
         char* memory = (char*)std::aligned_alloc(512, rounded(nbytes));
@@ -350,6 +352,24 @@ void wait_for(StreamId stream, StreamId awaited, Ticket ticket) {
     queue(stream, Item{nullptr, awaited, ticket, {}});
 }
 
+StreamId new_stream() {
+    Lock lock(state().mutex);
+    state().next_stream += 0x100;
+    state().streams[state().next_stream];
+    return state().next_stream;
+}
+
+void synchronize_all() {
+    Lock lock(state().mutex);
+    drift();
+    std::vector<StreamId> ids;
+    for (const auto& entry : state().streams)
+        ids.push_back(entry.first);
+    for (StreamId id : ids)
+        run_to(id, state().streams[id].queued);
+    release_freed();
+}
+
 // A GPU gets round to it in the end, however often it is asked.
 bool query(StreamId stream, Ticket ticket) {
     State& all = state();
@@ -374,7 +394,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         current_stream = stream.id();
         return made(before);
     }
+    c10::Stream getNewStream(c10::Device, int) const override { return made(new_stream()); }
+    c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return made(new_stream()); }
     c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+    void synchronizeDevice(const c10::DeviceIndex) const override {
+        note_round_trip("synchronize the device");
+        synchronize_all();
+    }
     void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
         Lock lock(state().mutex);
         if (!*event) *event = new Event;
@@ -828,10 +854,7 @@ int64_t simulated_exchange_stream(int64_t stream) {
 }
 
 int64_t simulated_new_stream() {
-    Lock lock(state().mutex);
-    state().next_stream += 0x100;
-    state().streams[state().next_stream];
-    return state().next_stream;
+    return new_stream();
 }
 
 int simulated_is_stream(int64_t stream) {
@@ -857,14 +880,7 @@ void simulated_synchronize(int64_t stream, uint64_t ticket) {
 }
 
 void simulated_synchronize_all() {
-    Lock lock(state().mutex);
-    drift();
-    std::vector<StreamId> ids;
-    for (const auto& entry : state().streams)
-        ids.push_back(entry.first);
-    for (StreamId id : ids)
-        run_to(id, state().streams[id].queued);
-    release_freed();
+    synchronize_all();
 }
 
 // Work that does nothing but is there.
@@ -967,7 +983,7 @@ int simulated_unregister(void* pointer) {
     return 0;
 }
 
-// allocated, peak, allocations, bytes allocated in all, capacity
+// allocated, peak, allocations, bytes allocated in all, capacity, free
 void simulated_memory(uint64_t* numbers) {
     Lock lock(state().mutex);
     numbers[0] = state().allocated;
@@ -975,6 +991,7 @@ void simulated_memory(uint64_t* numbers) {
     numbers[2] = state().allocations;
     numbers[3] = state().total;
     numbers[4] = state().capacity;
+    numbers[5] = state().capacity - kReserved - state().allocated;
 }
 
 void simulated_reset_peak() {

@@ -54,9 +54,10 @@ class Memory:
     """Bytes of device memory."""
 
     def __init__(self) -> None:
-        numbers = (_u64 * 5)()
+        numbers = (_u64 * 6)()
         call("memory", numbers)
-        self.allocated, self.peak, self.allocations, self.bytes_allocated, self.capacity = (int(n) for n in numbers)
+        self.allocated, self.peak, self.allocations, self.bytes_allocated, *ends = (int(n) for n in numbers)
+        self.capacity, self.free = ends
 
 
 @functools.cache

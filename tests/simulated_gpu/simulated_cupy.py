@@ -280,7 +280,7 @@ def _memset_async(ptr: int, value: int, size: int, stream: int) -> None:
 
 def _mem_get_info() -> tuple[int, int]:
     memory = simulated.Memory()
-    return memory.capacity - memory.allocated, memory.capacity
+    return memory.free, memory.capacity
 
 
 def _pointer_get_attributes(ptr: int) -> Any:

@@ -239,7 +239,7 @@ def _peak(device: Any = None) -> int:
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     _require_this(device)
     memory = simulated.Memory()
-    return memory.capacity - memory.allocated, memory.capacity
+    return memory.free, memory.capacity
 
 
 def _nothing(*_: Any, **__: Any) -> None:
