@@ -45,7 +45,7 @@ def kernel_library(name: str, text: str) -> Path:
     entries = " ".join(f"ENTRY({name})" for name in names)
     source = f'#include "host_cuda.h"\n{text}\n#include "kernels.h"\nKERNELS({entries})\n'
     # As in the tests of the kernels: the same random bits as on the GPU.
-    flags = ["-std=c++17", "-O2", "-w", "-ffp-contract=off", f"-I{CSRC}", f"-I{HERE}"]
+    flags = ["-std=c++20", "-O2", "-w", "-ffp-contract=off", f"-I{CSRC}", f"-I{HERE}"]
     headers = "".join((CSRC / header).read_text() for header in ("host_cuda.h",)) + (HERE / "kernels.h").read_text()
     return _compiled(name, source, flags, plain + headers)
 

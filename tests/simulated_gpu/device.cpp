@@ -69,10 +69,10 @@ struct Freed {
 struct State {
     std::recursive_mutex mutex;
     std::map<StreamId, Stream> streams;
-    std::map<char*, Block> blocks;         // device memory in use
-    std::map<char*, size_t> registered;    // host memory that the GPU reaches
-    std::map<char*, size_t> pinned;        // of it, torch's own
-    std::vector<Freed> freed;              // device memory that queued work may still touch
+    std::map<char*, Block> blocks;       // device memory in use
+    std::map<char*, size_t> registered;  // host memory that the GPU reaches
+    std::map<char*, size_t> pinned;      // of it, torch's own
+    std::vector<Freed> freed;            // device memory that queued work may still touch
     std::vector<char*> freed_pinned;
     std::atomic<int64_t> pending{0};
     std::atomic<int> policy{kLate};
@@ -122,8 +122,9 @@ void release_freed() {
         if (all.pending == 0 && block.poisoned) {
             for (size_t i = 0; i < block.nbytes; ++i)
                 if ((unsigned char)block.memory[i] != kPoison) {
-                    fail("work that was queued on a stream wrote to device memory after it was freed: a tensor made on "
-                         "another stream needs record_stream");
+                    fail(
+                        "work that was queued on a stream wrote to device memory after it was freed: a tensor made on "
+                        "another stream needs record_stream");
                     break;
                 }
             std::free(block.memory);
@@ -275,9 +276,9 @@ struct DeviceAllocator final : c10::Allocator {
         if (nbytes == 0) return {nullptr, nullptr, &free_device, kDevice};
         Lock lock(all.mutex);
         TORCH_CHECK_WITH(OutOfMemoryError, all.allocated + nbytes <= all.capacity - kReserved,
-                         "CUDA out of memory. Tried to allocate ", nbytes / 1048576.0, " MiB. GPU 0 has a total capacity of ",
-                         all.capacity / 1048576.0, " MiB of which ", (all.capacity - kReserved - all.allocated) / 1048576.0,
-                         " MiB is free (simulated).");
+                         "CUDA out of memory. Tried to allocate ", nbytes / 1048576.0,
+                         " MiB. GPU 0 has a total capacity of ", all.capacity / 1048576.0, " MiB of which ",
+                         (all.capacity - kReserved - all.allocated) / 1048576.0, " MiB is free (simulated).");
         drift();
         char* memory = (char*)std::aligned_alloc(512, rounded(nbytes));
         TORCH_CHECK(memory, "the host has no memory for the simulated GPU");
@@ -527,7 +528,7 @@ void put_off(const Tensor& memory, const Tensor& before, const Tensor& after) {
 }
 
 class Call {
-   public:
+  public:
     explicit Call(const c10::OperatorHandle& op) : op_(op), put_off_(adversarial()) {}
 
     void run(torch::jit::Stack* stack) {
@@ -543,7 +544,8 @@ class Call {
         }
         if (put_off_)
             for (Passed& passed : passed_)
-                if (passed.written && passed.host.numel() && !passed.host.is_meta()) passed.before = cloned(passed.host);
+                if (passed.written && passed.host.numel() && !passed.host.is_meta())
+                    passed.before = cloned(passed.host);
         {
             at::AutoDispatchBelowADInplaceOrView below;
             op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -554,7 +556,7 @@ class Call {
             (*stack)[i] = to_gpu((*stack)[i]);
     }
 
-   private:
+  private:
     struct Passed {
         Tensor gpu, host, before;
         bool written;
@@ -595,8 +597,9 @@ class Call {
     // Operations whose result tells the host something, or whose size does.
     void note(const torch::jit::Stack& stack, size_t begin) const {
         static const std::unordered_set<std::string> sized = {
-            "aten::nonzero",      "aten::masked_select", "aten::_unique2",  "aten::unique_dim", "aten::unique_consecutive",
-            "aten::_unique",      "aten::bincount",      "aten::unique_dim_consecutive", "aten::_local_scalar_dense"};
+            "aten::nonzero",    "aten::masked_select",          "aten::_unique2",
+            "aten::unique_dim", "aten::unique_consecutive",     "aten::_unique",
+            "aten::bincount",   "aten::unique_dim_consecutive", "aten::_local_scalar_dense"};
         bool trip = sized.count(name());
         if (name() == "aten::repeat_interleave") trip = stack.back().isNone();
         if (indexes())
@@ -623,8 +626,7 @@ class Call {
         if (!on_gpu(tensor)) return tensor;
         auto found = storages_.find(tensor.storage().unsafeGetStorageImpl());
         if (found == storages_.end())
-            found =
-                storages_.emplace(tensor.storage().unsafeGetStorageImpl(), host_storage(tensor.storage())).first;
+            found = storages_.emplace(tensor.storage().unsafeGetStorageImpl(), host_storage(tensor.storage())).first;
         passed_.push_back({tensor, over(found->second, tensor), Tensor(), writes_});
         return passed_.back().host;
     }
@@ -747,7 +749,8 @@ Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArray
                   std::optional<c10::SymInt> offset) {
     std::optional<int64_t> begin;
     if (offset) begin = offset->guard_int(__FILE__, __LINE__);
-    return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), begin);
+    return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                                             begin);
 }
 
 Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
@@ -902,8 +905,8 @@ static int legal(const void* pointer) {
 }
 
 // Queue a kernel; `arguments` are copied.
-void simulated_launch(int64_t stream, Kernel kernel, unsigned int grid, unsigned int block, const void* const* arguments,
-                      const size_t* sizes, int count) {
+void simulated_launch(int64_t stream, Kernel kernel, unsigned int grid, unsigned int block,
+                      const void* const* arguments, const size_t* sizes, int count) {
     struct alignas(16) Unit {
         char bytes[16];
     };

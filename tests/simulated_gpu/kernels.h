@@ -1,10 +1,9 @@
-// A CUDA source's kernels, compiled for the host, as the simulated device launches them. What includes this has included
-// host_cuda.h and the source, and ends with KERNELS(ENTRY(name) ...).
+// A CUDA source's kernels, compiled for the host, as the simulated device launches them. What includes this has
+// included host_cuda.h and the source, and ends with KERNELS(ENTRY(name) ...).
 #pragma once
 
 #include <cstddef>
 #include <cstring>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -12,38 +11,48 @@ namespace simulated {
 
 using Legal = int (*)(const void*);
 
-// Kernels that begin (records, stride, ids, number of ids, …): every record and every column's block must be memory that
-// the GPU reaches. Of other kernels nothing is known.
-template <typename... Rest>
-const char* illegal(void (*)(Rest...), void**, Legal) {
+// What a kernel is about to touch that the GPU does not reach; null where that is nothing, or where it is not known
+// what the kernel does with its arguments.
+template <typename... P>
+const char* illegal(void (*)(P...), void**, Legal) {
     return nullptr;
 }
 
-template <typename Column>
-const char* illegal_blocks(const Column* columns, long long count, Legal legal) {
-    for (long long c = 0; c < count; ++c)
-        if (!legal((const void*)columns[c].block)) return "a column's block";
-    return nullptr;
-}
-
-template <typename W, typename Index, typename... Rest>
-const char* illegal(void (*)(W*, long long, const Index*, long long, Rest...), void** arguments, Legal legal) {
+template <typename W, typename Index, typename Columns>
+const char* illegal_move(void** arguments, Legal legal, bool packed, const Index* places) {
     const auto* records = *(char**)arguments[0];
     const auto stride = *(long long*)arguments[1] * (long long)sizeof(W);
     const auto* ids = *(const Index**)arguments[2];
     const auto count = *(long long*)arguments[3];
-    using First = std::tuple_element_t<sizeof...(Rest) ? 1 : 0, std::tuple<int, std::remove_cv_t<Rest>...>>;
-    bool packed = !std::is_class_v<First>;  // record i is row i's, and ids only decide what is drawn
-    if constexpr (sizeof...(Rest) == 4) packed = packed || *(int*)arguments[6];  // columns, lanes, packed, places
-    if (packed) return count == 0 || (legal(records) && legal(records + (count - 1) * stride)) ? nullptr : "a packed record";
-    if (count > 0 && (!legal(ids) || !legal(ids + count - 1))) return "the ids of a kernel";
-    for (long long i = 0; i < count; ++i)
-        if (!legal(records + (long long)ids[i] * stride)) return "a record that an id stands for";
-    if constexpr (std::is_class_v<First>) {
-        const auto* columns = (const First*)arguments[4];
-        return illegal_blocks(columns->column, columns->count, legal);
+    const auto& columns = *(const Columns*)arguments[4];
+    if (!packed && count > 0 && (!legal(ids) || !legal(ids + count - 1))) return "the ids of a kernel";
+    if (places && count > 0 && (!legal(places) || !legal(places + count - 1))) return "the places of a kernel";
+    for (long long i = 0; i < count; ++i) {
+        if (!legal(records + (packed ? i : (long long)ids[i]) * stride)) return "a record that an id stands for";
+        if constexpr (requires { columns.column[0].block_stride; })
+            for (int c = 0; c < columns.count; ++c)
+                if (!legal((W*)columns.column[c].block +
+                           (places ? (long long)places[i] : i) * columns.column[c].block_stride))
+                    return "a row of a block";
     }
+    for (int c = 0; c < columns.count; ++c)
+        if (!legal((const void*)columns.column[c].block)) return "a block";
     return nullptr;
+}
+
+// (records, stride, ids, number of ids, columns, lanes, packed, places)
+template <typename W, typename Index, typename Columns>
+const char* illegal(void (*)(W*, long long, const Index*, long long, Columns, int, int, const Index*), void** arguments,
+                    Legal legal) {
+    return illegal_move<W, Index, std::remove_cv_t<Columns>>(arguments, legal, *(int*)arguments[6],
+                                                             *(const Index**)arguments[7]);
+}
+
+// (records, stride, ids, number of ids, columns, lanes, packed)
+template <typename W, typename Index, typename Columns>
+const char* illegal(void (*)(W*, long long, const Index*, long long, Columns, int, int), void** arguments,
+                    Legal legal) {
+    return illegal_move<W, Index, std::remove_cv_t<Columns>>(arguments, legal, *(int*)arguments[6], nullptr);
 }
 
 template <typename... P, std::size_t... I>
@@ -73,21 +82,21 @@ struct Entry {
 
 }  // namespace simulated
 
-#define ENTRY(kernel)                                                                                        \
-    {#kernel,                                                                                                \
-     [](unsigned int grid, unsigned int block, void** arguments, simulated::Legal legal) -> const char* {    \
-         return simulated::run(kernel, grid, block, arguments, legal);                                       \
-     },                                                                                                      \
+#define ENTRY(kernel)                                                                                     \
+    {#kernel,                                                                                             \
+     [](unsigned int grid, unsigned int block, void** arguments, simulated::Legal legal) -> const char* { \
+         return simulated::run(kernel, grid, block, arguments, legal);                                    \
+     },                                                                                                   \
      [](std::size_t* room) { return simulated::sizes(kernel, room); }},
 
-#define KERNELS(...)                                                                                   \
-    static const simulated::Entry entries[] = {__VA_ARGS__};                                           \
-    /* The kernel of a name, null if there is none; the bytes of each parameter, and how many. */      \
-    extern "C" const void* find_kernel(const char* name, std::size_t* room, int* count) {              \
-        for (const simulated::Entry& entry : entries)                                                  \
-            if (std::strcmp(entry.name, name) == 0) {                                                  \
-                *count = entry.sizes(room);                                                            \
-                return (const void*)entry.run;                                                         \
-            }                                                                                          \
-        return nullptr;                                                                                \
+#define KERNELS(...)                                                                              \
+    static const simulated::Entry entries[] = {__VA_ARGS__};                                      \
+    /* The kernel of a name, null if there is none; the bytes of each parameter, and how many. */ \
+    extern "C" const void* find_kernel(const char* name, std::size_t* room, int* count) {         \
+        for (const simulated::Entry& entry : entries)                                             \
+            if (std::strcmp(entry.name, name) == 0) {                                             \
+                *count = entry.sizes(room);                                                       \
+                return (const void*)entry.run;                                                    \
+            }                                                                                     \
+        return nullptr;                                                                           \
     }
