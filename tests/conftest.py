@@ -23,7 +23,9 @@ wanted = os.environ.get("SPEEDSWAP_TEST_DEVICE", "")  # one alone, where there i
 if wanted == "simulated":  # "cuda" on a machine without one: simulated_gpu/
     if reason := simulated_gpu.unavailable():
         raise pytest.UsageError(f"SPEEDSWAP_TEST_DEVICE is 'simulated', but {reason}")
-    simulated_gpu.switch_on()
+    # such as "ahead", or "random:7" with a seed
+    policy, _, seed = os.environ.get("SPEEDSWAP_SIMULATED_POLICY", "late").partition(":")
+    simulated_gpu.switch_on(policy, int(seed or 0))
     wanted = "cuda"
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -37,6 +39,25 @@ if wanted:
 def device(request: pytest.FixtureRequest) -> str:
     """Where the batch's rows are computed with: the CPU, and a GPU where there is one."""
     return str(request.param)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-only", action="store_true", help="only tests that ask for a device, or need a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--gpu-only"):
+        chosen, others = [], []
+        for item in items:
+            (chosen if _uses_gpu(item) else others).append(item)
+        items[:] = chosen
+        config.hook.pytest_deselected(items=others)
+
+
+def _uses_gpu(item: pytest.Item) -> bool:
+    needed = (mark.kwargs.get("reason", "") for mark in item.iter_markers("skipif"))
+    fixtures = getattr(item, "fixturenames", ())
+    return "device" in fixtures or any("needs a GPU" in reason or "SIMULATED" in reason.upper() for reason in needed)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -47,14 +47,18 @@ def unavailable() -> str | None:
     return None
 
 
-def switch_on() -> None:
-    """Give this process the device. Before the first backward pass: torch starts its threads for devices then."""
+def switch_on(policy: str = "late", seed: int = 0) -> None:
+    """Give this process the device. Before the first backward pass: torch starts its threads for devices then.
+
+    Args:
+        policy, seed: when streams go on (:func:`policy`).
+    """
     global _on
     reason = unavailable()
     if reason is not None:
         raise RuntimeError(f"no simulated GPU: {reason}")
     _device.library()
-    _device.call("policy", _device.POLICIES["late"], 0)
+    _device.set_policy(policy, seed)
     for name, replacement in torch_cuda.REPLACED.items():
         setattr(torch.cuda, name, replacement)
     torch.version.cuda = "13.0"

@@ -34,9 +34,11 @@ const c10::Device kDevice(c10::DeviceType::CUDA, 0);
 // What a context takes for itself.
 constexpr size_t kReserved = size_t(1) << 20;
 // NaN as a float, negative as an integer.
-constexpr int kPoison = 0xFB;
+constexpr int kPoison = 0xFF;
 
-enum Policy { kEager = 0, kLate = 1, kRandom = 2 };
+// When streams go on: at once; when something needs them; at random moments; or late, but for what torch computes,
+// which is there at once, so that memory is reused as early as can be.
+enum Policy { kEager = 0, kLate = 1, kRandom = 2, kAhead = 3 };
 
 // ---- streams: queues of work, each piece with the number at which the stream is done with it
 // ---------------------------------
@@ -60,10 +62,9 @@ struct Block {
 };
 
 struct Freed {
-    char* memory;
     size_t nbytes;
-    bool poisoned;
-    std::vector<std::pair<StreamId, Ticket>> until;
+    bool poisoned = false;
+    std::vector<std::pair<StreamId, Ticket>> until;  // what the streams that were recorded have yet to do
 };
 
 struct State {
@@ -72,7 +73,7 @@ struct State {
     std::map<char*, Block> blocks;       // device memory in use
     std::map<char*, size_t> registered;  // host memory that the GPU reaches
     std::map<char*, size_t> pinned;      // of it, torch's own
-    std::vector<Freed> freed;            // device memory that queued work may still touch
+    std::map<char*, Freed> freed;        // device memory that queued work may still touch
     std::vector<char*> freed_pinned;
     std::atomic<int64_t> pending{0};
     std::atomic<int> policy{kLate};
@@ -106,33 +107,37 @@ void fail(const std::string& what) {
     state().faulty = true;
 }
 
+void poison(char* memory, Freed& freed) {
+    std::memset(memory, kPoison, freed.nbytes);
+    freed.poisoned = true;
+}
+
+bool still_poisoned(const char* memory, size_t nbytes) {
+    return nbytes == 0 || ((unsigned char)memory[0] == kPoison && std::memcmp(memory, memory + 1, nbytes - 1) == 0);
+}
+
+// Memory goes back to the host once no queued work can touch it any more.
 void release_freed() {
     State& all = state();
-    std::vector<Freed> kept;
-    for (Freed& block : all.freed) {
-        if (!block.poisoned) {
+    for (auto next = all.freed.begin(); next != all.freed.end();) {
+        auto& [memory, freed] = *next;
+        if (!freed.poisoned && !freed.until.empty()) {
             bool over = true;
-            for (const auto& [stream, ticket] : block.until)
+            for (const auto& [stream, ticket] : freed.until)
                 over = over && all.streams[stream].done >= ticket;
-            if (over) {
-                std::memset(block.memory, kPoison, block.nbytes);
-                block.poisoned = true;
-            }
+            if (over) poison(memory, freed);
         }
-        if (all.pending == 0 && block.poisoned) {
-            for (size_t i = 0; i < block.nbytes; ++i)
-                if ((unsigned char)block.memory[i] != kPoison) {
-                    fail(
-                        "work that was queued on a stream wrote to device memory after it was freed: a tensor made on "
-                        "another stream needs record_stream");
-                    break;
-                }
-            std::free(block.memory);
+        if (all.pending == 0 && freed.poisoned) {
+            if (!still_poisoned(memory, freed.nbytes))
+                fail(
+                    "work that was queued on a stream wrote to device memory after it was freed: a tensor made on "
+                    "another stream needs record_stream");
+            std::free(memory);
+            next = all.freed.erase(next);
         } else {
-            kept.push_back(std::move(block));
+            ++next;
         }
     }
-    all.freed = std::move(kept);
     if (all.pending == 0) {
         for (char* memory : all.freed_pinned)
             std::free(memory);
@@ -176,7 +181,8 @@ void run_alone(Stream& stream) {
 void drift() {
     State& all = state();
     if (all.policy != kRandom || all.pending == 0) return;
-    for (int turn = all.random() % 4; turn > 0; --turn) {
+    if (all.random() % 4) return;
+    for (int turn = 1 + all.random() % 3; turn > 0; --turn) {
         std::vector<Stream*> able;
         for (auto& [id, stream] : all.streams)
             if (!stream.items.empty() && !blocked(stream)) able.push_back(&stream);
@@ -219,7 +225,7 @@ void drain() {
 
 bool adversarial() {
     State& all = state();
-    if (all.policy == kEager) return false;
+    if (all.policy == kEager || all.policy == kAhead) return false;
     if (all.policy == kLate) return true;
     Lock lock(all.mutex);
     return all.random() % 2;
@@ -239,8 +245,11 @@ bool inside(const Ranges& ranges, const void* pointer, Size size) {
 
 bool is_device(const void* pointer) {
     // What was freed is the device's as long as its own stream has not come to that.
-    for (const Freed& freed : state().freed)
-        if (!freed.poisoned && pointer >= freed.memory && pointer < freed.memory + freed.nbytes) return true;
+    auto freed = state().freed.upper_bound((char*)pointer);
+    if (freed != state().freed.begin()) {
+        --freed;
+        if (!freed->second.poisoned && (char*)pointer < freed->first + freed->second.nbytes) return true;
+    }
     return inside(state().blocks, pointer, [](const Block& block) { return block.nbytes; });
 }
 
@@ -257,12 +266,17 @@ void free_device(void* pointer) {
     all.blocks.erase(found);
     all.allocated -= block.nbytes;
     Stream& own = all.streams[block.stream];
-    Freed freed = {(char*)pointer, block.nbytes, false, {}};
+    Freed& freed = all.freed[(char*)pointer];
+    freed = {block.nbytes, false, {}};
     for (StreamId stream : block.used_by)
         freed.until.emplace_back(stream, all.streams[stream].queued);
-    freed.until.emplace_back(block.stream, own.queued);
-    all.freed.push_back(std::move(freed));
-    run_alone(own);
+    if (all.policy == kAhead || (all.policy == kRandom && all.random() % 2)) run_alone(own);
+    if (!freed.until.empty())
+        freed.until.emplace_back(block.stream, own.queued);
+    else if (own.items.empty())
+        poison((char*)pointer, freed);
+    else
+        queue(block.stream, [pointer] { poison((char*)pointer, state().freed.at((char*)pointer)); });
     release_freed();
 }
 

@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from simulated_gpu import building
 
-POLICIES = {"eager": 0, "late": 1, "random": 2}
+POLICIES = {"eager": 0, "late": 1, "random": 2, "ahead": 3}
 
 _i64, _u64, _pointer, _size, _int = ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _CALLBACK = ctypes.CFUNCTYPE(_int, ctypes.c_char_p)
@@ -101,17 +102,26 @@ def synchronize() -> None:
 _policy = ("late", 0)
 
 
+def set_policy(name: str, seed: int = 0) -> None:
+    """Choose when streams go on, from now on: see :func:`policy`."""
+    global _policy
+    _policy = (name, seed)
+    call("policy", POLICIES[name], seed)
+
+
 @contextlib.contextmanager
 def policy(name: str, seed: int = 0) -> Iterator[None]:
-    """Choose when streams go on: ``late`` (when something needs them), ``eager`` (at once), ``random`` moments."""
-    global _policy
-    before, _policy = _policy, (name, seed)
-    call("policy", POLICIES[name], seed)
+    """Choose when streams go on.
+
+    ``late``: when something needs them. ``ahead``: late, but for what torch computes, which is there at once, so that
+    memory is reused as early as can be. ``random``: at moments that the seed chooses. ``eager``: at once.
+    """
+    before = _policy
+    set_policy(name, seed)
     try:
         yield
     finally:
-        _policy = before
-        call("policy", POLICIES[before[0]], before[1])
+        set_policy(*before)
 
 
 # ---- what the host waits for, and what is allocated
@@ -181,8 +191,9 @@ def round_trip(what: str) -> None:
 def _where() -> str:
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if "simulated_gpu" not in path.replace("test_simulated_gpu", "") and "/torch/" not in path:
+        path = Path(frame.f_code.co_filename)
+        ours = path.parent == building.HERE and not path.name.startswith("test_")
+        if not ours and "torch" not in path.parts:
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "a thread of torch"
