@@ -97,7 +97,8 @@ OPTIMIZERS = {
     "RMSprop, centered, with momentum": (torch.optim.RMSprop, {"lr": 0.1, "centered": True, "momentum": 0.9}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
     "Rprop": (torch.optim.Rprop, {"lr": 0.1}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.1}),
+    # On a GPU torch takes the steps of all parameters at once by default, with its averages in float32.
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "foreach": False}),
 }
 
 
