@@ -48,6 +48,7 @@ struct Item {
     StreamId awaited = -1;        // the stream to wait for
     Ticket ticket = 0;            // until it has done so much
     std::vector<const void*> of;  // host memory that it touches
+    bool busy = false;            // takes long: is not done before somebody waits for it
 };
 
 struct Stream {
@@ -168,7 +169,7 @@ void run_to(StreamId id, Ticket ticket) {
 
 bool blocked(const Stream& stream) {
     const Item& first = stream.items.front();
-    return !first.run && state().streams[first.awaited].done < first.ticket;
+    return first.busy || (!first.run && state().streams[first.awaited].done < first.ticket);
 }
 
 // Run what the stream can without making another one move.
@@ -202,7 +203,7 @@ void queue(StreamId id, Item item) {
 }
 
 void queue(StreamId id, std::function<void()> run, std::vector<const void*> of = {}) {
-    queue(id, Item{std::move(run), -1, 0, std::move(of)});
+    queue(id, Item{std::move(run), -1, 0, std::move(of), false});
 }
 
 void raise_fault() {
@@ -364,7 +365,7 @@ void wait_for(StreamId stream, StreamId awaited, Ticket ticket) {
     State& all = state();
     Lock lock(all.mutex);
     if (stream == awaited || all.streams[awaited].done >= ticket) return;
-    queue(stream, Item{nullptr, awaited, ticket, {}});
+    queue(stream, Item{nullptr, awaited, ticket, {}, false});
 }
 
 StreamId new_stream() {
@@ -903,7 +904,7 @@ void simulated_synchronize_all() {
 // Work that does nothing but is there.
 void simulated_sleep() {
     Lock lock(state().mutex);
-    queue(current_stream, [] {});
+    queue(current_stream, Item{[] {}, -1, 0, {}, true});
 }
 
 int64_t simulated_pending() {

@@ -1,7 +1,7 @@
 """The part of CuPy that launches kernels and asks the runtime, with CuPy's own rules for arguments.
 
-What CuPy refuses is refused here, and what it would pass on to CUDA unseen (parameters of the wrong size, addresses that
-the GPU does not reach) is an error too.
+What CuPy refuses is refused here. What it would pass on to CUDA unseen is an error too: parameters of the wrong size,
+addresses that the GPU does not reach.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Function:
         for name, value in (("grid", grid), ("block", block)):
             if type(value) is not tuple:
                 raise TypeError(f"Argument '{name}' has incorrect type (expected tuple, got {type(value).__name__})")
-        blocks, threads = ([max(1, operator.index(n)) for n in (shape + (1, 1))[:3]] for shape in (grid, block))
+        blocks, threads = ([max(1, operator.index(n)) for n in (*shape, 1, 1)[:3]] for shape in (grid, block))
         if operator.index(shared_mem) < 0:
             raise OverflowError("can't convert negative value to size_t")
         values = [_argument(args[position]) for position in range(len(args))]
@@ -178,7 +178,7 @@ class RawKernel:
 
 
 class RawModule:
-    """``cupy.RawModule``: its source, or the source beside a fatbin, compiled for the host when a kernel is asked for."""
+    """``cupy.RawModule``: its source, or that of a fatbin, compiled for the host when a kernel is asked for."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The simulated GPU shows what a real one may do: programs that do not wait get wrong bytes, those that do get right ones."""
+"""The simulated GPU does what a real one may do: who does not wait gets wrong bytes, who does gets the right ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import simulated_gpu
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs SPEEDSWAP_TEST_DEVICE=simulated")
+import simulated_gpu
+
+pytestmark = pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs a GPU that is simulated")
 
 DEVICE_TO_DEVICE, HOST_TO_DEVICE, DEVICE_TO_HOST = 3, 1, 2
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    torch.cuda.synchronize()
-    yield
-    simulated_gpu.synchronize()
+def _late() -> Iterator[None]:
+    with simulated_gpu.policy("late"):
+        torch.cuda.synchronize()
+        yield
+        simulated_gpu.synchronize()
 
 
 def copy_on(stream: torch.cuda.Stream, to: Tensor, from_: Tensor, kind: int = DEVICE_TO_DEVICE) -> None:
@@ -336,7 +338,9 @@ def test_views_resizes_and_outputs_keep_their_memory() -> None:
     out = torch.empty(0, device="cuda")
     assert torch.add(base, 1, out=out) is out
     assert out.tolist() == [[1.0, 5.0, 1.0], [1.0, 5.0, 1.0]]
-    assert base.view(torch.int32).dtype == torch.int32 and base.diagonal().data_ptr() == base.data_ptr()
+    assert base.view(torch.int32).dtype == torch.int32
+    assert base.diagonal().data_ptr() == base.data_ptr()
     parameter = torch.nn.Parameter(torch.zeros(1, 3, device="cuda"))
     parameter.data = base
-    assert parameter.shape == (2, 3) and parameter.data_ptr() == base.data_ptr()
+    assert parameter.shape == (2, 3)
+    assert parameter.data_ptr() == base.data_ptr()
