@@ -1,11 +1,20 @@
 """Move rows between two memories. Knows pointers, strides and streams; nothing of tables or training."""
 
-from speedswap.kernels.aside import Aside, used_here
+from speedswap.kernels.aside import Aside, Bundle, Bundled, beside, used_here
 from speedswap.kernels.background import AheadJob, Job, WantedColumn, finish_jobs, hand_over, scatter_behind
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.fence import Fence
 from speedswap.kernels.fill import fill_normal, fill_uniform
-from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype, unique
+from speedswap.kernels.ids import (
+    Asked,
+    check_ids,
+    find_all,
+    find_rows,
+    first_duplicate,
+    last_occurrences,
+    require_id_dtype,
+    unique,
+)
 from speedswap.kernels.info import cuda_ready, engine_info, prepare_engine
 from speedswap.kernels.memory import empty
 from speedswap.kernels.moves import gather_records, round_rows, rounding_key, scatter_records
@@ -28,6 +37,9 @@ __all__ = [
     "ENGINES",
     "AheadJob",
     "Aside",
+    "Asked",
+    "Bundle",
+    "Bundled",
     "Fence",
     "Groups",
     "Job",
@@ -35,6 +47,7 @@ __all__ = [
     "Records",
     "Stored",
     "WantedColumn",
+    "beside",
     "check_dtype",
     "check_ids",
     "cuda_ready",
@@ -44,6 +57,8 @@ __all__ = [
     "expand",
     "fill_normal",
     "fill_uniform",
+    "find_all",
+    "find_rows",
     "finish_jobs",
     "first_duplicate",
     "gather_records",

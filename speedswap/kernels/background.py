@@ -163,7 +163,7 @@ def hand_over(
     shared = from_rows[places] == to_rows
     for source, target, stored in zip(from_blocks, to_blocks, forms, strict=True):
         mask = shared.view(-1, *[1] * (target.dim() - 1))
-        target.copy_(torch.where(mask, source[places], target))
+        torch.where(mask, source.index_select(0, places), target, out=target)
         if stored is not None:
             round_rows(target, to_rows, stored)  # what was gathered is rounded already, and stays
 

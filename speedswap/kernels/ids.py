@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from speedswap import _C
 from speedswap.errors import IdError
+from speedswap.kernels.distinct import distinct
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["check_ids", "first_duplicate", "last_occurrences", "require_id_dtype", "unique"]
+__all__ = [
+    "Asked",
+    "check_ids",
+    "find_all",
+    "find_rows",
+    "first_duplicate",
+    "last_occurrences",
+    "require_id_dtype",
+    "unique",
+]
 
 
 def require_id_dtype(ids: Tensor) -> None:
@@ -35,20 +48,24 @@ def check_ids(ids: Tensor, num_rows: int, what: str) -> None:
         TypeError: ids is not an int32 or int64 tensor.
     """
     require_id_dtype(ids)
-    if ids.numel() == 0:
-        return
-    if ids.device.type == "cpu":
-        flat = ids.contiguous()
-        position = _C.check_ids(flat.data_ptr(), flat.element_size(), flat.numel(), num_rows, get_num_threads())
-    else:
-        lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
-        position = -1 if lowest >= 0 and highest < num_rows else _first_outside(ids, num_rows)
+    position = _position_outside(ids, num_rows)
     if position >= 0:
         raise _outside(ids, position, num_rows, what)
 
 
+def _position_outside(ids: Tensor, num_rows: int) -> int:
+    """Of the first id out of range, or -1."""
+    if ids.numel() == 0:
+        return -1
+    if ids.device.type == "cpu":
+        flat = ids.contiguous()
+        return _C.check_ids(flat.data_ptr(), flat.element_size(), flat.numel(), num_rows, get_num_threads())
+    lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
+    return -1 if lowest >= 0 and highest < num_rows else _first_outside(ids, num_rows)
+
+
 def _first_outside(ids: Tensor, num_rows: int) -> int:
-    flat = ids.reshape(-1)
+    flat = ids.reshape(-1).long()  # int32 cannot be compared with more rows than it can name
     return int(((flat < 0) | (flat >= num_rows)).nonzero()[0].item())
 
 
@@ -59,6 +76,49 @@ def _outside(ids: Tensor, position: int, num_rows: int, what: str) -> IdError:
         f"ids[{where}] is {int(ids.reshape(-1)[position])}, but {what} has {rows}; "
         "map unknown ids to a padding row (padding_idx=) before the lookup"
     )
+
+
+class Asked(NamedTuple):
+    """Ids that a lookup asks for, the number of rows that there are, and whose they are, for messages."""
+
+    ids: Tensor
+    num_rows: int
+    what: str
+
+
+def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
+    """Check a batch's ids, and return its rows, and where each id is among them; on a GPU in one round trip.
+
+    Returns:
+        As :func:`unique` does.
+
+    Raises:
+        IdError, TypeError: as :func:`check_ids` does.
+
+    >>> find_rows(Asked(torch.tensor([[7, 3], [3, 9]]), 10, "table 'items'"))
+    (tensor([3, 7, 9]), tensor([[1, 0],
+            [0, 2]]))
+    """
+    (found,) = find_all([asked])
+    if found is None:
+        raise _outside(asked.ids, _first_outside(asked.ids, asked.num_rows), asked.num_rows, asked.what)
+    return found
+
+
+def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
+    """What :func:`find_rows` finds for each of several lookups; on a GPU with one sort and one round trip.
+
+    Args:
+        asked: ids all on one device.
+
+    Returns:
+        In their order; None for a lookup with an id out of range.
+    """
+    for each in asked:
+        require_id_dtype(each.ids)
+    if asked and asked[0].ids.device.type != "cpu":
+        return distinct([each.ids for each in asked], [each.num_rows for each in asked])
+    return [unique(each.ids) if _position_outside(each.ids, each.num_rows) < 0 else None for each in asked]
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,15 +137,18 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     """
     require_id_dtype(ids)
     if ids.device.type != "cpu":
-        rows, local = torch.unique(ids, sorted=True, return_inverse=True)
-        return rows.long(), local
+        (found,) = distinct([ids])
+        assert found is not None
+        return found
     flat = ids.contiguous()
     count = flat.numel()
     rows = torch.empty(count, dtype=torch.int64)
     local = torch.empty(ids.shape, dtype=torch.int64)
-    found = _C.unique(flat.data_ptr(), flat.element_size(), count, rows.data_ptr(), local.data_ptr(), get_num_threads())
+    found_rows = _C.unique(
+        flat.data_ptr(), flat.element_size(), count, rows.data_ptr(), local.data_ptr(), get_num_threads()
+    )
     # A view of far too large a memory would be kept alive by the rows.
-    return (rows if found == count else rows[:found].clone()), local
+    return (rows if found_rows == count else rows[:found_rows].clone()), local
 
 
 def last_occurrences(ids: Tensor) -> Tensor:
@@ -102,7 +165,7 @@ def last_occurrences(ids: Tensor) -> Tensor:
     """
     require_id_dtype(ids)
     if ids.device.type != "cpu":
-        rows, local = torch.unique(ids, sorted=True, return_inverse=True)
+        rows, local = unique(ids)
         positions = torch.zeros(len(rows), dtype=torch.int64, device=ids.device)
         every = torch.arange(len(ids), device=ids.device)
         return positions.scatter_reduce_(0, local, every, "amax")

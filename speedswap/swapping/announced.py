@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from speedswap.tables import Block, Table
+from speedswap.tables.in_flight import Ahead
+from speedswap.tables.traffic import gather_ahead
 
-__all__ = ["Announced"]
+__all__ = ["Announced", "announce"]
 
 
 class Announced:
-    """A lookup ahead of its time.
+    """A lookup ahead of its time. :func:`announce` makes it.
 
     Args:
         table: where the rows are.
@@ -19,13 +23,14 @@ class Announced:
         device: where the lookup will want its rows.
     """
 
+    _ahead: Ahead
+
     def __init__(self, table: Table, ids: Tensor, device: torch.device) -> None:
         self._table = table
         self._device = device
         self._ids = ids
         self._ids_version = _version(ids)
-        self._copy = ids.detach().clone()
-        self._ahead = table._gather_ahead(self._copy, device)
+        self._copy = _copied(ids.detach(), device)
         self._found: tuple[Block, Tensor] | None = None
         self._found_version = -1
 
@@ -33,9 +38,26 @@ class Announced:
         """Whether these are the ids that were announced."""
         if ids.device != self._device or ids.numel() != self._copy.numel():
             return False
-        if ids is self._ids and ids.device.type != "cpu" and self._ids_version == _version(ids) is not None:
-            return True  # a comparison would wait for the GPU; memory of the CPU may be written past its tensors
+        if self._is_unchanged(ids):
+            return True
         return torch.equal(ids.detach().reshape(-1).to(self._copy.dtype), self._copy.to(ids.device).reshape(-1))
+
+    def _is_unchanged(self, ids: Tensor) -> bool:
+        """Whether they are in the very memory that was announced, on a GPU, where a comparison would wait for them.
+
+        Memory of the CPU may be written past its tensors.
+        """
+        announced = self._ids
+        if ids.device.type == "cpu" or self._ids_version is None or self._ids_version != _version(announced):
+            return False
+        if ids is announced:
+            return True
+        # Another view of it, as indexing the batch anew makes one: views count their changes together.
+        same_memory = ids.data_ptr() == announced.data_ptr() and ids.dtype == announced.dtype
+        same_order = (ids.shape, ids.stride()) == (announced.shape, announced.stride()) or (
+            ids.is_contiguous() and announced.is_contiguous()
+        )
+        return same_memory and same_order and _version(ids) == self._ids_version
 
     def take(self) -> tuple[Block, Tensor] | None:
         """The rows as the table has them now, and each id's place among them, of the announced shape.
@@ -47,6 +69,22 @@ class Announced:
             self._found = self._ahead.take(self._table.version)
             self._found_version = self._table.version
         return self._found if self._found_version == self._table.version else None
+
+
+def announce(lookups: Sequence[tuple[Table, Tensor, torch.device]]) -> list[Announced]:
+    """Begin all lookups of a batch, together: tables, ids and devices as for :class:`Announced`."""
+    announced = [Announced(*lookup) for lookup in lookups]
+    ahead = gather_ahead([each._table._later(each._copy, each._device) for each in announced])
+    for each, rows in zip(announced, ahead, strict=True):
+        each._ahead = rows
+    return announced
+
+
+def _copied(ids: Tensor, device: torch.device) -> Tensor:
+    """A copy; on its way to a GPU it is pinned, so that nothing waits for that way."""
+    if ids.device.type != "cpu" or device.type == "cpu":
+        return ids.clone()
+    return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from speedswap import kernels
 from speedswap.swapping.interrupts import deferred_interrupts
 from speedswap.swapping.probe import is_probing
 from speedswap.swapping.step import RowStep, by_weight, holds, innermost
@@ -100,9 +101,13 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     RowStep.steps_anywhere += 1
     steps = [step for _, step in _steps_of(optimizer)]
     if steps:
+        behind = kernels.Bundle("out")
         with deferred_interrupts():
-            for step in steps:
-                step.swap_out(optimizer)
+            try:
+                for step in steps:
+                    step.swap_out(optimizer, behind)
+            finally:
+                behind.start()  # all tables in one job
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.swapping.announced import Announced
+from speedswap.swapping.announced import Announced, announce
 from speedswap.swapping.table_module import TableModule
 
 __all__ = ["Lookahead", "lookahead"]
@@ -130,19 +130,23 @@ class Lookahead(Generic[Batch]):
 
     def _next(self, source: Iterator[Batch]) -> _Turn[Batch]:
         try:
-            turn = _Turn(next(source))
-            for module, ids_of in self._ids.items():
-                turn.announced[module] = _announce(module, ids_of(cast(Batch, turn.batch)))
+            batch = next(source)
+            wanted = [(module, ids) for module, ids_of in self._ids.items() for ids in _tensors(ids_of(batch))]
+            lookups = [(module.table, ids, _target(module, ids)) for module, ids in wanted]
+            turn = _Turn(batch, {module: [] for module in self._ids})
+            # Together, so that the rows of all tables are known after one answer of a GPU's.
+            for (module, _), announced in zip(wanted, announce(lookups), strict=True):
+                turn.announced[module].append(announced)
         except Exception as error:
             return _Turn(error=error)
         return turn
 
 
-def _announce(module: TableModule, ids: Tensor | Sequence[Tensor]) -> list[Announced]:
+def _tensors(ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
     several = [ids] if isinstance(ids, Tensor) else list(ids)
     for each in several:
         kernels.require_id_dtype(each)
-    return [Announced(module.table, each, _target(module, each)) for each in several if each.numel()]
+    return [each for each in several if each.numel()]
 
 
 def _target(module: TableModule, ids: Tensor) -> torch.device:

@@ -228,15 +228,22 @@ class RowStep:
                 state[column.name] = self._state[column.name]
         self._status = _Status.STEPPING
 
-    def swap_out(self, optimizer: Optimizer) -> None:
-        """Just after it: weight and state go to the table, and only scalars stay in the optimizer."""
+    def swap_out(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
+        """Just after it: weight and state go to the table, and only scalars stay in the optimizer.
+
+        Args:
+            optimizer: the one that stepped.
+            behind: writes the rows, where that may be done behind the next step; the caller starts it.
+        """
         if self._status is not _Status.STEPPING or self._rows is None:
             return
         state = optimizer.state[self.weight]
         if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
             self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
         values = {c.name: state[c.name] for c in self._row_state.columns if isinstance(state.get(c.name), Tensor)}
-        self.table._scatter(self._rows, {"weight": self.weight.data, **values}, behind=self.behind > 0)
+        self.table._scatter(
+            self._rows, {"weight": self.weight.data, **values}, behind=behind if self.behind > 0 else None
+        )
         for key in values:
             del state[key]
         if values or not self._row_state.columns:

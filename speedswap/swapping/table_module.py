@@ -125,8 +125,7 @@ class TableModule(nn.Module):
 
     def _look_up(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Rows of the table as it is now, and each id's place among them."""
-        kernels.check_ids(ids, self.num_embeddings, f"table {self.table.name!r}")
-        rows, local = kernels.unique(ids)
+        rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
         return self.table._gather(rows, columns, ids.device), local
 
     def _announced_rows(self, ids: Tensor, *, expected: bool = False) -> tuple[Block, Tensor] | None:

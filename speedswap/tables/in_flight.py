@@ -7,7 +7,6 @@ gathered one. What comes out is, bit for bit, what the table holds.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Protocol
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import IdError
 from speedswap.tables.block import Block
 
-__all__ = ["Ahead", "Gathering", "InFlight", "Write"]
+__all__ = ["Ahead", "EngineGathering", "Found", "Gathering", "InFlight", "SideGathering", "Write"]
+
+Found = tuple[Block, Tensor]
+"""A batch's rows, and each id's place among them."""
 
 
 class _Job(Protocol):
@@ -30,7 +31,7 @@ class _Job(Protocol):
 class Gathering(Protocol):
     """A gather that is under way."""
 
-    def result(self) -> tuple[Block, Tensor] | None:
+    def result(self) -> Found | None:
         """Wait for it: the block and each id's place in it; None if an id is out of range."""
 
 
@@ -86,7 +87,7 @@ class Ahead:
             self.version = version
             self._writes.append(write)
 
-    def take(self, version: int) -> tuple[Block, Tensor] | None:
+    def take(self, version: int) -> Found | None:
         """The rows as the table of that version has them, and each id's place among them. Once only.
 
         Returns:
@@ -145,7 +146,7 @@ class EngineGathering:
         self._job = job
         self._names = names
 
-    def result(self) -> tuple[Block, Tensor] | None:
+    def result(self) -> Found | None:
         found = self._job.take()
         if found is None:
             return None
@@ -156,15 +157,15 @@ class SideGathering:
     """A gather beside a GPU's computation.
 
     Args:
-        aside: runs it.
+        aside: brings it; None for an id out of range, which the lookup itself will say, where it is asked for.
     """
 
-    def __init__(self, aside: kernels.Aside[tuple[Block, Tensor]]) -> None:
+    def __init__(self, aside: kernels.Aside[Found | None]) -> None:
         self._aside = aside
 
-    def result(self) -> tuple[Block, Tensor] | None:
-        with contextlib.suppress(IdError):  # which the lookup itself will say, where it is asked for
-            block, local = self._aside.result()
+    def result(self) -> Found | None:
+        found = self._aside.result()
+        if found is not None:
+            block, local = found
             kernels.used_here([local, block.rows, *block.columns.values()])
-            return block, local
-        return None
+        return found

@@ -18,11 +18,10 @@ from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
-from speedswap.tables.in_flight import Ahead
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
-from speedswap.tables.traffic import Traffic
+from speedswap.tables.traffic import Later, Traffic
 
 __all__ = ["Table"]
 
@@ -301,28 +300,29 @@ class Table:
             )
         self._scatter(rows, fitting(values, self.columns, len(rows), self.name))
 
-    def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, behind: bool = False) -> None:
+    def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, behind: kernels.Bundle | None = None) -> None:
         """Scatter rows that are checked and unique, from tensors that fit.
 
         This is write number ``self.writes``, which counts up: what stochastic rounding draws depends on it.
 
         Args:
-            behind: return before the rows are written. They are ascending, and nobody changes ``values`` any more.
+            behind: return before the rows are written, which the bundle does, or the engine's thread. They are
+                ascending, and nobody changes ``values`` any more.
         """
         self._check_open(writing=True)
         if len(rows):
             with self._lock:
                 self._traffic.write(rows, values, begins=self._mark_written, behind=behind)
 
-    def _gather_ahead(self, ids: Tensor, device: torch.device) -> Ahead:
-        """Begin to look up a later batch: check the ids, make them unique, gather their rows.
+    def _later(self, ids: Tensor, device: torch.device) -> Later:
+        """A lookup of a later batch, for :func:`gather_ahead`.
 
         Args:
             ids: int64 or int32, any shape, at least one; nobody changes them any more.
             device: where the block goes.
         """
         self._check_open()
-        return self._traffic.gather_ahead(ids, device, self.version)
+        return Later(self._traffic, ids, device, self.version)
 
     @property
     def writes(self) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.tables.block import Block
-from speedswap.tables.in_flight import Ahead, EngineGathering, InFlight, SideGathering, Write
+from speedswap.tables.in_flight import Ahead, EngineGathering, Found, InFlight, SideGathering, Write
 from speedswap.tables.record import Column
 from speedswap.tables.segment import Segment
 from speedswap.tables.segments import Segments
 
-__all__ = ["Traffic"]
+__all__ = ["Later", "Traffic", "gather_ahead"]
 
 
 class Traffic:
@@ -65,14 +66,20 @@ class Traffic:
         return Block(rows, {name: blocks[name] for name in names})
 
     def write(
-        self, rows: Tensor, values: Mapping[str, Tensor], *, begins: Callable[[], int], behind: bool = False
+        self,
+        rows: Tensor,
+        values: Mapping[str, Tensor],
+        *,
+        begins: Callable[[], int],
+        behind: kernels.Bundle | None = None,
     ) -> None:
         """Scatter.
 
         Args:
             begins: called once nothing can fail any more, before the first byte is written; returns the version that
                 the table will then have.
-            behind: return before the rows are written. They are ascending, and nobody changes ``values`` any more.
+            behind: leave the writing to a bundle, or to the engine's thread, and return before it is done. The rows are
+                ascending, and nobody changes ``values`` any more.
 
         Raises:
             TableFullError: the disk has no room. Nothing was written.
@@ -85,7 +92,7 @@ class Traffic:
             (segment, [kernels.Part(segment.layout.offset(c.name), blocks[c.name], forms[c.name]) for c in columns])
             for segment, columns in by_segment
         ]
-        at_once = not behind or any(mask is not None for mask in through)
+        at_once = behind is None or any(mask is not None for mask in through)
         if at_once:
             self.land()
         version = begins()
@@ -95,13 +102,13 @@ class Traffic:
                     segment.memory.settle()
                 segment.scatter(rows, parts, through=mask)
         self._segments.writes += 1
-        if behind:
-            job = None if at_once else self._write_behind(rows, moves)
+        if behind is not None:
+            job = None if at_once else self._write_behind(rows, moves, behind)
             self._flight.wrote(Write(rows, blocks, forms, job), version)
 
     def _write_behind(
-        self, rows: Tensor, moves: Sequence[tuple[Segment, Sequence[kernels.Part]]]
-    ) -> kernels.Job | kernels.Aside[None]:
+        self, rows: Tensor, moves: Sequence[tuple[Segment, Sequence[kernels.Part]]], bundle: kernels.Bundle
+    ) -> kernels.Job | kernels.Bundled:
         """Begin to write; the engine's thread where all is host memory, else a stream and thread beside the GPU's."""
         blocks = [part.block for _, parts in moves for part in parts]
         if self._in_host_memory(blocks[0].device):
@@ -113,39 +120,19 @@ class Traffic:
             for segment, parts in moves:
                 kernels.scatter_records(segment.records(), rows, parts)
 
-        return kernels.Aside(write, blocks[0].device, "out", [rows, *blocks])
+        return bundle.add(write, blocks[0].device, [rows, *blocks])
 
-    def gather_ahead(self, ids: Tensor, device: torch.device, version: int) -> Ahead:
-        """Begin to look up a later batch: check the ids, make them unique, gather their rows.
+    def _gather_by_engine(self, ids: Tensor) -> EngineGathering:
+        """In the same thread as the writes, and so after those that were given to it."""
+        names, moves = [], []
+        for segment in self._segments:
+            segment.memory.settle()
+            names += [column.name for column in segment.layout.columns]
+            moves.append((segment.records(), segment.wanted()))
+        return EngineGathering(kernels.AheadJob(ids, self._segments.num_embeddings, moves), names)
 
-        Args:
-            ids: int64 or int32, any shape, at least one; nobody changes them any more.
-            device: where the block goes.
-            version: the table's.
-        """
-        gathering: EngineGathering | SideGathering
-        writes: list[Write] = []
-        if ids.device.type == "cpu" and self._in_host_memory(device):
-            # In the same thread as the writes, and so after those that were given to it.
-            names, moves = [], []
-            for segment in self._segments:
-                segment.memory.settle()
-                names += [column.name for column in segment.layout.columns]
-                moves.append((segment.records(), segment.wanted()))
-            gathering = EngineGathering(kernels.AheadJob(ids, self._segments.num_embeddings, moves), names)
-        else:
-            writes = self._flight.unwritten()
-
-            def look_up() -> tuple[Block, Tensor]:
-                kernels.check_ids(ids, self._segments.num_embeddings, f"table {self._segments.name!r}")
-                rows, local = kernels.unique(ids)
-                block = self.fetch(rows, None, device)
-                return Block(rows.to(device, non_blocking=True), block.columns), local.to(device, non_blocking=True)
-
-            gathering = SideGathering(kernels.Aside(look_up, device, "in", [ids]))
-        ahead = Ahead(gathering, version, writes)
-        self._flight.asked(ahead)
-        return ahead
+    def _asked(self, ids: Tensor) -> kernels.Asked:
+        return kernels.Asked(ids, self._segments.num_embeddings, f"table {self._segments.name!r}")
 
     def _in_host_memory(self, device: torch.device) -> bool:
         return device.type == "cpu" and all(segment.memory.device.type == "cpu" for segment in self._segments)
@@ -155,3 +142,63 @@ class Traffic:
         if column.rounding == "nearest" or not column.compact:
             return column.form()
         return column.form(kernels.rounding_key(self._segments.seed, column.key, self._segments.writes))
+
+
+class Later(NamedTuple):
+    """A lookup of a later batch.
+
+    Attributes:
+        traffic: of the table.
+        ids: int64 or int32, any shape, at least one; nobody changes them any more.
+        device: where the block goes.
+        version: the table's.
+    """
+
+    traffic: Traffic
+    ids: Tensor
+    device: torch.device
+    version: int
+
+
+def gather_ahead(lookups: Sequence[Later]) -> list[Ahead]:
+    """Begin to look up what a later batch needs of any number of tables: check ids, find their rows, gather those.
+
+    Returns:
+        For each lookup its rows on their way.
+    """
+    found: dict[int, Ahead] = {}
+    aside: dict[torch.device, list[int]] = {}
+    for i, (traffic, ids, device, version) in enumerate(lookups):
+        if ids.device.type == "cpu" and traffic._in_host_memory(device):
+            found[i] = Ahead(traffic._gather_by_engine(ids), version, [])
+        else:
+            aside.setdefault(device, []).append(i)
+    for device, places in aside.items():
+        # Writes that are on their way now may be overtaken.
+        writes = [list(lookups[i].traffic._flight.unwritten()) for i in places]
+        jobs = _gather_beside([lookups[i] for i in places], device)
+        for i, job, unwritten in zip(places, jobs, writes, strict=True):
+            found[i] = Ahead(SideGathering(job), lookups[i].version, unwritten)
+    for i, lookup in enumerate(lookups):
+        lookup.traffic._flight.asked(found[i])
+    return [found[i] for i in range(len(lookups))]
+
+
+def _gather_beside(lookups: Sequence[Later], device: torch.device) -> list[kernels.Aside[Found | None]]:
+    """The rows of all are known before the first are gathered: that takes one answer of the GPU's."""
+
+    def find() -> list[tuple[Tensor, Tensor] | None]:
+        near = [lookup.ids.to(device, non_blocking=True) for lookup in lookups]
+        return kernels.find_all([lookup.traffic._asked(ids) for lookup, ids in zip(lookups, near, strict=True)])
+
+    def gather(found: list[tuple[Tensor, Tensor] | None]) -> Iterator[Found | None]:
+        for lookup, rows_and_local in zip(lookups, found, strict=True):
+            if rows_and_local is None:
+                yield None
+                continue
+            rows, local = rows_and_local
+            kernels.used_here([rows])
+            yield lookup.traffic.fetch(rows, None, device), local
+
+    ids = [lookup.ids for lookup in lookups]
+    return kernels.beside(gather, len(lookups), device, "in", first=find, inputs=ids)
