@@ -73,6 +73,7 @@ class RowStep:
         self.in_closure = False
         self.behind = 0  # lookaheads under way: while there are any, rows are written behind the next step
         self._status = _Status.IDLE
+        self._placeholder = weight.detach()
         self._rows: Tensor | None = None
         self._looked_up: Tensor | None = None
         self._state: dict[str, Tensor] = {}
@@ -193,7 +194,7 @@ class RowStep:
         self._table_version = self.table.version
 
     def _gather(self, rows: Tensor, device: torch.device) -> Block:
-        return self.table.gather(rows, device=device)
+        return self.table._gather(rows, None, device)
 
     # ------------------------------------------------------------------ the optimizer's step
 
@@ -285,7 +286,9 @@ class RowStep:
         self._rows = self._looked_up = None
         self._state = {}
         self.weight.grad = None
-        self.weight.data = self.weight.data.new_zeros(1, self.table.embedding_dim)
+        if self._placeholder.device != self.weight.device:
+            self._placeholder = self.weight.data.new_zeros(1, self.table.embedding_dim)
+        self.weight.data = self._placeholder
         self._status = _Status.IDLE
 
     # ------------------------------------------------------------------ which optimizer
@@ -447,7 +450,7 @@ class RowStep:
         if self._rows is None or self._table_version != self.table.version:
             return False  # nothing to compare with
         ours = self.weight.data[:_SAMPLE_ROWS].contiguous()
-        table = self.table.gather(self._rows[:_SAMPLE_ROWS], columns=["weight"], device=ours.device).weight
+        table = self.table._gather(self._rows[:_SAMPLE_ROWS], ["weight"], ours.device).weight
         return not torch.equal(ours.view(torch.uint8), table.view(torch.uint8))
 
     def _find_optimizer(self) -> bool:

@@ -78,6 +78,7 @@ class Ahead:
 
     def __init__(self, gathering: Gathering, version: int, writes: Iterable[Write]) -> None:
         self.version = version
+        self.taken = False
         self._gathering = gathering
         self._writes = list(writes)
 
@@ -94,6 +95,7 @@ class Ahead:
             None where the table itself has to be asked: something else than a step has changed it since, or an id is
             out of range.
         """
+        self.taken = True
         if self.version != version:
             return None
         found = self._gathering.result()
@@ -109,7 +111,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._writes: list[Write] = []
-        self._ahead: weakref.WeakSet[Ahead] = weakref.WeakSet()
+        self._ahead: list[weakref.ref[Ahead]] = []
 
     def unwritten(self) -> list[Write]:
         """The writes that may not have arrived yet."""
@@ -119,12 +121,15 @@ class InFlight:
     def wrote(self, write: Write, version: int) -> None:
         """Take note of a write that brought the table to ``version``."""
         self.unwritten().append(write)
-        for ahead in self._ahead:
-            ahead.follow(write, version)
+        for reference in self._ahead:
+            ahead = reference()
+            if ahead is not None:
+                ahead.follow(write, version)
 
     def asked(self, ahead: Ahead) -> None:
         """Take note of rows that were asked for."""
-        self._ahead.add(ahead)
+        self._ahead = [reference for reference in self._ahead if _waits(reference())]
+        self._ahead.append(weakref.ref(ahead))
 
     def land(self) -> None:
         """Return when every write has arrived: the table may be read and written by whoever calls."""
@@ -132,6 +137,10 @@ class InFlight:
         for write in writes:
             if write.job is not None:
                 write.job.wait()
+
+
+def _waits(ahead: Ahead | None) -> bool:
+    return ahead is not None and not ahead.taken
 
 
 class EngineGathering:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Segment:
     num_embeddings: int
     engine: str = "auto"
     file: str | None = None  # in a memmap table's directory
+    _records: kernels.Records | None = field(default=None, init=False)
 
     @property
     def nbytes(self) -> int:
@@ -36,17 +37,24 @@ class Segment:
 
     def records(self) -> kernels.Records:
         """The memory as the kernels take it."""
-        memory = self.memory
-        return kernels.Records(
-            memory.bytes.data_ptr(),
-            self.layout.stride,
-            self.num_embeddings,
-            memory.device,
-            memory.pinned,
-            memory.bytes,
-            self.engine,
-            memory.fence,
-        )
+        if self._records is None:
+            memory = self.memory
+            self._records = kernels.Records(
+                memory.bytes.data_ptr(),
+                self.layout.stride,
+                self.num_embeddings,
+                memory.device,
+                memory.pinned,
+                memory.bytes,
+                self.engine,
+                memory.fence,
+            )
+        return self._records
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._records = None
+        self.memory.close()
 
     def wanted(self) -> list[kernels.WantedColumn]:
         """Every column, for a gather by the engine's thread."""

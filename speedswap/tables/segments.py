@@ -51,14 +51,19 @@ class Segments:
         self.engine = engine
         self.written = written
         self.writes = writes
-        self._segments: list[Segment] = []
+        self._segments: tuple[Segment, ...] = ()
+        # Found once for these segments, since every batch asks.
+        self._known: tuple[Segment, ...] | None = None
+        self._columns: dict[str, Column] = {}
+        self._groups: dict[tuple[str, ...], list[tuple[Segment, list[Column]]]] = {}
 
     def open(self, entries: Iterable[SegmentEntry]) -> None:
         """Map the data files that a manifest names."""
         assert self.directory is not None
         for entry in entries:
             memory = self.directory.open_data(entry.file, entry.layout, self.num_embeddings)
-            self._segments.append(Segment(entry.layout, memory, self.num_embeddings, self.engine, entry.file))
+            segment = Segment(entry.layout, memory, self.num_embeddings, self.engine, entry.file)
+            self._segments = (*self._segments, segment)
 
     def copy(self, source: Segments) -> None:
         """Take memory for the columns of other segments, laid out as they are, with what they hold."""
@@ -69,7 +74,7 @@ class Segments:
                 stride = segment.layout.stride
                 piece = slice(rows.start * stride, rows.stop * stride)
                 memory.bytes[piece].copy_(segment.memory.bytes[piece])
-            self._segments.append(copied)
+            self._segments = (*self._segments, copied)
         self.written = True
 
     def __iter__(self) -> Iterator[Segment]:
@@ -81,7 +86,11 @@ class Segments:
     @property
     def columns(self) -> dict[str, Column]:
         """Every column by name, in the order of their coming."""
-        return {column.name: column for segment in self for column in segment.layout.columns}
+        if self._known is not self._segments:
+            self._columns = {column.name: column for segment in self for column in segment.layout.columns}
+            self._groups = {}
+            self._known = self._segments
+        return self._columns
 
     def of(self, column: str) -> Segment:
         """The segment that holds a column.
@@ -96,21 +105,25 @@ class Segments:
 
     def grouped(self, names: Iterable[str]) -> list[tuple[Segment, list[Column]]]:
         """The named columns by the segment that holds them."""
-        wanted = set(names)
-        for name in wanted - self.columns.keys():
-            self.of(name)  # says that it is not there
-        groups = [(segment, [c for c in segment.layout.columns if c.name in wanted]) for segment in self]
-        return [(segment, columns) for segment, columns in groups if columns]
+        wanted = tuple(names)
+        columns = self.columns
+        if wanted not in self._groups:
+            for name in wanted:
+                if name not in columns:
+                    self.of(name)  # says that it is not there
+            groups = [(segment, [c for c in segment.layout.columns if c.name in wanted]) for segment in self]
+            self._groups[wanted] = [(segment, some) for segment, some in groups if some]
+        return self._groups[wanted]
 
     def add(self, columns: Sequence[Column]) -> None:
         """Give every row more columns; in the same records if that costs no more than initial values."""
         if self.written:
-            self._segments.append(self._new(columns))
+            self._segments = (*self._segments, self._new(columns))
         elif self.directory is not None:
             old = self._segments
-            self._segments = [self._new([*self.columns.values(), *columns])]
+            self._segments = (self._new([*self.columns.values(), *columns]),)
             for segment in old:
-                segment.memory.close()
+                segment.close()
         else:
             self._rebuild([*self.columns.values(), *columns])
 
@@ -118,12 +131,12 @@ class Segments:
         """All columns in one record; the old memory is given back first, so that the peak is the new table alone."""
         layouts = [segment.layout for segment in self]
         for segment in self:
-            segment.memory.close()
-        self._segments = []
+            segment.close()
+        self._segments = ()
         try:
-            self._segments = [self._new(columns)]
+            self._segments = (self._new(columns),)
         except BaseException:
-            self._segments = [self._new(layout.columns) for layout in layouts]
+            self._segments = tuple(self._new(layout.columns) for layout in layouts)
             raise
 
     def _new(self, columns: Sequence[Column]) -> Segment:
@@ -139,7 +152,7 @@ class Segments:
             # Fresh memory is zero already.
             self.fill(segment, [column for column in columns if not column.init.is_zero])
         except BaseException:
-            segment.memory.close()
+            segment.close()
             self.discard_stale_files()
             raise
         return segment
@@ -179,6 +192,6 @@ class Segments:
     def close(self) -> None:
         """Give memory, files and lock back."""
         for segment in self:
-            segment.memory.close()
+            segment.close()
         if self.directory is not None:
             self.directory.release()

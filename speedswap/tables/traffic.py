@@ -47,13 +47,14 @@ class Traffic:
             device: of the block; by default that of ``rows``, or of the memory if that is a GPU's.
             into: contiguous tensors for some of the columns.
         """
-        names = list(self._segments.columns) if columns is None else columns
+        names = self._segments.columns if columns is None else columns
         if device is None:
             home = self._segments.of("weight").memory.device
             device = home if home.type != "cpu" else rows.device
+        device = torch.device(device)
         blocks: dict[str, Tensor] = {}
         for segment, found in self._segments.grouped(names):
-            if torch.device(device).type == "cpu":
+            if device.type == "cpu":
                 segment.memory.settle()
             parts = []
             for column in found:
