@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speedswap.swapping.lookup import look_up
+from speedswap.swapping.outside_graphs import outside_graphs
 from speedswap.swapping.table_module import TableModule
 
 __all__ = ["Embedding"]
@@ -91,7 +92,7 @@ class Embedding(TableModule):
         return cls._with_rows(embeddings, freeze, padding_idx, **settings)
 
     # The rows come from outside of any graph.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def forward(self, ids: Tensor) -> Tensor:
         rows, local = self._swap_in(ids)
         return look_up(rows, local)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedswap.swapping.bags import Bags, bags_of, keyed_bags
 from speedswap.swapping.lookup import pool
+from speedswap.swapping.outside_graphs import outside_graphs
 from speedswap.swapping.table_module import TableModule
 
 __all__ = ["EmbeddingBag"]
@@ -97,7 +98,7 @@ class EmbeddingBag(TableModule):
         )
 
     # The rows come from outside of any graph.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_graphs
     def forward(
         self, input: Tensor | Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:

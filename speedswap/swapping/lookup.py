@@ -73,6 +73,8 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (local,) = ctx.saved_tensors
+        if not torch.is_grad_enabled():  # no gradient of this gradient is wanted
+            return kernels.sum_rows(grad, local, ctx.num_rows, ctx.groups), None, None
         return _SumOfRows.apply(grad, local, ctx.num_rows, ctx.groups), None, None  # type: ignore[no-untyped-call]
 
 
