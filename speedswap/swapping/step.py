@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from speedswap import kernels
 from speedswap.errors import LostUpdateError, OptimizerError
+from speedswap.swapping.doubt import Doubt
 from speedswap.swapping.probe import RowState, probe
 from speedswap.tables import Block, Column, Table
 
@@ -74,6 +75,7 @@ class RowStep:
         self.behind = 0  # lookaheads under way: while there are any, rows are written behind the next step
         self._status = _Status.IDLE
         self._placeholder = weight.detach()
+        self._doubt: Doubt | None = None
         self._rows: Tensor | None = None
         self._looked_up: Tensor | None = None
         self._state: dict[str, Tensor] = {}
@@ -123,14 +125,14 @@ class RowStep:
                 f"the rows of {table} were changed on the device after the optimizer's step, which does not reach the "
                 "table; change them there, with table.gather and table.scatter"
             )
-        if self._status is not _Status.READY:
-            return None
-        if self._changed_outside():
+        if self._is_confirmed() or (self._status is _Status.READY and self._changed_outside()):
             return (
                 f"the rows of {table} were changed on the device without the optimizer's hooks, so the update did not "
                 "reach the table; step with one of torch.optim, or with a subclass of torch.optim.Optimizer that calls "
                 "super().__init__"
             )
+        if self._status is not _Status.READY:
+            return None
         stepped = RowStep.steps_anywhere != self._steps_seen
         if stepped and self.optimizer is None and not self._find_optimizer():
             return (
@@ -451,7 +453,19 @@ class RowStep:
             return False  # nothing to compare with
         ours = self.weight.data[:_SAMPLE_ROWS].contiguous()
         table = self.table._gather(self._rows[:_SAMPLE_ROWS], ["weight"], ours.device).weight
-        return not torch.equal(ours.view(torch.uint8), table.view(torch.uint8))
+        differs = (ours.view(torch.uint8) != table.view(torch.uint8)).any()
+        if ours.device.type == "cpu" or self.weight.grad is None:
+            return bool(differs)
+        # Most likely one more lookup before the step: it need not wait for the GPU's answer.
+        self._doubt = Doubt(differs)
+        return False
+
+    def _is_confirmed(self) -> bool:
+        """Whether the GPU has found since that rows were changed outside; said once."""
+        answer = self._doubt.answer() if self._doubt is not None else False
+        if answer is not None:
+            self._doubt = None
+        return bool(answer)
 
     def _find_optimizer(self) -> bool:
         """Look for a live optimizer that holds the weight and has not stepped yet, and attach to it."""

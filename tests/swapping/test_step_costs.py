@@ -1,0 +1,199 @@
+"""What a training step on a GPU costs around the bytes: what the host waits for, and in which order streams may go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import simulated_gpu
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import speedswap
+from speedswap import kernels
+from speedswap.errors import LostUpdateError
+from speedswap.swapping.table_module import TableModule
+
+ROWS, DIM, TABLES = 40, 4, 3
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, foreach=True),
+    "adam-capturable": lambda parameters: torch.optim.Adam(parameters, lr=0.1, capturable=True),
+}
+
+
+@pytest.fixture
+def gpu(device: str) -> str:
+    if device != "cuda":
+        pytest.skip("needs a GPU, or the simulated one: SPEEDSWAP_TEST_DEVICE=simulated")
+    return device
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[Callable[[], int | None]]:
+    """Fail where torch makes the host wait; how often the package did, where that can be counted."""
+    before = torch.cuda.get_sync_debug_mode()
+    with simulated_gpu.counted() if simulated_gpu.is_on() else contextlib.nullcontext() as counts:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield lambda: len(counts.round_trips) if counts is not None else None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def models(**arguments: Any) -> list[TableModule]:
+    arguments = {"storage": "pinned", "engine": "zero_copy", "device": "cuda", **arguments}
+    return [speedswap.Embedding(ROWS, DIM, seed=i, **arguments) for i in range(TABLES)]
+
+
+def batches(count: int, size: int = 12) -> list[Tensor]:
+    drawn = torch.randint(ROWS, (count, TABLES, size), generator=torch.Generator().manual_seed(1))
+    return list(drawn.cuda())
+
+
+def step(tables: Sequence[TableModule], optimizer: Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad()
+    torch.stack([table(ids).square().sum() for table, ids in zip(tables, batch, strict=True)]).sum().backward()
+    optimizer.step()
+
+
+def ids_of(i: int) -> Callable[[Tensor], Tensor]:
+    return lambda batch: batch[i]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"padding_idx": 3}, {"state_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "lookahead"])
+def test_a_step_waits_for_the_numbers_of_rows_alone(
+    ahead: bool, name: str, arguments: dict[str, Any], gpu: str
+) -> None:
+    """Once for each lookup in the plain loop; with lookahead once for all tables, in a thread of its own."""
+    tables = models(**arguments)
+    optimizer = OPTIMIZERS[name]([table.weight for table in tables])
+    source = batches(9)
+    keys = {table: ids_of(i) for i, table in enumerate(tables)}
+    loop = iter(speedswap.lookahead(source, keys) if ahead else source)
+    for _ in range(4):
+        step(tables, optimizer, next(loop))
+    kernels.finish_jobs()
+    with waits() as so_far:
+        for _ in range(3):
+            step(tables, optimizer, next(loop))
+        kernels.finish_jobs()
+    assert so_far() in (None, 3 if ahead else 3 * TABLES)
+
+
+def test_gradients_add_up_without_waiting_for_more(gpu: str) -> None:
+    """A second lookup before the step waits for the rows of its own, and for how many they are with the first's."""
+    tables = models()
+    optimizer = OPTIMIZERS["adam"]([table.weight for table in tables])
+    for first, second in zip(batches(4), batches(4, size=7), strict=True):
+        with waits() as so_far:
+            optimizer.zero_grad()
+            for batch in (first, second):
+                torch.stack([table(ids).sum() for table, ids in zip(tables, batch, strict=True)]).sum().backward()
+        assert so_far() in (None, 3 * TABLES)
+        optimizer.step()
+
+
+def test_rows_changed_outside_are_an_error_that_is_not_waited_for(gpu: str) -> None:
+    items = models()[0]
+    ids = torch.tensor([1, 2], device=gpu)
+    items(ids).sum().backward()
+    items.weight.data.add_(1)
+    with waits():
+        items(ids)
+    torch.cuda.synchronize()
+    with pytest.raises(LostUpdateError, match="changed on the device without the optimizer's hooks"):
+        items(ids)
+    items(ids)  # said once
+
+
+def trained(ahead: bool, name: str, batches: Sequence[Tensor], **arguments: Any) -> list[Tensor]:
+    tables = models(**arguments)
+    optimizer = OPTIMIZERS[name]([table.weight for table in tables])
+    keys = {table: ids_of(i) for i, table in enumerate(tables)}
+    for batch in speedswap.lookahead(batches, keys) if ahead else batches:
+        step(tables, optimizer, batch)
+    return [table.table.read(column=column) for table in tables for column in table.table.columns]
+
+
+@pytest.mark.parametrize("engine", ["zero_copy", "staged", "split"])
+@pytest.mark.parametrize("order", ["late", "eager", "random-1", "random-2", "random-3"])
+def test_several_tables_in_any_order_of_the_streams(order: str, engine: str, gpu: str) -> None:
+    if not simulated_gpu.is_on():
+        pytest.skip("a real GPU has an order of its own")
+    source = batches(8)
+    with simulated_gpu.policy("eager"):
+        plain = trained(False, "adam", source, engine=engine)
+    name, _, seed = order.partition("-")
+    with simulated_gpu.policy(name, int(seed or 0)):
+        ours = trained(True, "adam", source, engine=engine)
+    for column, expected in zip(ours, plain, strict=True):
+        assert torch.equal(column, expected)
+
+
+def test_the_first_lookup_does_not_wait_for_the_last_table(gpu: str) -> None:
+    """Each result has an event of its own: what is queued after it may still be to come."""
+    if not simulated_gpu.is_on():
+        pytest.skip("a real GPU is quicker than the test")
+    with simulated_gpu.policy("late"):
+        numbers = [torch.zeros(4, device=gpu) for _ in range(2)]
+
+        def fill(first: None) -> Iterator[Tensor]:
+            for tensor in numbers:
+                for _ in range(9):
+                    tensor.add_(1)
+                yield tensor
+
+        soon, late = kernels.beside(fill, 2, torch.device(gpu), "in", first=lambda: None, inputs=numbers)
+        late._future.result()
+        assert soon.result().tolist() == [9, 9, 9, 9]
+        assert not late.done()
+        assert late.result().tolist() == [9, 9, 9, 9]
+        assert late.done()
+
+
+def test_ids_out_of_range_of_one_table_do_not_stop_the_others(gpu: str) -> None:
+    tables = models()
+    good, bad = batches(2)
+    bad[1, 3] = ROWS
+    loop = speedswap.lookahead([good, bad], {table: ids_of(i) for i, table in enumerate(tables)})
+    steps = iter(loop)
+    next(steps)
+    batch = next(steps)
+    assert torch.equal(tables[0](batch[0]).cpu(), tables[0].table.read()[batch[0].cpu()])
+    with pytest.raises(speedswap.errors.IdError, match=rf"ids\[3\] is {ROWS}, but table"):
+        tables[1](batch[1])
+    assert torch.equal(tables[2](batch[2]).cpu(), tables[2].table.read()[batch[2].cpu()])
+
+
+def test_a_view_of_the_announced_ids_needs_no_comparison(gpu: str) -> None:
+    table = models()[0]
+    source = [torch.randint(ROWS, (2, 6), generator=torch.Generator().manual_seed(i)).to(gpu) for i in range(3)]
+    for batch in speedswap.lookahead(source, {table: lambda batch: batch[1]}):
+        with waits():
+            found = table(batch[1])
+        assert torch.equal(found.cpu(), table.table.read()[batch[1].cpu()])
+    for batch in speedswap.lookahead(source, {table: lambda batch: batch[0]}):
+        batch[0].copy_(batch[1])
+        with torch.no_grad():
+            found = table(batch[0])
+        assert torch.equal(found.cpu(), table.table.read()[batch[1].cpu()])
+
+
+def test_blocks_of_a_gpu_come_in_few_sizes(gpu: str) -> None:
+    sizes = set()
+    for count in range(16_000, 32_001, 97):
+        block = kernels.empty((count, 32), torch.float32, gpu)
+        assert block.is_contiguous()
+        assert block.shape == (count, 32)
+        held = block.untyped_storage().nbytes()
+        assert block.nbytes <= held <= block.nbytes * 9 / 8
+        sizes.add(held)
+    assert len(sizes) <= 10
