@@ -127,6 +127,8 @@ class EmbeddingBag(TableModule):
         local, offsets, weights = local.reshape(-1), bags.offsets, bags.weights
         if self.padding_idx is not None:
             counts = bags.ids.reshape(-1) != self.padding_idx
+            if counts.device.type != "cpu":
+                return pool(rows, local, offsets, self.mode, weights, counts)
             local = local[counts]
             weights = None if weights is None else weights[counts]
             # Of the ids before a bag, those that count.

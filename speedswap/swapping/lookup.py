@@ -34,7 +34,14 @@ def look_up(rows: Tensor, local: Tensor, groups: Groups | None = None) -> Tensor
     return _Expand.apply(rows, local, groups)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def pool(rows: Tensor, local: Tensor, offsets: Tensor, mode: str, weights: Tensor | None = None) -> Tensor:
+def pool(
+    rows: Tensor,
+    local: Tensor,
+    offsets: Tensor,
+    mode: str,
+    weights: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
     """Return the sum, mean or maximum over each bag of rows, as ``F.embedding_bag`` does.
 
     Args:
@@ -43,12 +50,26 @@ def pool(rows: Tensor, local: Tensor, offsets: Tensor, mode: str, weights: Tenso
         offsets: int64, shape (bags + 1,), ascending from 0 to count: where each bag begins, and count.
         mode: "sum", "mean" or "max".
         weights: for "sum": rows' dtype, shape (count,).
+        counts: bool, shape (count,): which entries count; all by default. For rows on a GPU: elsewhere those that do
+            not are left out beforehand, but there the host would have to wait for how many remain.
 
     Returns:
         Shape (bags, dim); zeros for a bag without ids.
     """
+    if counts is not None:
+        # Torch leaves out one row; it becomes the first, and what does not count points to it.
+        rows = torch.cat([rows.new_zeros(1, rows.shape[1]), rows])
+        local = torch.where(counts, local + 1, 0)
     if _is_torchs(rows):
-        return F.embedding_bag(local, rows, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True)
+        return F.embedding_bag(
+            local,
+            rows,
+            offsets,
+            mode=mode,
+            per_sample_weights=weights,
+            include_last_offset=True,
+            padding_idx=None if counts is None else 0,
+        )
     if rows.dtype in (torch.float16, torch.bfloat16):
         return pool(rows.float(), local, offsets, mode, None if weights is None else weights.float()).to(rows.dtype)
     if mode == "max":

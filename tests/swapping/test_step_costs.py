@@ -197,3 +197,16 @@ def test_blocks_of_a_gpu_come_in_few_sizes(gpu: str) -> None:
         assert block.nbytes <= held <= block.nbytes * 9 / 8
         sizes.add(held)
     assert len(sizes) <= 10
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_padding_in_bags_is_not_counted_by_the_host(mode: str, gpu: str) -> None:
+    table = speedswap.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=3, storage="pinned", engine="zero_copy", seed=1)
+    ids = torch.tensor([[3, 1, 3], [3, 3, 3], [2, 7, 7]])
+    expected = torch.nn.functional.embedding_bag(ids, table.table.read(), mode=mode, padding_idx=3)
+    near = ids.to(gpu)
+    table(near)
+    with waits() as so_far:
+        found = table(near)
+    assert so_far() in (None, 1)
+    torch.testing.assert_close(found.cpu(), expected)
