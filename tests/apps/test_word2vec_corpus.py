@@ -184,3 +184,34 @@ def test_demo_corpus_has_sixty_thousand_words():
     with Corpus(demo_corpus(), min_count=2, plain_words=True) as corpus:
         assert 55_000 < corpus.corpus_words < 65_000
         assert "australia" in corpus.vocabulary
+
+
+def test_generated_words_have_zipfs_frequencies_in_sentences_of_twenty():
+    words, types = 200_005, 500
+    with Corpus.generated(words, types=types, seed=1) as corpus:
+        assert corpus.corpus_words == words
+        assert corpus.counts.sum() == words
+        numbers = np.array([int(word.removeprefix("w")) for word in corpus.vocabulary])
+        frequency = 1 / numbers / (1 / np.arange(1, types + 1)).sum()
+        assert np.allclose(corpus.counts / words, frequency, atol=0.002)
+        assert sorted(numbers) == list(range(1, types + 1))
+        passages = list(corpus.passages(63_000))
+        assert sum(passage.corpus_words for passage in passages) == words
+        counted = np.bincount(np.concatenate([passage.words for passage in passages]), minlength=types)
+        assert counted.tolist() == corpus.counts.tolist()
+        (whole,) = corpus.passages(1 << 20)
+        assert np.bincount(whole.sentences).tolist() == [20] * 10_000 + [5]
+
+
+def test_generated_words_are_decided_by_their_seed():
+    def words(seed):
+        with Corpus.generated(5000, types=50, seed=seed) as corpus:
+            return [corpus.vocabulary[word] for passage in corpus.passages() for word in passage.words]
+
+    assert words(3) == words(3)
+    assert words(3) != words(4)
+
+
+def test_too_few_generated_words_are_an_error():
+    with pytest.raises(CorpusError, match=r"min_count=5 leaves 1 of the 9 different words of 9 generated words"):
+        Corpus.generated(9, types=9)

@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 from speedswap.apps.word2vec.errors import CorpusError
 from speedswap.apps.word2vec.text import SENTENCE_END, read_words
 
-__all__ = ["Corpus", "Passage"]
+__all__ = ["END", "Corpus", "Passage"]
 
 CHUNK_WORDS = 1 << 20
+CHUNK_SENTENCES = 1 << 16
+GENERATED_SENTENCE = 20
+NUMBER_BYTES = 4
 END = 0
 """The number of ``SENTENCE_END`` in the temporary file."""
 
@@ -53,6 +56,8 @@ class Corpus:
         vocabulary: the words, most frequent first.
         counts: how often each occurs, int64.
         corpus_words: how many words the text has, unknown ones included.
+        position: of each number in the temporary file, the word's place in the vocabulary; int32, -1 for those that
+            are left out and for ``END``.
 
     Raises:
         CorpusError: the text cannot be read, or has no two words in one sentence that occur ``min_count`` times.
@@ -68,7 +73,6 @@ class Corpus:
         scratch: Path | None = None,
     ) -> None:
         self.path = path
-        self.corpus_words = 0
         self._numbers: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 (lives as long as the corpus)
         try:
             types, counts = self._read(plain_words, max_types)
@@ -76,6 +80,57 @@ class Corpus:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def generated(
+        cls, words: int, *, types: int = 50_000, min_count: int = 5, seed: int = 0, scratch: Path | None = None
+    ) -> Corpus:
+        """A corpus of random words with Zipf's frequencies: it tells how fast training is, and nothing else.
+
+        Tens of millions of words take seconds. Sentences have 20 words.
+
+        Args:
+            words: how many.
+            types: how many different ones may be among them; the n-th has a frequency of about 1 / n.
+            min_count: words that are rarer are left out.
+            seed: the same one gives the same words.
+            scratch: the directory of the temporary file; the system's by default.
+
+        Raises:
+            CorpusError: no two words occur ``min_count`` times.
+
+        Example:
+            >>> with Corpus.generated(10_000, types=100) as corpus:
+            ...     corpus.corpus_words, corpus.vocabulary[0]
+            (10000, 'w1')
+        """
+        corpus = cls.__new__(cls)
+        corpus.path = Path(f"{words:,} generated words")
+        corpus._numbers = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
+        try:
+            corpus._keep(*corpus._generate(words, types, seed), min_count)
+        except BaseException:
+            corpus.close()
+            raise
+        return corpus
+
+    def _generate(self, words: int, types: int, seed: int) -> tuple[dict[str, int], NDArray[np.int64]]:
+        """Draw words and write their numbers down."""
+        random = np.random.default_rng(seed)
+        shares = np.cumsum(1 / np.arange(1, types + 1))
+        # Drawn from a list in which each is as often as it should be: a binary search for each would take ten times as
+        # long.
+        places = (np.arange(1 << 22) + 0.5) * (shares[-1] / (1 << 22))
+        listed = (END + 1 + np.searchsorted(shares[:-1], places, side="right")).astype(np.int32)
+        counts = np.zeros(END + 1 + types, np.int64)
+        for first in range(0, words, GENERATED_SENTENCE * CHUNK_SENTENCES):
+            drawn = listed[random.integers(0, len(listed), min(GENERATED_SENTENCE * CHUNK_SENTENCES, words - first))]
+            counts += np.bincount(drawn, minlength=len(counts))
+            ends = np.arange(GENERATED_SENTENCE, len(drawn) + 1, GENERATED_SENTENCE)
+            self._numbers.write(np.insert(drawn, ends, END).data)
+            counts[END] += len(ends)
+        self.corpus_words = words
+        return {f"w{number}": number for number in range(1, types + 1)}, counts
 
     def _read(self, plain_words: bool, max_types: int) -> tuple[dict[str, int], NDArray[np.int64]]:
         """Number the words in order of appearance and write the numbers down."""
@@ -116,8 +171,8 @@ class Corpus:
             )
         self.vocabulary = [words[i] for i in kept]
         self.counts = counts[numbers[kept]]
-        self._position = np.full(len(counts), -1, np.int32)
-        self._position[numbers[kept]] = np.arange(len(kept), dtype=np.int32)
+        self.position = np.full(len(counts), -1, np.int32)
+        self.position[numbers[kept]] = np.arange(len(kept), dtype=np.int32)
         if not any(np.any(sentences[1:] == sentences[:-1]) for _, sentences, _ in self.passages()):
             raise CorpusError(
                 f"no line of {self.path} has two words of the vocabulary: nothing to predict; "
@@ -126,14 +181,25 @@ class Corpus:
 
     def passages(self, size: int = CHUNK_WORDS) -> Iterator[Passage]:
         """Yield the corpus in pieces of ``size`` words; a piece's end also ends a sentence."""
-        for offset in range(0, self._numbers.seek(0, SEEK_END), size * 4):
-            self._numbers.seek(offset)
-            numbers = np.frombuffer(self._numbers.read(size * 4), np.int32)
-            ends = numbers == END
-            sentences = np.cumsum(ends, dtype=np.int32)
-            words = self._position[numbers]
+        for numbers, corpus_words in self.numbers(size):
+            sentences = np.cumsum(numbers == END, dtype=np.int32)
+            words = self.position[numbers]
             known = words >= 0
-            yield Passage(words[known], sentences[known], len(numbers) - int(ends.sum()))
+            yield Passage(words[known], sentences[known], corpus_words)
+
+    def numbers(self, size: int) -> Iterator[tuple[NDArray[np.int32], int]]:
+        """Yield the temporary file in pieces of ``size`` numbers, and how many words are among them."""
+        count = self.nbytes // NUMBER_BYTES
+        for first in range(0, count, size):
+            numbers = np.empty(min(size, count - first), np.int32)
+            self._numbers.seek(first * NUMBER_BYTES)
+            self._numbers.readinto(numbers.data)  # type: ignore[attr-defined]
+            yield numbers, len(numbers) - int(np.count_nonzero(numbers == END))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the temporary file."""
+        return self._numbers.seek(0, SEEK_END)
 
     def close(self) -> None:
         """Give the temporary file back."""
