@@ -132,7 +132,16 @@ def test_every_option_reaches_the_settings(corpus, tmp_path):
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     assert main(["word2vec", str(corpus), *words, "--plain-words", "--output", str(tmp_path / "out")]) == 0
     settings = json.loads((tmp_path / "out" / "run.json").read_text())["settings"]
-    assert settings == options | {"corpus": str(corpus), "plain_words": True, "scratch": None}
+    assert settings == options | {"corpus": str(corpus), "generate": None, "plain_words": True, "scratch": None}
+
+
+def test_generated_words_train_without_a_corpus(tmp_path, capsys):
+    output = tmp_path / "out"
+    words = ["--generate", "3000", "--dim", "4", "--epochs", "1", "--device", "cpu", "--output", str(output)]
+    assert main(["word2vec", *words]) == 0
+    report = json.loads((output / "run.json").read_text())
+    assert report["corpus_words"] == report["trained_words"] == report["settings"]["generate"] == 3000
+    assert "from 3,000 words of text" in capsys.readouterr().out
 
 
 def test_interrupt_saves_what_there_is(corpus, tmp_path):

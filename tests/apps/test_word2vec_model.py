@@ -66,7 +66,7 @@ def test_an_untrained_model_guesses_every_pair_and_negative(device):
     """Contexts start at zero, so that every score does: log 2 for each pair and each of its five negatives."""
     batch = batch_of(64, 20, window=5)
     model = SkipGram(20, 8, window=5, negative=5).to(device)
-    assert model(batch.to(torch.device(device))).item() == pytest.approx(batch.pairs * 6 * math.log(2), rel=1e-5)
+    assert model(batch.to(torch.device(device))).item() == pytest.approx(int(batch.pairs) * 6 * math.log(2), rel=1e-5)
 
 
 def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():

@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 
 import speedswap
 from speedswap.apps.interrupts import stop_on_interrupt
-from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train
+from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train, training
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
 SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]
@@ -87,6 +88,26 @@ def test_figures_add_up(corpus):
     assert losses[0] == pytest.approx(6 * math.log(2), rel=0.1)
 
 
+def test_losses_that_are_read_late_are_the_same(corpus, monkeypatch):
+    """On a GPU they are read when a second has passed; here, at the end."""
+    expected = train(small(corpus), progress=False)
+    looks = []
+
+    class Late(training.Meter):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self._seconds = math.inf
+
+        def _look(self):
+            looks.append(len(self._unread))
+            super()._look()
+
+    monkeypatch.setattr(training, "Meter", Late)
+    result = train(small(corpus), progress=False)
+    assert looks == [len(expected.loss) + 1]  # the last one has no pairs, which the step before had
+    assert (result.loss, result.pairs) == (expected.loss, expected.pairs)
+
+
 def test_both_tables_hold_the_optimizers_state(corpus):
     result = train(small(corpus, optimizer="adam", epochs=1), progress=False)
     for part in (result.model.center, result.model.context):
@@ -136,6 +157,8 @@ def test_an_optimizer_that_mixes_rows_is_refused(corpus):
         ({"batch": 0}, "batch is 0"),
         ({"sample": -1.0}, "sample is -1.0"),
         ({"sample": math.nan}, "sample is nan"),
+        ({"generate": 0}, "generate is 0"),
+        ({"corpus": Path("text"), "generate": 9}, "corpus is text and generate is 9: give one of the two"),
         ({"lr": 0.0}, "lr is 0.0"),
         ({"lr": math.inf}, "lr is inf"),
         ({"seed": -1}, "seed is -1"),

@@ -39,15 +39,15 @@ class Batch(NamedTuple):
     """How many words before each center are its contexts, int64, shape (blocks, BLOCK)."""
     right: Tensor
     """How many words after it are."""
-    pairs: int
-    """How many (center, context) pairs that makes."""
+    pairs: Tensor
+    """How many (center, context) pairs that makes, int64, a scalar: of a GPU, the host need not wait for it."""
     corpus_words: float
     """The batch's share of the passage's ``corpus_words``."""
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        centers, contexts, left, right = (ids.to(device, non_blocking=True) for ids in self[:4])
-        return self._replace(centers=centers, contexts=contexts, left=left, right=right)
+        centers, contexts, left, right, pairs = (tensor.to(device, non_blocking=True) for tensor in self[:5])
+        return Batch(centers, contexts, left, right, pairs, self.corpus_words)
 
 
 class Sampler:
@@ -91,7 +91,7 @@ class Sampler:
                 torch.from_numpy(np.concatenate([near, negatives[chosen]], axis=1)),
                 torch.from_numpy(left[chosen]),
                 torch.from_numpy(right[chosen]),
-                int(left[chosen].sum() + right[chosen].sum()),
+                torch.tensor(left[chosen].sum() + right[chosen].sum()),
                 passage.corpus_words * len(chosen) / blocks,
             )
 

@@ -41,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="CORPUS",
         help="UTF-8 text, plain or gzip, one sentence a line (default: the small news corpus that gensim brings)",
     )
+    add("generate", int, "train on so many random words instead, to see how fast that is", metavar="WORDS")
     add("dim", int, "length of a vector")
     add("window", int, "largest distance between the words of a pair")
     add("negative", int, "negatives for each pair")

@@ -21,6 +21,7 @@ class Settings:
 
     Args:
         corpus: UTF-8 text, plain or gzip, one sentence a line; without one, the news corpus that gensim brings.
+        generate: instead of a corpus, so many random words with Zipf's frequencies, to see how fast training is.
         dim: length of a vector.
         window: the largest distance between the words of a pair.
         negative: negatives for each pair.
@@ -46,6 +47,7 @@ class Settings:
     """
 
     corpus: Path | None = None
+    generate: int | None = None
     dim: int = 100
     window: int = 5
     negative: int = 5
@@ -65,10 +67,12 @@ class Settings:
     scratch: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dim", "window", "negative", "min_count", "epochs", "batch", "max_types"):
+        for name in ("dim", "window", "negative", "min_count", "epochs", "batch", "max_types", "generate"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}: give a whole number of 1 or more")
+        if self.corpus is not None and self.generate is not None:
+            raise SettingsError(f"corpus is {self.corpus} and generate is {self.generate}: give one of the two")
         if self.lookahead < 0:
             raise SettingsError(f"lookahead is {self.lookahead}: give a whole number of 0 or more")
         if not 0 <= self.sample < math.inf:

@@ -18,6 +18,7 @@ import speedswap
 from speedswap.apps.interrupts import stop_on_interrupt
 from speedswap.apps.word2vec.blocks import BLOCK, Batch, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
+from speedswap.apps.word2vec.device_blocks import DeviceSampler
 from speedswap.apps.word2vec.errors import CorpusError, SettingsError
 from speedswap.apps.word2vec.model import SkipGram
 from speedswap.apps.word2vec.optimizer import make_optimizer, suited
@@ -25,9 +26,10 @@ from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.text import demo_corpus
 from speedswap.apps.word2vec.vectors import WordVectors
 
-__all__ = ["Result", "train"]
+__all__ = ["Result", "open_corpus", "train"]
 
 LOSS_POINTS = 500
+SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass
@@ -78,13 +80,7 @@ def train(settings: Settings, *, progress: bool = True) -> Result:
     """
     device = settings.compute_device()
     started = time.perf_counter()
-    with Corpus(
-        settings.corpus or demo_corpus(),
-        min_count=settings.min_count,
-        plain_words=settings.plain_words or settings.corpus is None,
-        max_types=settings.max_types,
-        scratch=settings.scratch,
-    ) as corpus:
+    with open_corpus(settings) as corpus:
         vocabulary_seconds = time.perf_counter() - started
         model = SkipGram(
             len(corpus.vocabulary),
@@ -107,6 +103,21 @@ def train(settings: Settings, *, progress: bool = True) -> Result:
     return result
 
 
+def open_corpus(settings: Settings) -> Corpus:
+    """Read the text that settings name, or make one up."""
+    if settings.generate is not None:
+        return Corpus.generated(
+            settings.generate, min_count=settings.min_count, seed=settings.seed, scratch=settings.scratch
+        )
+    return Corpus(
+        settings.corpus or demo_corpus(),
+        min_count=settings.min_count,
+        plain_words=settings.plain_words or settings.corpus is None,
+        max_types=settings.max_types,
+        scratch=settings.scratch,
+    )
+
+
 def run_epochs(
     result: Result, corpus: Corpus, device: torch.device, stopped: threading.Event, show: Callable[[Result], None]
 ) -> None:
@@ -114,37 +125,40 @@ def run_epochs(
     settings = result.settings
     total_words = settings.epochs * corpus.corpus_words
     suits = suited(settings.optimizer)
-    blocks = -(-(settings.batch or suits.batch_for(corpus.corpus_words)) // BLOCK)
-    sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
-    passages = (passage for _ in range(settings.epochs) for passage in corpus.passages())
-    batches = (batch.to(device) for passage in passages for batch in sampler.batches(passage, blocks))
+    blocks = -(-(settings.batch or suits.batch_for(corpus.corpus_words, device)) // BLOCK)
     ids = {result.model.center: lambda batch: batch.centers, result.model.context: lambda batch: batch.contexts}
-    # The loss is added up where it is, so that a GPU is not waited for at every step.
-    loss, pairs = torch.zeros((), device=device), 0
+    meter = Meter(result, device, total_words)
     started = time.perf_counter()
-    for batch in speedswap.lookahead(batches, ids, depth=settings.lookahead):
+    for batch in speedswap.lookahead(all_batches(settings, corpus, device, blocks), ids, depth=settings.lookahead):
         for group in result.optimizer.param_groups:
             group["lr"] = result.lr * suits.lr_left(result.trained_words / total_words)
-        loss += step(result.model, result.optimizer, batch)
-        pairs += batch.pairs
-        result.pairs += batch.pairs
+        loss = step(result.model, result.optimizer, batch)
         result.trained_words += batch.corpus_words
-        if pairs and result.trained_words >= (len(result.loss) + 1) * total_words / LOSS_POINTS:
-            enter_loss(result, loss.item() / pairs)
-            loss, pairs = torch.zeros_like(loss), 0
+        meter.add(loss, batch.pairs)
         show(result)
         if stopped.is_set():
             result.interrupted = True
             break
     else:
         result.trained_words = total_words
-    if pairs:
-        enter_loss(result, loss.item() / pairs)
+    meter.close()
     result.training_seconds = time.perf_counter() - started
     if not result.pairs and not result.interrupted:
         raise CorpusError(
             f"sample={settings.sample} left no two words of any line of {corpus.path}: raise it, or give 0 for all"
         )
+
+
+def all_batches(settings: Settings, corpus: Corpus, device: torch.device, blocks: int) -> Iterator[Batch]:
+    """Every epoch's batches of so many blocks, on the device: a GPU makes them itself."""
+    if device.type == "cpu":
+        sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
+        for _ in range(settings.epochs):
+            for passage in corpus.passages():
+                yield from sampler.batches(passage, blocks)
+    else:
+        there = DeviceSampler(corpus, device, window=settings.window, sample=settings.sample, seed=settings.seed)
+        yield from there.batches(settings.epochs, blocks)
 
 
 def step(model: SkipGram, optimizer: Optimizer, batch: Batch) -> Tensor:
@@ -156,13 +170,61 @@ def step(model: SkipGram, optimizer: Optimizer, batch: Batch) -> Tensor:
     return loss.detach()
 
 
-def enter_loss(result: Result, loss: float) -> None:
+class Meter:
+    """Adds up losses and pairs where they are computed, and enters them into the result now and then.
+
+    Args:
+        result: to enter into.
+        device: where losses and pairs are.
+        total_words: of the whole training.
+    """
+
+    def __init__(self, result: Result, device: torch.device, total_words: int) -> None:
+        self._result = result
+        self._total_words = total_words
+        # A GPU has to be waited for.
+        self._seconds = 0.0 if device.type == "cpu" else SECONDS_BETWEEN_LOOKS
+        self._looked = time.perf_counter()
+        self._loss = torch.zeros((), device=device)
+        self._pairs = torch.zeros((), dtype=torch.int64, device=device)
+        self._unread: list[tuple[float, Tensor]] = []
+
+    def add(self, loss: Tensor, pairs: Tensor) -> None:
+        """Count a step in; the result's ``trained_words`` has it already."""
+        self._loss += loss
+        self._pairs += pairs
+        points = len(self._result.loss) + len(self._unread)
+        if self._result.trained_words >= (points + 1) * self._total_words / LOSS_POINTS:
+            self._put_down()
+            if time.perf_counter() - self._looked >= self._seconds:
+                self._look()
+
+    def close(self) -> None:
+        """Enter what is left."""
+        self._put_down()
+        self._look()
+
+    def _put_down(self) -> None:
+        self._unread.append((self._result.trained_words, torch.stack([self._loss.double(), self._pairs.double()])))
+        self._loss, self._pairs = torch.zeros_like(self._loss), torch.zeros_like(self._pairs)
+
+    def _look(self) -> None:
+        sums = torch.stack([sums for _, sums in self._unread]).tolist()
+        for (words, _), (loss, pairs) in zip(self._unread, sums, strict=True):
+            if pairs:
+                self._result.pairs += round(pairs)
+                enter_loss(self._result, words, loss / pairs)
+        self._unread.clear()
+        self._looked = time.perf_counter()
+
+
+def enter_loss(result: Result, words: float, loss: float) -> None:
     if not math.isfinite(loss):
         raise SettingsError(
             f"lr={result.lr} is too large for {result.settings.optimizer}: the loss became {loss} after "
-            f"{result.trained_words:,.0f} words; lower lr, or lower batch"
+            f"{words:,.0f} words; lower lr, or lower batch"
         )
-    result.loss.append((result.trained_words, loss))
+    result.loss.append((words, loss))
 
 
 @contextmanager
