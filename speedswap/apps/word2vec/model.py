@@ -105,12 +105,13 @@ class _SkipGramLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, centers: Tensor, contexts: Tensor, weights: Tensor) -> Tensor:
-        sign = centers.new_ones(contexts.shape[1])
-        sign[:-NOISE] = -1
-        scores = torch.bmm(centers, contexts.transpose(1, 2)).mul_(sign)
+        scores = torch.bmm(centers, contexts.transpose(1, 2))
+        scores[:, :, :-NOISE].neg_()
         weights = weights.to(scores.dtype)
         loss = torch.dot(F.softplus(scores).flatten(), weights.flatten())
-        ctx.save_for_backward(centers, contexts, scores.sigmoid_().mul_(weights).mul_(sign))
+        of_scores = scores.sigmoid_().mul_(weights)
+        of_scores[:, :, :-NOISE].neg_()
+        ctx.save_for_backward(centers, contexts, of_scores)
         return loss
 
     @staticmethod
