@@ -63,5 +63,6 @@ def switch_on(policy: str = "late", seed: int = 0) -> None:
         setattr(torch.cuda, name, replacement)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = torch_cuda.record_stream  # type: ignore[method-assign,assignment]
+    torch.Generator = torch_cuda.Generator  # type: ignore[misc]
     sys.modules.update(simulated_cupy.modules())
     _on = True

@@ -246,6 +246,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+class Generator(torch.Generator):
+    """A generator of random numbers, of the CPU whatever the device: the simulated one's numbers are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        if torch.device(device).type == "cuda":
+            _require_this(device)
+        return super().__new__(cls, "cpu")
+
+
 REPLACED: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
