@@ -17,6 +17,7 @@ import torch
 import speedswap
 from speedswap.apps.interrupts import stop_on_interrupt
 from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train, training
+from speedswap.apps.word2vec.optimizer import suited
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
 SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]
@@ -126,6 +127,7 @@ def test_a_run_leaves_vectors_figures_and_plot(corpus, tmp_path):
     report = json.loads((folder / "run.json").read_text())
     assert report["settings"]["corpus"] == str(corpus)
     assert report["settings"]["lr"] == 0.2
+    assert report["settings"]["batch"] == 256
     assert report["trained_words"] == 3 * 6400
     assert report["loss"][-1]["loss"] == result.loss[-1][1]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -204,6 +206,27 @@ def test_one_epoch_on_real_text_finds_likenesses(shared_data, tmp_path):
     assert similarity.known > 150
     assert similarity.spearman > 0.1
     assert torch.isfinite(result.vectors.table.gather(torch.arange(len(result.vectors))).weight).all()
+
+
+@pytest.mark.parametrize(
+    "device, words, batch",
+    [
+        ("cpu", 500, 5),
+        ("cpu", 400_000, 4000),
+        ("cpu", 10**9, 16_384),
+        ("cuda", 500, 2),
+        ("cuda", 400_000, 2000),
+        ("cuda", 10**9, 65_536),
+    ],
+)
+def test_an_epoch_of_a_short_corpus_has_many_steps_all_the_same(device, words, batch):
+    """A hundred; on a GPU, which takes many more centers at once where there are enough, two hundred."""
+    assert suited("rowwise_adagrad").batch_for(words, torch.device(device)) == batch
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sgd_takes_few_centers_anywhere(device):
+    assert suited("sgd").batch_for(10**9, torch.device(device)) == 512
 
 
 def test_learning_rate_falls_linearly_except_with_adagrad(corpus):

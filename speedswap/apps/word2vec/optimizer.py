@@ -84,15 +84,16 @@ class Suited(NamedTuple):
     batch: int = 4096
     """Centers a step, where the corpus is long. Gradients are summed: only an optimizer that scales them takes many."""
     gpu_batch: int | None = None
-    """The same on a GPU, which a step must keep busy for longer than it takes to say what is to be done; as ``batch``
+    """The same on a GPU, which a step should keep busy for longer than it takes to say what is to be done; as ``batch``
     without it."""
     falls: bool = True
     """Whether the learning rate falls linearly to almost nothing; Adagrad's steps shrink by themselves."""
 
     def batch_for(self, corpus_words: int, device: torch.device) -> int:
-        """Centers a step for a corpus of so many words: an epoch is a hundred steps at least."""
-        batch = self.batch if device.type == "cpu" or self.gpu_batch is None else self.gpu_batch
-        return max(1, min(batch, corpus_words // 100))
+        """Centers a step for a corpus of so many words: an epoch is a hundred steps at least, two hundred on a GPU."""
+        if device.type == "cpu" or self.gpu_batch is None:
+            return max(1, min(self.batch, corpus_words // 100))
+        return max(1, min(self.gpu_batch, corpus_words // 200))
 
     def lr_left(self, progress: float) -> float:
         """Which part of the learning rate is left at a point between 0 and 1 of the training."""
@@ -100,8 +101,8 @@ class Suited(NamedTuple):
 
 
 SUITED = {
-    "rowwiseadagrad": Suited(lr=0.2, batch=16_384, gpu_batch=32_768, falls=False),
-    "adagrad": Suited(lr=0.2, batch=16_384, gpu_batch=32_768, falls=False),
+    "rowwiseadagrad": Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False),
+    "adagrad": Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False),
     "sgd": Suited(lr=0.05, batch=512),
     **{name: Suited(lr=0.01) for name in ("adam", "adamax", "adamw", "nadam", "radam")},
 }

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import speedswap
-from speedswap.apps.word2vec.optimizer import suited
 from speedswap.apps.word2vec.training import Result
 from speedswap.apps.word2vec.vectors import Similarity
 
@@ -40,7 +39,7 @@ def figures(result: Result, similarities: Sequence[Similarity] = ()) -> dict[str
         "settings": {
             **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()},
             "lr": result.lr,
-            "batch": settings.batch or suited(settings.optimizer).batch,
+            "batch": result.batch,
             "device": str(settings.compute_device()),
         },
         "corpus_words": result.corpus_words,

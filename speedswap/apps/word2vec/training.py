@@ -46,6 +46,8 @@ class Result:
     """Words of the corpus, unknown ones included."""
     vocabulary_seconds: float
     """What reading and counting the corpus took."""
+    batch: int = 0
+    """Centers a step."""
     trained_words: float = 0.0
     """Words trained on, unknown ones included: epochs × corpus_words, or less after Ctrl-C."""
     pairs: int = 0
@@ -125,7 +127,8 @@ def run_epochs(
     settings = result.settings
     total_words = settings.epochs * corpus.corpus_words
     suits = suited(settings.optimizer)
-    blocks = -(-(settings.batch or suits.batch_for(corpus.corpus_words, device)) // BLOCK)
+    result.batch = settings.batch or suits.batch_for(corpus.corpus_words, device)
+    blocks = -(-result.batch // BLOCK)
     ids = {result.model.center: lambda batch: batch.centers, result.model.context: lambda batch: batch.contexts}
     meter = Meter(result, device, total_words)
     started = time.perf_counter()
