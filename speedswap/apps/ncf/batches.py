@@ -26,7 +26,10 @@ class Batch(NamedTuple):
     """float32, as ``items``: 1 for the first, 0 for the others."""
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        """The batch on a device; on a GPU by way of pinned memory: a copy from any other would be waited for."""
+        if device.type == "cuda":
+            return Batch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
+        return Batch(*(tensor.to(device) for tensor in self))
 
 
 class Batches:
