@@ -13,7 +13,7 @@ from speedswap.apps.ncf import NCF, Batches, Interactions, train_step
 
 def arrays_of(model):
     """Tables and dense parameters in float64."""
-    dense = {name: value.detach().double().numpy() for name, value in model.dense().items()}
+    dense = {name: value.detach().cpu().double().numpy() for name, value in model.dense().items()}
     return model.user.table.read().double().numpy(), model.item.table.read().double().numpy(), dense
 
 
