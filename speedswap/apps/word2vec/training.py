@@ -188,14 +188,14 @@ class Meter:
         # A GPU has to be waited for.
         self._seconds = 0.0 if device.type == "cpu" else SECONDS_BETWEEN_LOOKS
         self._looked = time.perf_counter()
-        self._loss = torch.zeros((), device=device)
-        self._pairs = torch.zeros((), dtype=torch.int64, device=device)
-        self._unread: list[tuple[float, Tensor]] = []
+        self._loss: Tensor | None = None
+        self._pairs: Tensor | None = None
+        self._unread: list[tuple[float, Tensor, Tensor]] = []
 
     def add(self, loss: Tensor, pairs: Tensor) -> None:
         """Count a step in; the result's ``trained_words`` has it already."""
-        self._loss += loss
-        self._pairs += pairs
+        self._loss = loss if self._loss is None else self._loss + loss
+        self._pairs = pairs if self._pairs is None else self._pairs + pairs
         points = len(self._result.loss) + len(self._unread)
         if self._result.trained_words >= (points + 1) * self._total_words / LOSS_POINTS:
             self._put_down()
@@ -208,15 +208,18 @@ class Meter:
         self._look()
 
     def _put_down(self) -> None:
-        self._unread.append((self._result.trained_words, torch.stack([self._loss.double(), self._pairs.double()])))
-        self._loss, self._pairs = torch.zeros_like(self._loss), torch.zeros_like(self._pairs)
+        if self._loss is not None and self._pairs is not None:
+            self._unread.append((self._result.trained_words, self._loss, self._pairs))
+        self._loss = self._pairs = None
 
     def _look(self) -> None:
-        sums = torch.stack([sums for _, sums in self._unread]).tolist()
-        for (words, _), (loss, pairs) in zip(self._unread, sums, strict=True):
-            if pairs:
-                self._result.pairs += round(pairs)
-                enter_loss(self._result, words, loss / pairs)
+        if self._unread:
+            words, losses, pairs = zip(*self._unread, strict=True)
+            sums = torch.stack([torch.stack(losses).double(), torch.stack(pairs).double()])
+            for trained, loss, count in zip(words, *sums.tolist(), strict=True):
+                if count:
+                    self._result.pairs += round(count)
+                    enter_loss(self._result, trained, loss / count)
         self._unread.clear()
         self._looked = time.perf_counter()
 
