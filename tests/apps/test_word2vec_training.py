@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simulated_gpu
 import torch
 
 import speedswap
@@ -51,13 +52,13 @@ def test_words_of_a_topic_end_up_together(corpus, device):
     assert result.loss[-1][1] < 0.9 * result.loss[0][1]
 
 
-@pytest.mark.parametrize("storage", ["device", "pageable", "memmap"])
-def test_storage_does_not_change_the_vectors(corpus, storage, tmp_path):
+@pytest.mark.parametrize("storage", ["device", "auto", "memmap"])
+def test_storage_does_not_change_the_vectors(corpus, storage, device, tmp_path):
     """To the last bit; what a memmap table leaves in the temporary directory goes with the model."""
-    expected = train(small(corpus, storage="pageable"), progress=False)
+    expected = train(small(corpus, device=device, storage="pageable"), progress=False)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    result = train(small(corpus, storage=storage, scratch=scratch), progress=False)
+    result = train(small(corpus, device=device, storage=storage, scratch=scratch), progress=False)
     assert np.array_equal(vectors_of(result), vectors_of(expected))
     result.model.close()
     assert list(scratch.iterdir()) == []
@@ -68,6 +69,29 @@ def test_seed_decides_the_vectors(corpus, device):
     assert np.array_equal(vectors_of(first), vectors_of(again))
     assert [loss for _, loss in first.loss] == [loss for _, loss in again.loss]
     assert not np.array_equal(vectors_of(first), vectors_of(other))
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_lookahead_does_not_change_the_vectors(corpus, lookahead, device):
+    expected = train(small(corpus, device=device), progress=False)
+    result = train(small(corpus, device=device, lookahead=lookahead), progress=False)
+    assert np.array_equal(vectors_of(result), vectors_of(expected))
+    assert result.loss == expected.loss
+
+
+@pytest.mark.skipif(not simulated_gpu.is_on(), reason="the simulated GPU counts what the host waits for")
+def test_a_step_on_a_gpu_is_waited_for_by_nobody(corpus, monkeypatch):
+    """Once an epoch the host asks how many words stayed, at the end for the losses; other than that, how many rows."""
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_LOOKS", math.inf)
+    waits = []
+    for epochs in (1, 4):
+        with simulated_gpu.counted() as counts:
+            train(small(corpus, device="cuda", epochs=epochs), progress=False)
+        here = [wait for wait in map(str, counts.round_trips) if "/apps/word2vec/" in wait]
+        waits.append((sum("nonzero" in wait for wait in here), len(here)))
+    (kept, others), (kept_of_four, others_of_four) = waits
+    assert (kept, kept_of_four) == (1, 4)
+    assert others_of_four - others == 3
 
 
 def test_gzip_trains_as_plain_text_does(corpus):
