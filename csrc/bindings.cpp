@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "background.h"
+#include "pool.h"
 #include "rows_cpu.h"
 #include "segments.h"
 
@@ -304,6 +305,7 @@ PYBIND11_MODULE(_C, module) {
                arg("threads"));
     module.def("scatter_behind", &scatter_behind, arg("ids"), arg("id_bytes"), arg("count"), arg("moves"),
                arg("threads"));
+    module.def("use_own_pool", &speedswap::use_own_pool);
     module.def("finish_jobs", [] { without_gil([] { speedswap::finish_jobs(); }); });
     module.def("hand_over", &hand_over, arg("from_rows"), arg("from_count"), arg("to_rows"), arg("to_count"),
                arg("columns"), arg("threads"));

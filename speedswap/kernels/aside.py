@@ -16,6 +16,7 @@ from typing import Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from speedswap import _C
 from speedswap.kernels.cuda.streams import index_of, side_stream
 
 __all__ = ["Aside", "Bundle", "Bundled", "beside", "finish_threads", "used_here"]
@@ -190,5 +191,8 @@ os.register_at_fork(after_in_child=_threads.clear)
 
 def _thread(direction: Direction) -> ThreadPoolExecutor:
     if direction not in _threads:
-        _threads[direction] = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"speedswap-{direction}")
+        # With the engine's loops on a pool of its own: torch's OpenMP would give this thread a second team, which spins.
+        _threads[direction] = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix=f"speedswap-{direction}", initializer=_C.use_own_pool
+        )
     return _threads[direction]
