@@ -50,7 +50,8 @@ SPEEDSWAP_FUNCTION Place<W> place_of(const Columns& columns, Count word, Count r
 // inside a line and need more than one turn shift their first turn back to its begin. Each turn of a thread loads
 // kTurn words before it stores the first, so that many reads are on their way at once.
 // ids must be in range, and unique to scatter: the caller has checked. Records that are packed lie in the order of the
-// ids, records[i] <-> row i, and ids is not read. Where there are places, it is row places[i] instead of row i.
+// ids, records[i] <-> row i, and ids is not read. Where there are places, it is row places[i] instead of row i. A
+// negative id is passed over: nothing moves for its row.
 template <bool kGather, typename W, typename Index>
 SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const Index* ids, Count num_ids,
                                      const Columns& columns, int lanes, int packed, const Index* places) {
@@ -60,7 +61,9 @@ SPEEDSWAP_FUNCTION void move_records(W* records, Count words_per_record, const I
     const Count lane = thread % lanes;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        W* const record = records + (packed ? row : (Count)ids[row]) * words_per_record;
+        const Count number = packed ? row : (Count)ids[row];
+        if (number < 0) continue;
+        W* const record = records + number * words_per_record;
         const Count in_block = places ? (Count)places[row] : row;
         Count shift = 0;
         if (columns.words > lanes)
@@ -192,7 +195,9 @@ SPEEDSWAP_FUNCTION void convert_records(char* records, Count stride, const Index
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        char* const record = records + (packed ? row : (Count)ids[row]) * stride;
+        const Count which = packed ? row : (Count)ids[row];
+        if (which < 0) continue;
+        char* const record = records + which * stride;
         const Count in_block = places ? (Count)places[row] : row;
         for (Count piece = thread % lanes; piece < columns.pieces; piece += lanes) {
             int c = 0;
@@ -256,7 +261,9 @@ SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Index* i
     const Count thread = (Count)blockIdx.x * blockDim.x + threadIdx.x;
     const Count rows_at_once = (Count)gridDim.x * blockDim.x / lanes;
     for (Count row = thread / lanes; row < num_ids; row += rows_at_once) {
-        char* const record = records + (packed ? row : (Count)ids[row]) * stride;
+        const Count which = packed ? row : (Count)ids[row];
+        if (which < 0) continue;
+        char* const record = records + which * stride;
         const Count in_block = places ? (Count)places[row] : row;
         for (int c = 0; c < columns.count; ++c) {
             const CompactColumn& column = columns.column[c];

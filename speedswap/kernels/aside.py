@@ -191,7 +191,7 @@ os.register_at_fork(after_in_child=_threads.clear)
 
 def _thread(direction: Direction) -> ThreadPoolExecutor:
     if direction not in _threads:
-        # With the engine's loops on a pool of its own: torch's OpenMP would give this thread a second team, which spins.
+        # With a pool of its own for the engine's loops: a second team of OpenMP's, for this thread, would spin.
         _threads[direction] = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=f"speedswap-{direction}", initializer=_C.use_own_pool
         )

@@ -22,7 +22,8 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part], places:
 
     Args:
         records: where from.
-        ids: int32 or int64, shape (n,), on any device, already checked to be in range.
+        ids: int32 or int64, shape (n,), on any device, already checked to be in range; with CUDA blocks -1 passes a row
+            of the blocks over: it stays as it is.
         parts: the columns; blocks have n rows and are all on one device.
         places: row ``places[i]`` of the blocks instead of row ``i``: of the ids' dtype and shape, contiguous, on the
             blocks' device. The blocks then have as many rows as they like, and the others stay as they are.

@@ -76,6 +76,24 @@ def test_records_in_order_and_rows_elsewhere(kernels: HostKernels, index: type, 
     np.testing.assert_array_equal(records, expected)
 
 
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+def test_negative_ids_are_passed_over(kernels: HostKernels, index: type):
+    """Neither their rows nor any record is touched."""
+    records = RNG.integers(0, 256, (40, 32), np.uint8)
+    ids = np.where(np.arange(20) % 3, RNG.permutation(40)[:20], -1).astype(index)
+    block = np.full((20, 32), 9, np.uint8)
+    columns = columns_argument([BlockPart(0, 32, block.ctypes.data, 32)], 16)
+    arguments = (1, 64, records.ctypes.data, 2, ids, columns, 2)
+    expected = np.where((ids < 0)[:, None], np.uint8(9), records[ids])
+    kernels.move(f"gather_w16_i{8 * ids.itemsize}", *arguments)
+    np.testing.assert_array_equal(block, expected)
+    block[:] = RNG.integers(0, 256, block.shape, np.uint8)
+    expected = records.copy()
+    expected[ids[ids >= 0]] = block[ids >= 0]
+    kernels.move(f"scatter_w16_i{8 * ids.itemsize}", *arguments)
+    np.testing.assert_array_equal(records, expected)
+
+
 @pytest.mark.parametrize("form", ["float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("width", [16, 13])
 def test_compact_records_in_order_and_rows_elsewhere(kernels: HostKernels, form: str, width: int):
@@ -102,6 +120,12 @@ def test_compact_records_in_order_and_rows_elsewhere(kernels: HostKernels, form:
     kernels.convert(f"gather_{name}", 2, 64, packed.ctypes.data, stride, nowhere, placed, 2, True, places)
     np.testing.assert_array_equal(block[places], rows)
     assert np.isnan(block).sum() == (room - num_rows) * width
+    before = records.copy()
+    rows[:] = np.nan
+    kernels.convert(f"gather_{name}", 2, 64, records.ctypes.data, stride, nowhere, plain, 2)
+    kernels.convert(f"scatter_{name}", 2, 64, records.ctypes.data, stride, nowhere, plain, 2)
+    assert np.isnan(rows).all()
+    np.testing.assert_array_equal(records, before)
 
 
 def test_every_shape_moves_every_byte_and_no_other(tmp_path: Path):

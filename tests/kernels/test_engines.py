@@ -118,6 +118,34 @@ def test_rows_go_to_their_places_and_come_from_there(gpu, way: Way):
 
 
 @pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_gather_passes_negative_ids_over(gpu, way: Way, ids_on: str, placed: bool, dtype: torch.dtype):
+    """Their rows stay as they are, wherever the others go."""
+    table, ids, places = Table(700, 192), ascending(700, 500), torch.randperm(650)[:500]
+    kept = torch.rand(500) < 0.6
+    wanted = torch.where(kept, ids, -1).to(ids_on, dtype)
+    parts = blocks(ADAM, 650 if placed else 500, gpu)
+    for part in parts:
+        part.block.fill_(5)
+    engines.gather(way, table.records, wanted, parts, gpu, places.to(gpu, dtype) if placed else None)
+    expected = np.full((650 if placed else 500, 192), 5, np.uint8)
+    there = (places if placed else torch.arange(500))[kept].numpy()
+    expected[there] = table.expected[ids[kept].numpy()]
+    np.testing.assert_array_equal(torch.cat([part.block.cpu() for part in parts], 1).numpy(), expected)
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers")
+def test_nothing_is_gathered_where_every_id_is_negative(gpu, way: Way):
+    table, parts = Table(5, 64), blocks([(0, 64)], 3, gpu)
+    engines.gather(way, table.records, torch.full((3,), -1, device=gpu), parts, gpu)
+    assert not parts[0].block.any()
+
+
+@pytest.mark.cuda_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)
 @pytest.mark.usefixtures("small_buffers")
 def test_compact_columns_are_converted_as_the_cpu_does(gpu, way: Way, dtype: torch.dtype):

@@ -28,6 +28,7 @@ const char* illegal_move(void** arguments, Legal legal, bool packed, const Index
     if (!packed && count > 0 && (!legal(ids) || !legal(ids + count - 1))) return "the ids of a kernel";
     if (places && count > 0 && (!legal(places) || !legal(places + count - 1))) return "the places of a kernel";
     for (long long i = 0; i < count; ++i) {
+        if (!packed && ids[i] < 0) continue;
         if (!legal(records + (packed ? i : (long long)ids[i]) * stride)) return "a record that an id stands for";
         if constexpr (requires { columns.column[0].block_stride; })
             for (int c = 0; c < columns.count; ++c)

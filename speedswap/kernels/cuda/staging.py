@@ -122,17 +122,17 @@ class Ring:
 
         Args:
             records: in host memory, which nothing writes meanwhile.
-            ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
+            ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU; negative ones are passed over.
             parts: columns with blocks on the GPU.
             places: which rows of the blocks they are, as in :func:`speedswap.kernels.cuda.launches.move`.
             ready: after which the blocks may be written, and ids and places read.
         """
         with self._turn(ready):
-            host_ids = self._on_host(ids, ready)
+            ids, places = self._to_gather(self._on_host(ids, ready), places)
             packing = Packing.of(parts)
             for buffer, rows in self._buffers_for(len(ids), packing.stride):
                 buffer.copied.synchronize()
-                _copy_on_host(_C.gather, records, host_ids[rows], packing, buffer)
+                _copy_on_host(_C.gather, records, ids[rows], packing, buffer)
                 self._copies.wait_event(buffer.moved)
                 nbytes = (rows.stop - rows.start) * packing.stride
                 self._copy(buffer.near.data_ptr(), buffer.host.pointer, nbytes, modules.HOST_TO_DEVICE)
@@ -171,6 +171,15 @@ class Ring:
                 under_way.append((buffer, rows))
             for buffer, rows in under_way:
                 self._write(records, host_ids, packing, buffer, rows)
+
+    def _to_gather(self, ids: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The ids without negative ones, and then the places of those that stay."""
+        if not len(ids) or int(ids.min()) >= 0:
+            return ids, places
+        (kept,) = torch.nonzero(ids >= 0, as_tuple=True)
+        with torch.cuda.stream(self._kernels):
+            near = kept.to(torch.device("cuda", self._device))
+            return ids[kept], (near if places is None else places[near]).to(ids.dtype)
 
     def _write(self, records: Records, host_ids: Tensor, packing: Packing, buffer: _Buffer, rows: slice) -> None:
         buffer.copied.synchronize()
@@ -235,7 +244,9 @@ class Ring:
     def _renew(self, nbytes: int) -> None:
         self._copies.synchronize()
         self._kernels.synchronize()
-        self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
+        # Memory of the copies' stream: what another stream has just given back may still be in use there.
+        with torch.cuda.stream(self._copies):
+            self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
 
 
 def _copy_on_host(
