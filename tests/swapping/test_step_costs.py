@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import simulated_gpu
+import simulated_gpu.device
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,6 +17,8 @@ import speedswap
 from speedswap import kernels
 from speedswap.errors import LostUpdateError
 from speedswap.swapping.table_module import TableModule
+from speedswap.tables import Block
+from speedswap.tables.in_flight import SideGathering
 
 ROWS, DIM, TABLES = 40, 4, 3
 
@@ -124,7 +127,7 @@ def trained(ahead: bool, name: str, batches: Sequence[Tensor], **arguments: Any)
 
 
 @pytest.mark.parametrize("engine", ["zero_copy", "staged", "split"])
-@pytest.mark.parametrize("order", ["late", "eager", "random-1", "random-2", "random-3"])
+@pytest.mark.parametrize("order", [*simulated_gpu.device.POLICIES, "random-1", "random-2"])
 def test_several_tables_in_any_order_of_the_streams(order: str, engine: str, gpu: str) -> None:
     if not simulated_gpu.is_on():
         pytest.skip("a real GPU has an order of its own")
@@ -210,3 +213,47 @@ def test_padding_in_bags_is_not_counted_by_the_host(mode: str, gpu: str) -> None
         found = table(near)
     assert so_far() in (None, 1)
     torch.testing.assert_close(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
+def test_what_work_beside_reads_stays_until_it_was_read(order: str, gpu: str) -> None:
+    table = speedswap.Table.create(ROWS, DIM, storage="pinned", engine="zero_copy")
+    (segment,) = table._segments
+    rows = torch.arange(ROWS, device=gpu)
+    with simulated_gpu.policy(order) if simulated_gpu.is_on() else contextlib.nullcontext():
+        box = [torch.ones(ROWS, DIM, device=gpu)]
+
+        def write(first: None) -> Iterator[None]:
+            yield kernels.scatter_records(segment.records(), rows, [kernels.Part(0, box.pop())])
+
+        (job,) = kernels.beside(write, 1, torch.device(gpu), "out", first=lambda: None, inputs=box)
+        kernels.finish_jobs()
+        torch.full((ROWS, DIM), 7.0, device=gpu)
+        job.wait()
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(table.read(), torch.ones(ROWS, DIM))
+
+
+@pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
+def test_rows_that_came_beside_stay_until_they_were_used(order: str, gpu: str) -> None:
+    table = speedswap.Table.create(ROWS, DIM, storage="pinned", engine="zero_copy")
+    (segment,) = table._segments
+    rows = torch.arange(ROWS, device=gpu)
+
+    def gather(first: None) -> Iterator[tuple[Block, Tensor]]:
+        yield Block(rows.clone(), {"weight": torch.ones(ROWS, DIM, device=gpu)}), rows.clone()
+
+    def others(first: None) -> Iterator[None]:
+        for _ in range(4):
+            torch.full((ROWS, DIM), 7.0, device=gpu)
+        yield
+
+    with simulated_gpu.policy(order) if simulated_gpu.is_on() else contextlib.nullcontext():
+        found = SideGathering(kernels.beside(gather, 1, torch.device(gpu), "in", first=lambda: None)[0]).result()
+        assert found is not None
+        kernels.scatter_records(segment.records(), rows, [kernels.Part(0, found[0].weight)])
+        del found
+        kernels.beside(others, 1, torch.device(gpu), "in", first=lambda: None)
+        kernels.finish_jobs()
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(table.read(), torch.ones(ROWS, DIM))
