@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from speedswap import kernels
-from speedswap.apps.bench import ceilings, plots, step, transfer
+from speedswap.apps.bench import ceilings, plots, step, tables, transfer
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.measure import write_json
 
@@ -28,10 +28,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "which",
         nargs="?",
-        choices=("ceilings", "transfer", "step", "all"),
+        choices=("ceilings", "transfer", "step", "tables", "all"),
         default="all",
         help="what the machine can do, and the engines beside it; rows to the compute device and back; training steps; "
-        "or all (default)",
+        "training steps over many large tables; or the first three (default)",
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is a GPU, else cpu)")
     parser.add_argument("--threads", type=int, help="for torch and for speedswap (default: torch's own number)")
@@ -41,6 +41,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=_numbers,
         metavar="RATIOS",
         help="step: compute beside the swap, over the swap's time, separated by commas (default: 1,2,4)",
+    )
+    parser.add_argument(
+        "--engine", default="auto", choices=kernels.ENGINES, help="tables: how rows go to a GPU (default: auto)"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FOLDER",
+        help="step, tables: write torch.profiler's trace of a few steps with lookahead here, and its picture",
     )
     parser.add_argument("--folder", type=Path, help="where memmap tables are put meanwhile (default: the system's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
@@ -55,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(path)
     if args.folder is not None and not args.folder.is_dir():
         raise BenchmarkError(f"folder is {str(args.folder)!r}, which is no directory: give one")
+    if args.plot is not None and args.which == "tables":
+        raise BenchmarkError("plot: there is no picture of the figures of tables; --profile draws its steps")
+    if args.profile is not None and args.profile.exists() and not args.profile.is_dir():
+        raise BenchmarkError(f"profile is {str(args.profile)!r}, which is a file: give a folder")
     if args.plot is not None:
         plots.require_matplotlib()
     if args.threads is not None:
@@ -64,9 +77,11 @@ def run(args: argparse.Namespace) -> int:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "ceilings": lambda: ceilings.run(device, quick=args.quick),
         "transfer": lambda: transfer.run(device, quick=args.quick, folder=args.folder),
-        "step": lambda: step.run(device, quick=args.quick, compute=args.compute),
+        "step": lambda: step.run(device, quick=args.quick, compute=args.compute, profile_to=args.profile),
+        "tables": lambda: tables.run(device, quick=args.quick, profile_to=args.profile, engine=args.engine),
     }
-    found = {name: part() for name, part in parts.items() if args.which in (name, "all")}
+    chosen = ("ceilings", "transfer", "step") if args.which == "all" else (args.which,)
+    found = {name: parts[name]() for name in chosen}
     if args.json is not None:
         write_json(args.json, f"{args.which}-{device}", found.get(args.which, found))
         print(f"\nsaved {args.json}")

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.apps.bench import overlap, report
+from speedswap.apps.bench import overlap, profile, report
 from speedswap.apps.bench.errors import BenchmarkError, WrongResultError
 from speedswap.apps.bench.measure import steps_in_turn
 from speedswap.apps.bench.parts import time_parts
@@ -68,7 +69,12 @@ class Plan:
 
 
 def run(
-    device: str, *, quick: bool = False, compute: Sequence[float] | None = None, plan: Plan | None = None
+    device: str,
+    *,
+    quick: bool = False,
+    compute: Sequence[float] | None = None,
+    plan: Plan | None = None,
+    profile_to: Path | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark and print what it finds as it goes.
 
@@ -77,9 +83,11 @@ def run(
         quick: small sizes, in seconds.
         compute: for the overlap: work beside the swap, over the swap's own time.
         plan: other sizes.
+        profile_to: folder for a profile of a few steps with lookahead.
 
     Returns:
-        What was found, as JSON can hold it: ``peers``, ``workload``, ``optimizers``, ``overlap`` and ``sizes``.
+        What was found, as JSON can hold it: ``peers``, ``workload``, ``optimizers``, ``overlap``, ``sizes`` and, if
+        asked for, ``profile``.
 
     Raises:
         BenchmarkError: this machine cannot measure it.
@@ -111,6 +119,8 @@ def run(
         with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # torch warns where nobody has said so
             found["optimizers"][optimizer] = compare(optimizer, device, plan, peers, batches)
         report.show_steps(optimizer, found["optimizers"][optimizer])
+    if profile_to is not None:
+        found["profile"] = profile_of(plan, device, batches, profile_to)
     found["overlap"] = overlap.run(device, plan.num_rows, plan.dim, plan.lookups // 2, compute or plan.compute)
     report.show_overlap(found["overlap"])
     for dim, sizes in plan.sizes.items():
@@ -118,6 +128,16 @@ def run(
             found["sizes"].append(over_sizes(optimizer, dim, sizes, device, plan, deadline))
             report.show_sizes(found["sizes"][-1])
     return found
+
+
+def profile_of(plan: Plan, device: str, batches: Sequence[Batch], folder: Path) -> dict[str, Any]:
+    """A profile of Adam's step with lookahead: see :func:`speedswap.apps.bench.profile.record`."""
+    trainer = Ours(plan.num_rows, plan.dim, "adam", device, fused=True, ahead=True)
+    grad = torch.randn(plan.lookups, plan.dim, device=device)
+    try:
+        return profile.record(lambda count: trainer.steps(batches[:count], grad), folder, "step", device)
+    finally:
+        trainer.close()
 
 
 def compare(

@@ -12,7 +12,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.apps.bench.measure import cache_bytes
 
-__all__ = ["Batch", "random_batches", "zipf_batches", "zipf_ranks"]
+__all__ = ["Batch", "random_batches", "spread_ids", "zipf_batches", "zipf_ranks"]
 
 # A line of memory comes as a whole, however narrow the row.
 _LINE_BYTES = 64
@@ -91,6 +91,15 @@ def zipf_ranks(num_rows: int, count: int, exponent: float, generator: np.random.
     return np.concatenate(drawn)
 
 
+def spread_ids(num_rows: int, count: int, exponent: float, generator: np.random.Generator) -> Tensor:
+    """Draw ids, int64, with Zipf's frequencies, the common rows spread over the whole table.
+
+    Args:
+        num_rows, count, exponent, generator: as for :func:`zipf_ranks`; which row has which rank is the same for all.
+    """
+    return torch.from_numpy(zipf_ranks(num_rows, count, exponent, generator) * _SPREAD % num_rows)
+
+
 def zipf_batches(
     num_rows: int, lookups: int, batches: int, device: str, *, exponent: float = 1.05, seed: int = 0
 ) -> list[Batch]:
@@ -107,6 +116,5 @@ def zipf_batches(
     generator = np.random.default_rng(seed)
     hosts = []
     for _ in range(batches):
-        ranks = zipf_ranks(num_rows, lookups, exponent, generator)
-        hosts.append(torch.from_numpy(ranks * _SPREAD % num_rows))
+        hosts.append(spread_ids(num_rows, lookups, exponent, generator))
     return [Batch(host, host.to(device)) for host in hosts]
