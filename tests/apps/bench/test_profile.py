@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from speedswap import kernels
 from speedswap.apps.bench import profile
 from speedswap.apps.bench.errors import BenchmarkError
 
@@ -137,17 +136,20 @@ def test_a_recorded_loop_shows_the_work_beside_it(tmp_path):
             began = threading.Event()
 
             def swap(began=began, computed=computed):
-                began.set()
-                assert computed.wait(60)
+                with record_function("swap in"):
+                    began.set()
+                    assert computed.wait(60)
 
-            ahead = kernels.Aside(swap, torch.device("cpu"), "in")
+            beside = threading.Thread(target=swap)
+            beside.start()
             assert began.wait(60)
-            with record_function("compute"):
-                torch.ones(400, 400) @ torch.ones(400, 400)
+            torch.ones(400, 400) @ torch.ones(400, 400)
             computed.set()
-            ahead.wait()
+            beside.join()
             yield
 
+    if not profile._all_threads():
+        pytest.skip("this torch records the calling thread alone")
     found = profile.record(steps, tmp_path, "loop", "cpu")
     assert found["of"] == "threads"
     assert found["seconds"]["swap in"] > 0
