@@ -7,6 +7,7 @@
 #
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
+# PARTS=tests,sanitizer    of gpu-check, these parts alone, by name or group; OUT=… LIMIT=…: its folder and its seconds
 # SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
 
 PYTHON ?= python3
@@ -14,6 +15,8 @@ TORCH := torch==2.13.0
 TORCH_INDEX ?=
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 OUT ?= benchmarks/results
+PARTS ?=
+LIMIT ?= 450
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -58,7 +61,7 @@ bench: $(VENV)/.stamp-demo
 	done
 
 gpu-check:
-	$(PYTHON) tools/gpu_check.py --out $(OUT)
+	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --parts '$(PARTS)'
 
 clean:
 	rm -rf $(VENV) build dist bench-output demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

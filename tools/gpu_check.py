@@ -4,8 +4,10 @@ Needs no network and makes no virtual environment: the Python that runs this has
 scikit-build-core, pytest and hypothesis already, and an editable speedswap is installed into it.
 
 Each part has a time limit, all of them together another. A part that fails or runs over does not stop the next one.
-The findings lie under ``--out``: ``NAME-cuda.json`` from each ``benchmarks/bench_NAME.py``, and ``summary.json``,
-which is rewritten after every part, so that a check that is cut short still tells what it found.
+``--parts`` names some, which then have all the time: a part, or the group it is in. What was found lies under ``--out``
+in at most eight files: ``summary.json``, the figures that matter most, the picture of a step, and ``more.tar.gz`` with
+all other figures and everything that was printed. Summary and archive are renewed after every part, so that a check
+that is cut short still tells what it found.
 
 Exit status: 0 every part passed, 1 one did not, 2 there is no GPU to check on.
 """
@@ -22,6 +24,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from collections import deque
@@ -30,24 +34,31 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from gpu_parts import Outcome, Part, plan
+
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_SECONDS = 450.0
 QUICK_BELOW_SECONDS = 45.0  # with less than this for a benchmark, it is asked to be quick
 LEAST_SECONDS = 3.0  # with less than this left, a part is not begun
+ENDING_SECONDS = 12.0  # before its limit, a part that can should come to its end by itself
 TAIL_LINES = 40
-SANITIZER_ERRORS_EXIT = 86
+MOST_FAILURES = 200
+LONGEST_LOG = 2 << 20
+LARGEST_FILE = 15 << 20
 
 # What the Python at hand has, asked of a child process: a broken CUDA installation can end a process.
 PROBE = """
 import importlib.metadata as metadata, json, platform
-found = {"python": platform.python_version()}
-for name in ("torch", "numpy", "cupy", "cupy-cuda12x", "cupy-cuda13x", "pybind11", "scikit-build-core", "pytest"):
+found = {"python": platform.python_version(), "packages": {}}
+for name in ("numpy", "cupy", "cupy-cuda12x", "cupy-cuda13x", "pybind11", "scikit-build-core", "cmake", "ninja",
+             "pytest", "hypothesis", "pytest-xdist", "pytest-timeout", "matplotlib", "scikit-learn", "tqdm", "gensim",
+             "triton", "fbgemm-gpu", "pylibwholegraph-cu13", "dgl"):
     try:
-        found[name] = metadata.version(name)
+        found["packages"][name] = metadata.version(name)
     except metadata.PackageNotFoundError:
         pass
 import torch
-found["torch_cuda"] = torch.version.cuda
+found["torch"], found["torch_cuda"] = torch.__version__, torch.version.cuda
 if torch.cuda.is_available():
     gpu = torch.cuda.get_device_properties(0)
     found["gpu"] = {"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1),
@@ -55,47 +66,40 @@ if torch.cuda.is_available():
 print(json.dumps(found))
 """
 
+# What else may explain a figure or a failure.
+REPORTS = {
+    "nvidia-smi": ["nvidia-smi"],
+    "bus": [
+        "nvidia-smi",
+        "--query-gpu=pcie.link.gen.max,pcie.link.gen.current,pcie.link.width.max,pcie.link.width.current,"
+        "clocks.sm,clocks.mem,power.draw",
+        "--format=csv",
+    ],
+    "topology": ["nvidia-smi", "topo", "-m"],
+    "processor": ["lscpu"],
+    "memory": ["cat", "/proc/meminfo"],
+    "nodes": ["sh", "-c", "for node in /sys/devices/system/node/node*; do echo $node; cat $node/cpulist; done"],
+    "huge pages": ["sh", "-c", "cd /sys/kernel/mm/transparent_hugepage; cat enabled defrag"],
+    "limits": ["sh", "-c", "ulimit -a"],
+    "disk": ["df", "-h", "/tmp", "."],
+}
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One command of the check.
 
-    It may take ``limit_seconds``; earlier parts leave it ``kept_seconds``. ``unsupported``, where its output says so,
-    means that it cannot run on this machine.
+def run_part(part: Part, limit: float, log: Path | None = None) -> Outcome:
+    """Run one part, showing its output as it comes; end it and its children after ``limit`` seconds.
+
+    Args:
+        part: what to run.
+        limit: seconds.
+        log: a file for all that it prints.
     """
-
-    name: str
-    command: Sequence[str]
-    limit_seconds: float
-    kept_seconds: float = 10.0
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    benchmark: bool = False
-    unsupported: str | None = None
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What came of a part. ``status``: passed, failed, timed out, skipped (with its reason) or not begun."""
-
-    name: str
-    status: str
-    command: str = ""
-    rc: int | None = None
-    seconds: float = 0.0
-    result: str = ""
-    tail: list[str] = dataclasses.field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return self.status in ("passed", "skipped")
-
-
-def run_part(part: Part, limit: float) -> Outcome:
-    """Run one part, showing its output as it comes; end it and its children after ``limit`` seconds."""
     command = [*part.command]
+    by_itself = max(1.0, limit - ENDING_SECONDS)
     if part.benchmark and limit < QUICK_BELOW_SECONDS:
         command.append("--quick")
-    outcome = Outcome(part.name, "not begun", without_places(" ".join(command)))
+    if part.timed:
+        command += ["--seconds", f"{by_itself:.0f}"]
+    outcome = Outcome(part.name, "not begun", without_places(" ".join(command)), group=part.group)
     if limit < LEAST_SECONDS:
         outcome.result = "no time was left"
         return outcome
@@ -105,7 +109,7 @@ def run_part(part: Part, limit: float) -> Outcome:
         child = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **part.env},
+            env={**os.environ, **_environment(by_itself), **part.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -117,7 +121,7 @@ def run_part(part: Part, limit: float) -> Outcome:
         outcome.status, outcome.result = "failed", str(error)
         return outcome
     tail: deque[str] = deque(maxlen=TAIL_LINES)
-    reader = threading.Thread(target=_show, args=(child, tail), daemon=True)
+    reader = threading.Thread(target=_show, args=(child, tail, outcome.failures, log), daemon=True)
     reader.start()
     try:
         outcome.rc = child.wait(limit)
@@ -137,12 +141,35 @@ def run_part(part: Part, limit: float) -> Outcome:
     return outcome
 
 
-def _show(child: subprocess.Popen[str], tail: deque[str]) -> None:
+def _environment(seconds: float) -> dict[str, str]:
+    """What every part sees: the package and the tools, and when it should have come to its end."""
+    paths = [str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "GPU_CHECK_SECONDS": f"{seconds:.0f}",
+    }
+
+
+def _show(child: subprocess.Popen[str], tail: deque[str], failures: list[str], log: Path | None) -> None:
+    """Print what a part prints, and keep its end, the lines that name failures, and as much as a log may have."""
     assert child.stdout is not None
-    with child.stdout as lines:
+    left = LONGEST_LOG
+    with child.stdout as lines, open(log or os.devnull, "w", encoding="utf-8") as file:
         for line in lines:
             print(line, end="", flush=True)
-            tail.append(without_places(line.rstrip())[:400])
+            said = without_places(line.rstrip())
+            tail.append(said[:400])
+            if names_failure(said) and len(failures) < MOST_FAILURES:
+                failures.append(said[:400])
+            if left > 0:
+                file.write(said + "\n")
+                left -= len(said) + 1
+
+
+def names_failure(line: str) -> bool:
+    """Whether a line is pytest's about a test that failed, or one of the sanitizer's findings."""
+    return re.match(r"(FAILED|ERROR) \S+::|\w*Error: |={9} (?!COMPUTE-SANITIZER|\w* ?SUMMARY: 0)\S", line) is not None
 
 
 def without_places(text: str) -> str:
@@ -154,7 +181,7 @@ def without_places(text: str) -> str:
 
 def _end(child: subprocess.Popen[str]) -> None:
     """End the part's whole process group: compute-sanitizer and the tests start processes of their own."""
-    for sent, grace_seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):
+    for sent, grace_seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):  # which also ends what it left behind
         try:
             os.killpg(child.pid, sent)
             child.wait(grace_seconds)
@@ -167,7 +194,12 @@ def _end(child: subprocess.Popen[str]) -> None:
 def closing_line(tail: Sequence[str]) -> str:
     """What says how it went: the sanitizer's summary and pytest's counts where there are such, else the last line."""
     said = []
-    for pattern in (r"((?:ERROR|RACECHECK) SUMMARY: .*)", r"^(?:=+ )?(\d+ [a-z]+.* in \d[\d.]*s\b.*?)(?: =+)?$"):
+    patterns = (
+        r"((?:ERROR|RACECHECK) SUMMARY: .*)",
+        r"^(stopped: .*|the GPU no longer .*)",
+        r"^(?:=+ )?(\d+ [a-z]+.* in \d[\d.]*s\b.*?)(?: =+)?$",
+    )
+    for pattern in patterns:
         found = [match for line in tail if (match := re.search(pattern, line))]
         if found:
             said.append(found[-1].group(1))
@@ -179,36 +211,6 @@ def find_cuda_tool(name: str) -> str | None:
     homes = [os.environ[key] for key in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(key)]
     folders = [os.environ.get("PATH", ""), *(os.path.join(home, "bin") for home in (*homes, "/usr/local/cuda"))]
     return shutil.which(name, path=os.pathsep.join(folders))
-
-
-def plan(
-    python: str, out: Path, *, nvcc: str | None, sanitizer: str | None, benchmarks: Sequence[Path]
-) -> list[Part | Outcome]:
-    """The parts in their order: what is most worth knowing first. One that cannot run here is an Outcome already."""
-    pytest = [python, "-m", "pytest", "-q"]
-    kernel_tests = ["-m", "cuda_kernels", "tests"]
-    cuda = os.environ.get("SPEEDSWAP_CUDA") or ("ON" if nvcc else "AUTO")
-    pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation", "--no-deps"]
-    parts: list[Part | Outcome] = [
-        Part("build", [*pip, "--editable", "."], 150, env={"SPEEDSWAP_CUDA": cuda}),
-        Part("info", [python, "-m", "speedswap", "info"], 30),
-        Part("tests", [*pytest, "--durations=5", "tests", "speedswap"], 240, env={"SPEEDSWAP_TEST_DEVICE": "cuda"}),
-        Part("kernel tests, NVRTC", [*pytest, *kernel_tests], 60, env={"SPEEDSWAP_CUDA_SOURCE": "nvrtc"}),
-    ]
-    for path in benchmarks:
-        name = path.stem.removeprefix("bench_")
-        command = [python, str(path), "--device", "cuda", "--json", str(out / f"{name}-cuda.json")]
-        parts.append(Part(f"benchmark {name}", command, 75, kept_seconds=20, benchmark=True))
-    for tool in ("memcheck", "racecheck"):
-        if sanitizer is None:
-            parts.append(Outcome(tool, "skipped", result="compute-sanitizer is not installed"))
-            continue
-        command = [sanitizer, "--tool", tool, "--error-exitcode", str(SANITIZER_ERRORS_EXIT), "--print-limit", "20"]
-        # Without torch's caching allocator each tensor is an allocation, and so has bounds that memcheck sees.
-        bare = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        command += [*pytest, *kernel_tests]
-        parts.append(Part(tool, command, 90, kept_seconds=40, env=bare, unsupported="Device not supported"))
-    return parts
 
 
 def ask(command: Sequence[str], seconds: float = 60.0) -> str | None:
@@ -236,38 +238,87 @@ def describe_machine(python: str) -> dict[str, Any]:
     return found
 
 
-def check(parts: Sequence[Part | Outcome], out: Path, machine: Mapping[str, Any], total_seconds: float) -> int:
-    """Run the parts one after the other, keep ``summary.json`` up to date, and return the exit status."""
+def reports() -> dict[str, list[str]]:
+    """What the machine says of itself, as lines; where a program is missing, nothing."""
+    said = {name: ask(command, 10.0) for name, command in REPORTS.items()}
+    return {name: text.splitlines()[:80] for name, text in said.items() if text}
+
+
+def chosen(parts: Sequence[Part | Outcome], names: Sequence[str]) -> list[Part | Outcome]:
+    """The parts of those names or groups, with all the time for them, after those that build.
+
+    Raises:
+        ValueError: a name is neither.
+    """
+    known = {name for part in parts for name in (part.name, part.name.removeprefix("benchmark "), part.group)}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"parts has {', '.join(unknown)}; choose among {', '.join(sorted(known))}")
+    found: list[Part | Outcome] = []
+    for part in parts:
+        if {part.name, part.name.removeprefix("benchmark "), part.group} & set(names):
+            unlimited = isinstance(part, Part) and part.group != "build"
+            found.append(dataclasses.replace(part, limit_seconds=float("inf")) if unlimited else part)
+        elif part.group == "build":
+            found.append(part)
+    return found
+
+
+def check(
+    parts: Sequence[Part | Outcome], out: Path, machine: Mapping[str, Any], total_seconds: float, more: Path
+) -> int:
+    """Run the parts one after the other, keep summary and archive up to date, and return the exit status."""
     out.mkdir(parents=True, exist_ok=True)
+    (more / "logs").mkdir(parents=True, exist_ok=True)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     began = time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes: dict[str, Outcome] = {}
     kept = sum(part.kept_seconds for part in parts if isinstance(part, Part))
     for part in parts:
-        if isinstance(part, Part):
+        if isinstance(part, Outcome):
+            outcomes[part.name] = part
+        else:
             kept -= part.kept_seconds
             left = total_seconds - (time.monotonic() - began) - kept
-            outcomes.append(run_part(part, min(part.limit_seconds, left)))
-        else:
-            outcomes.append(part)
+            before = outcomes.get(part.only_after or "")
+            if part.only_after and (before is None or before.ok or before.status == "not begun"):
+                outcomes[part.name] = Outcome(part.name, "skipped", result="not needed", group=part.group)
+            else:
+                log = more / "logs" / f"{re.sub('[^a-zA-Z0-9]+', '-', part.name)}.log"
+                outcomes[part.name] = run_part(part, min(part.limit_seconds, left), log)
+                if part.clears and before is not None and before.status == "failed" and outcomes[part.name].ok:
+                    before.status, before.result = "passed", f"{before.result}; {part.name}: passed"
         summary = {
             "started": started,
             "seconds": round(time.monotonic() - began, 1),
-            "passed": len(outcomes) == len(parts) and all(outcome.ok for outcome in outcomes),
+            "passed": len(outcomes) == len(parts) and all(outcome.ok for outcome in outcomes.values()),
             "machine": dict(machine),
-            "parts": [dataclasses.asdict(outcome) for outcome in outcomes],
+            "parts": [dataclasses.asdict(outcome) for outcome in outcomes.values()],
         }
-        (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        pack(out, more)
     print(f"\n== summary ({summary['seconds']} s), also in {out / 'summary.json'}")
-    for outcome in outcomes:
-        print(f"{outcome.status:>9}  {outcome.name:<24} {outcome.seconds:6.1f} s  {outcome.result}")
+    for outcome in outcomes.values():
+        print(f"{outcome.status:>9}  {outcome.name:<24} {outcome.seconds:6.1f} s  {outcome.result[:150]}")
     return 0 if summary["passed"] else 1
+
+
+def pack(out: Path, more: Path) -> None:
+    """Put all of ``more`` into one file of ``out``, and the traces with it; what is too large is left out."""
+    for trace in out.glob("*-trace.json.gz"):
+        shutil.move(trace, more / trace.name)
+    unfinished = out / "more.part"
+    with tarfile.open(unfinished, "w:gz") as archive:
+        for path in sorted(more.rglob("*"), key=lambda path: path.stat().st_size):
+            if path.is_file() and unfinished.stat().st_size + path.stat().st_size < LARGEST_FILE:
+                archive.add(path, path.relative_to(more))
+    unfinished.replace(out / "more.tar.gz")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build, test, sanitize and measure speedswap on a machine with a GPU.")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON files")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for what was found")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time for the whole check")
+    parser.add_argument("--parts", default="", help="some of them alone, by name or group, separated by commas")
     args = parser.parse_args(argv)
     out = args.out.resolve()
     machine = describe_machine(sys.executable)
@@ -285,11 +336,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    print(json.dumps(machine, indent=2))
-    benchmarks = sorted((ROOT / "benchmarks").glob("bench_*.py"))
-    sanitizer = find_cuda_tool("compute-sanitizer")
-    parts = plan(sys.executable, out, nvcc=find_cuda_tool("nvcc"), sanitizer=sanitizer, benchmarks=benchmarks)
-    return check(parts, out, machine, args.seconds)
+    machine["reports"] = reports()
+    print(json.dumps(machine, indent=1))
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        more = Path(folder)
+        parts = plan(
+            sys.executable,
+            out,
+            more,
+            root=ROOT,
+            nvcc=find_cuda_tool("nvcc"),
+            sanitizer=find_cuda_tool("compute-sanitizer"),
+            has=machine["packages"],
+        )
+        names = [name.strip() for name in args.parts.split(",") if name.strip()]
+        try:
+            return check(chosen(parts, names) if names else parts, out, machine, args.seconds, more)
+        except ValueError as error:
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

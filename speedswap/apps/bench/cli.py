@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--engine", default="auto", choices=kernels.ENGINES, help="tables: how rows go to a GPU (default: auto)"
     )
+    parser.add_argument("--seconds", type=float, help="tables: be done in this time, with fewer rows if need be")
     parser.add_argument(
         "--profile",
         type=Path,
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         "ceilings": lambda: ceilings.run(device, quick=args.quick),
         "transfer": lambda: transfer.run(device, quick=args.quick, folder=args.folder),
         "step": lambda: step.run(device, quick=args.quick, compute=args.compute, profile_to=args.profile),
-        "tables": lambda: tables.run(device, quick=args.quick, profile_to=args.profile, engine=args.engine),
+        "tables": lambda: _tables(device, args),
     }
     chosen = ("ceilings", "transfer", "step") if args.which == "all" else (args.which,)
     found = {name: parts[name]() for name in chosen}
@@ -90,6 +92,13 @@ def run(args: argparse.Namespace) -> int:
         drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items() if name in figures})
         print("drew", ", ".join(str(path) for path in drawn))
     return 0
+
+
+def _tables(device: str, args: argparse.Namespace) -> dict[str, Any]:
+    plan = tables.Plan.of(device, args.quick)
+    if args.seconds is not None:
+        plan = replace(plan, seconds=args.seconds)
+    return tables.run(device, plan=plan, profile_to=args.profile, engine=args.engine)
 
 
 def _device(asked: str | None) -> str:

@@ -137,7 +137,7 @@ def test_the_command_writes_figures_and_a_profile(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(Plan, "of", lambda device, quick: SMALL)
     report, folder = tmp_path / "tables.json", tmp_path / "profile"
-    words = ["--json", str(report), "--profile", str(folder), "--engine", "staged"]
+    words = ["--json", str(report), "--profile", str(folder), "--engine", "staged", "--seconds", "500"]
     assert main(["bench", "tables", "--device", "cpu", *words]) == 0
     document = json.loads(report.read_text())
     assert document["benchmark"] == "tables-cpu"

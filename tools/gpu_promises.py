@@ -1,0 +1,80 @@
+"""What the package promises of pinned memory, tried with the real driver; run by tools/gpu_check.py.
+
+Memory is taken exactly, not rounded up. A registration that the driver refuses leaves a pageable table that works with
+the GPU, and no error for the next CUDA call to find. A table that is closed gives its memory back.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+import speedswap
+from speedswap.errors import SpeedswapWarning
+from speedswap.kernels.cuda import pinning
+
+ROWS, DIM = 2_500_001, 128  # 1.19 GiB, which a pool would round up to 2
+SLACK_BYTES = 64 << 20
+
+
+def main() -> int:
+    torch.ones(1, device="cuda").sum().item()  # the context's own memory is there
+    exact_size()
+    failing_registration()
+    print("pinned memory keeps its promises")
+    return 0
+
+
+def exact_size() -> None:
+    before, began = resident_bytes(), time.perf_counter()
+    table = speedswap.Table.create(ROWS, DIM, storage="pinned", init=speedswap.init.normal())
+    took, grown = time.perf_counter() - began, resident_bytes() - before
+    expect(table.pinned, "a pinned table is pinned")
+    expect(table.nbytes == ROWS * DIM * 4, f"a table of {ROWS} × {DIM} has {table.nbytes} bytes")
+    expect(abs(grown - table.nbytes) < SLACK_BYTES, f"{table.nbytes:,} bytes took {grown:,} of memory")
+    print(f"{table.nbytes / 2**30:.2f} GiB, pinned and filled in {took:.2f} s, took {grown / 2**30:.2f} GiB")
+    table.close()
+    left = resident_bytes() - before
+    expect(left < SLACK_BYTES, f"after closing the table {left:,} bytes are left")
+
+
+def failing_registration() -> None:
+    real = pinning.pin
+    pinning.pin = lambda pointer, nbytes: real(0, nbytes)  # no memory is there: the driver refuses
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            table = speedswap.Table.create(1000, 16, storage="pinned", init=speedswap.init.normal())
+    finally:
+        pinning.pin = real
+    words = [str(one.message) for one in said if issubclass(one.category, SpeedswapWarning)]
+    expect(not table.pinned, "a registration that fails leaves a pageable table")
+    expect(any("could not be registered with CUDA" in each for each in words), f"it is said: {words}")
+    expect(torch.ones(5, device="cuda").sum().item() == 5, "the next kernel of torch finds no error")
+    torch.cuda.synchronize()
+    ids = torch.tensor([999, 0, 7], device="cuda")
+    values = torch.randn(3, 16, device="cuda")
+    table.scatter(ids, values)
+    expect(torch.equal(table.gather(ids).weight, values), "the table works with the GPU")
+    again = speedswap.Table.create(1000, 16, storage="pinned")
+    expect(again.pinned, "the next table is pinned")
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/self/status has no VmRSS")
+
+
+def expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise SystemExit(f"not so: {what}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
