@@ -66,8 +66,11 @@ def test_links_between_pages_lead_somewhere(page):
 
 def test_readme_says_what_was_measured():
     text = (ROOT / "README.md").read_text()
-    said = text.split(readme_figures.BEGIN)[1].split(readme_figures.END)[0]
-    assert said.strip() == readme_figures.table()
+    figures, gpu = readme_figures, readme_figures.readme_gpu
+    said = text.split(figures.BEGIN)[1].split(figures.END)[0]
+    assert said.strip() == figures.table()
+    said = text.split(figures.GPU_BEGIN)[1].split(figures.GPU_END)[0]
+    assert said.strip() == gpu.table(figures.RESULTS)
 
 
 # What each folder may import of the others: imports go one way.

@@ -1,6 +1,6 @@
-"""README's table of figures, made from the JSON files under ``benchmarks/results``.
+"""README's tables of figures, made from the JSON files under ``benchmarks/results``.
 
-    python tools/readme_figures.py          write it between README's two marks
+    python tools/readme_figures.py          write them between README's marks
 
 A test holds that README says what the files say.
 """
@@ -8,13 +8,17 @@ A test holds that README says what the files say.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
 
+import readme_gpu
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: tools/readme_figures.py -->", "<!-- end of figures -->"
+GPU_BEGIN, GPU_END = "<!-- a GPU's figures: tools/readme_figures.py -->", "<!-- end of a GPU's figures -->"
 
 
 def table() -> str:
@@ -237,8 +241,17 @@ def _read(name: str) -> dict[str, Any]:
 def main() -> None:
     readme = ROOT / "README.md"
     text = readme.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}")
+    for begin, end, said in ((BEGIN, END, table()), (GPU_BEGIN, GPU_END, readme_gpu.table(RESULTS))):
+        text = between(text, begin, end, said)
+    readme.write_text(text)
+
+
+def between(text: str, begin: str, end: str, said: str) -> str:
+    """The text with something else between two marks."""
+    found = re.search(f"{re.escape(begin)}.*?{re.escape(end)}", text, flags=re.DOTALL)
+    if found is None:
+        raise SystemExit(f"README has no marks {begin} and {end}")
+    return f"{text[: found.start()]}{begin}\n\n{said}\n\n{end}{text[found.end() :]}"
 
 
 if __name__ == "__main__":

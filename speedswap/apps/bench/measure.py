@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -95,6 +96,7 @@ def machine() -> dict[str, Any]:
         "undisturbed": os.sched_getscheduler(0) != os.SCHED_OTHER,  # by real-time priority: chrt -f 1
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _driver(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -134,6 +136,16 @@ def _processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return platform.machine()
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, where there is one."""
+    try:
+        said = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", said)
+    return None if found is None else found[0]
 
 
 def _commit() -> str | None:

@@ -1,0 +1,116 @@
+"""README's table of a GPU's figures, from files that are made up here."""
+
+from __future__ import annotations
+
+import json
+
+import readme_figures
+import readme_gpu
+
+MACHINE = {
+    "gpu": "made-up GPU",
+    "driver": "1.2.3",
+    "processor": "made-up processor",
+    "cores": 3,
+    "memory_gib": 7.9,
+    "torch": "9.9",
+    "engine": {"CuPy": "8.8"},
+    "commit": "abc",
+}
+
+
+def write(folder, name, results):
+    (folder / f"{name}-cuda.json").write_text(json.dumps({"machine": MACHINE, "results": results}))
+
+
+def point(footprint_gib, row_bytes, **ratios):
+    both = dict.fromkeys(("to_device", "from_device"), ratios)
+    return {"footprint_bytes": footprint_gib * 2**30, "row_bytes": row_bytes, "ratios": both}
+
+
+RATIOS = {"zero_copy_over_kernel": 0.95, "best_over_copy_engine": 0.9, "split_over_either": 1.1, "best_over_torch": 3.0}
+POINTS = [
+    point(1, 128, **{**RATIOS, "best_over_copy_engine": 0.2}),  # narrow rows are not asked to be that fast
+    point(1, 512, **RATIOS),
+    point(10, 512, **{**RATIOS, "zero_copy_over_kernel": 0.89, "best_over_copy_engine": 0.97}),
+]
+
+TABLES = {
+    "workload": {"tables": 10, "rows": 100, "dim": 128, "lookups": 1_048_570},
+    "published": {"seconds": {"sgd": 0.0135}},
+    "acceptance": [
+        {
+            "what": "a step of sgd with lookahead",
+            "asked_seconds": 0.007,
+            "reached_seconds": 0.0065,
+            "trainer": "ours",
+            "met": True,
+        },
+        {
+            "what": "a step of adam with lookahead",
+            "asked_seconds": 0.015,
+            "reached_seconds": None,
+            "trainer": None,
+            "met": False,
+        },
+    ],
+    "optimizers": {"sgd": {"trainers": {"ours": {"rows": 90, "over_floor": 1.25}}}, "adam": {"trainers": {}}},
+    "profile": {"swap_hidden": 0.5, "both_directions": 0.75},
+}
+
+
+def cells(text):
+    """The table's rows, each as what, asked, reached, met, source."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+
+
+def test_without_files_it_says_that_nothing_was_measured(tmp_path):
+    assert readme_gpu.table(tmp_path) == readme_gpu.NOTHING
+
+
+def test_ceilings_are_the_worst_of_their_rows(tmp_path):
+    write(tmp_path, "ceilings", {"rows": POINTS})
+    head, *rows = cells(readme_gpu.table(tmp_path))
+    assert head == ["What", "Asked", "Reached", "Met", "Source"]
+    assert [row[1:4] for row in rows] == [
+        ["≥ 0.90", "to the device 0.95, 0.89; from it 0.95, 0.89", "no"],
+        ["≥ 0.90", "to the device 0.90, 0.97; from it 0.90, 0.97", "yes"],
+        ["≥ 1.00", "to the device 1.10, 1.10; from it 1.10, 1.10", "yes"],
+        ["≥ 1.50", "not measured", "no"],
+        ["≥ 2.00", "to the device 3.00, 3.00; from it 3.00, 3.00", "yes"],
+    ]
+    assert all(row[0].endswith("tables of 1, 10 GiB") for row in rows if row[2] != "not measured")
+    assert {row[4] for row in rows} == {"ceilings-cuda.json"}
+
+
+def test_steps_stand_beside_what_is_asked_and_published(tmp_path):
+    write(tmp_path, "tables", TABLES)
+    _, *rows = cells(readme_gpu.table(tmp_path))
+    sgd, adam, profile = rows
+    assert sgd[0].endswith("sgd, 1,048,570 lookups in 10 tables of 90 × 128")
+    reached = "6.50 ms, 1.25 × the bus's floor (FBGEMM published 13.50 ms for larger tables on an H100)"
+    assert sgd[1:4] == ["≤ 7 ms", reached, "yes"]
+    assert adam[1:4] == ["≤ 15 ms", "not measured", "no"]
+    assert profile[1:4] == ["", "50%; both directions at once 75%", ""]
+
+
+def test_word2vec_and_the_machine(tmp_path):
+    found = {"asked_words_per_second": 10**7, "reached_words_per_second": 9_999_999, "corpus": "20 words"}
+    write(tmp_path, "word2vec", found)
+    text = readme_gpu.table(tmp_path)
+    (_, row) = cells(text)
+    assert row == ["word2vec on 20 words", "≥ 10,000,000 words/s", "9,999,999 words/s", "no", "word2vec-cuda.json"]
+    said = text.splitlines()[-1]
+    assert said.startswith(
+        "made-up GPU, driver 1.2.3, made-up processor, 3 cores, 8 GiB, torch 9.9, CuPy 8.8, commit abc"
+    )
+    assert said.endswith("Not measured: ceilings-cuda.json, tables-cuda.json.")
+
+
+def test_what_is_between_the_marks_is_replaced():
+    text = "before <!-- a --> old <!-- b --> after <!-- c -->"
+    assert readme_figures.between(text, "<!-- a -->", "<!-- b -->", "new") == (
+        "before <!-- a -->\n\nnew\n\n<!-- b --> after <!-- c -->"
+    )

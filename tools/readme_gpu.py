@@ -1,0 +1,148 @@
+"""README's table of a GPU's figures: what is asked and what was reached, from ``benchmarks/results/*-cuda.json``."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["table"]
+
+NOTHING = (
+    "Nothing has been measured on a GPU yet. [docs/gpu-status.md](docs/gpu-status.md) says what has been run instead."
+)
+DIRECTIONS = {"to_device": "to the device", "from_device": "from it"}
+
+
+class Ratio(NamedTuple):
+    """A ratio of the ceilings benchmark: its key, what it is in words, what is asked, and of rows how wide."""
+
+    key: str
+    what: str
+    asked: float
+    least_row_bytes: int = 0
+
+
+RATIOS = (
+    Ratio("zero_copy_over_kernel", "`zero_copy` over plain kernels that read and write the same rows", 0.9),
+    Ratio("best_over_copy_engine", "the best engine over the copy engine, rows of 512 B and more", 0.9, 512),
+    Ratio("split_over_either", "`split` over the better of the other two", 1.0),
+    Ratio("best_over_speedtorch", "the best engine over SpeedTorch's method", 1.5),
+    Ratio("best_over_torch", "the best engine over torch, by way of a pinned buffer", 2.0),
+)
+
+
+class Line(NamedTuple):
+    """A row of the table. ``met`` is None where nothing was asked."""
+
+    what: str
+    asked: str
+    reached: str
+    met: bool | None
+    source: str
+
+
+def table(results: Path) -> str:
+    """The table, with what it was measured on below it; or that there is nothing.
+
+    Args:
+        results: the folder with the files.
+    """
+    makers = {
+        "ceilings-cuda.json": ceilings_lines,
+        "tables-cuda.json": tables_lines,
+        "word2vec-cuda.json": word2vec_lines,
+    }
+    documents = {name: json.loads((results / name).read_text()) for name in makers if (results / name).exists()}
+    if not documents:
+        return NOTHING
+    lines = [line for name, found in documents.items() for line in makers[name](found["results"], name)]
+    rows = [
+        f"| {line.what} | {line.asked} | {line.reached} | "
+        f"{'' if line.met is None else 'yes' if line.met else 'no'} | {line.source} |"
+        for line in lines
+    ]
+    machines = {machine(found["machine"]): None for found in documents.values()}
+    missing = [name for name in makers if name not in documents]
+    more = f" Not measured: {', '.join(missing)}." if missing else ""
+    return "\n".join(
+        [
+            "| What | Asked | Reached | Met | Source |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            "; ".join(machines) + "." + more,
+        ]
+    )
+
+
+def machine(found: dict[str, Any]) -> str:
+    """What was measured on."""
+    return (
+        f"{found['gpu']}, driver {found.get('driver')}, {found['processor']}, {found['cores']} cores, "
+        f"{found['memory_gib']:.0f} GiB, torch {found['torch']}, CuPy {found['engine'].get('CuPy')}, "
+        f"commit {found['commit']}"
+    )
+
+
+def ceilings_lines(found: dict[str, Any], source: str) -> list[Line]:
+    """The worst ratio over the widths of rows, for each size of table, in each direction."""
+    lines = []
+    for ratio in RATIOS:
+        worst: dict[str, dict[int, float]] = defaultdict(dict)
+        for point in found.get("rows", []):
+            if point["row_bytes"] < ratio.least_row_bytes:
+                continue
+            for direction in DIRECTIONS:
+                reached = point["ratios"][direction].get(ratio.key)
+                if reached is not None:
+                    size = point["footprint_bytes"]
+                    worst[direction][size] = min(reached, worst[direction].get(size, reached))
+        if not worst:
+            lines.append(Line(ratio.what, f"≥ {ratio.asked:.2f}", "not measured", False, source))
+            continue
+        reached = "; ".join(
+            f"{words} " + ", ".join(f"{value:.2f}" for _, value in sorted(worst[direction].items()))
+            for direction, words in DIRECTIONS.items()
+        )
+        sizes = ", ".join(f"{size / 2**30:.0f}" for size in sorted(worst["to_device"]))
+        met = all(value >= ratio.asked for by_size in worst.values() for value in by_size.values())
+        what = f"{ratio.what}, tables of {sizes} GiB"
+        lines.append(Line(what, f"≥ {ratio.asked:.2f}", reached, met, source))
+    return lines
+
+
+def tables_lines(found: dict[str, Any], source: str) -> list[Line]:
+    """The steps over large tables, what they are over the bus's floor, and what the profile shows."""
+    work = found["workload"]
+    lines = []
+    for line in found["acceptance"]:
+        kind = line["what"].removeprefix("a step of ").removesuffix(" with lookahead")
+        result = found["optimizers"][kind]
+        what = f"training step with lookahead, {kind}, {work['lookups']:,} lookups"
+        asked = f"≤ {1000 * line['asked_seconds']:.0f} ms"
+        if line["reached_seconds"] is None:
+            lines.append(Line(what, asked, "not measured", False, source))
+            continue
+        trainer = result["trainers"][line["trainer"]]
+        reached = f"{1000 * line['reached_seconds']:.2f} ms"
+        if "over_floor" in trainer:
+            reached += f", {trainer['over_floor']:.2f} × the bus's floor"
+        published = found["published"]["seconds"].get(kind)
+        if published is not None:
+            reached += f" (FBGEMM published {1000 * published:.2f} ms for larger tables on an H100)"
+        rows = f"{work['tables']} tables of {trainer['rows']:,} × {work['dim']}"
+        lines.append(Line(f"{what} in {rows}", asked, reached, line["met"], source))
+    profile = found.get("profile")
+    if profile is not None and profile["swap_hidden"] is not None:
+        both = profile["both_directions"]
+        reached = f"{profile['swap_hidden']:.0%}" + ("" if both is None else f"; both directions at once {both:.0%}")
+        lines.append(Line("of the time that rows move, beside computation, in a profile", "", reached, None, source))
+    return lines
+
+
+def word2vec_lines(found: dict[str, Any], source: str) -> list[Line]:
+    asked, reached = found["asked_words_per_second"], found["reached_words_per_second"]
+    what = f"word2vec on {found['corpus']}"
+    return [Line(what, f"≥ {asked:,} words/s", f"{reached:,.0f} words/s", reached >= asked, source)]
