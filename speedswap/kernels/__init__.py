@@ -1,7 +1,15 @@
 """Move rows between two memories. Knows pointers, strides and streams; nothing of tables or training."""
 
 from speedswap.kernels.aside import Aside, Bundle, Bundled, beside, used_here
-from speedswap.kernels.background import AheadJob, Job, WantedColumn, finish_jobs, hand_over, scatter_behind
+from speedswap.kernels.background import (
+    AheadJob,
+    Job,
+    WantedColumn,
+    finish_jobs,
+    hand_over,
+    places_among,
+    scatter_behind,
+)
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.fence import Fence
 from speedswap.kernels.fill import fill_normal, fill_uniform
@@ -68,6 +76,7 @@ __all__ = [
     "hand_over",
     "last_occurrences",
     "max_segments",
+    "places_among",
     "prepare_engine",
     "require_id_dtype",
     "round_rows",

@@ -48,6 +48,10 @@ class Aside(Generic[T]):
         self.wait()
         return self._future.result()
 
+    def brought(self) -> T | None:
+        """The result if it is there, for work in the same direction that was given later: it comes after anyway."""
+        return self._future.result() if self._future.done() and self._future.exception() is None else None
+
     def done(self) -> bool:
         """Whether everything is done, on the GPU too."""
         return self._future.done() and (self._done is None or bool(self._done.query()))  # type: ignore[no-untyped-call]

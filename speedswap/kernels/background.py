@@ -16,11 +16,11 @@ from torch import Tensor
 
 from speedswap import _C
 from speedswap.kernels.aside import finish_threads
-from speedswap.kernels.moves import round_rows
+from speedswap.kernels.moves import gather_records, round_rows
 from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts
 from speedswap.kernels.threads import get_num_threads
 
-__all__ = ["AheadJob", "Job", "Lookup", "WantedColumn", "finish_jobs", "hand_over", "scatter_behind"]
+__all__ = ["AheadJob", "Job", "Lookup", "WantedColumn", "finish_jobs", "hand_over", "places_among", "scatter_behind"]
 
 Job = _C.Job
 
@@ -158,14 +158,28 @@ def hand_over(
             from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads()
         )  # fmt: skip
         return
-    # Whole blocks are passed over: how many rows are shared is known on the GPU alone, and stays there.
-    places = torch.searchsorted(from_rows, to_rows).clamp_(max=len(from_rows) - 1)
-    shared = from_rows[places] == to_rows
+    # How many rows are shared is known on the GPU alone, and stays there: the others have no place and are passed over.
+    places = places_among(from_rows, to_rows)
     for source, target, stored in zip(from_blocks, to_blocks, forms, strict=True):
-        mask = shared.view(-1, *[1] * (target.dim() - 1))
-        torch.where(mask, source.index_select(0, places), target, out=target)
+        if not target.numel():
+            continue
+        held = Records(source.data_ptr(), source.nbytes // len(source), len(source), source.device, False, source)
+        gather_records(held, places, [Part(0, target)])
         if stored is not None:
             round_rows(target, to_rows, stored)  # what was gathered is rounded already, and stays
+
+
+def places_among(rows: Tensor, wanted: Tensor) -> Tensor:
+    """Where each of some rows is among others, -1 for nowhere; nothing is waited for.
+
+    Args:
+        rows, wanted: int64, ascending without duplicates, shapes (n,) and (m,), n > 0, on one device.
+
+    >>> places_among(torch.tensor([2, 5, 9]), torch.tensor([1, 5, 9]))
+    tensor([-1,  1,  2])
+    """
+    places = torch.searchsorted(rows, wanted).clamp_(max=len(rows) - 1)
+    return torch.where(rows[places] == wanted, places, -1)
 
 
 def finish_jobs() -> None:

@@ -29,7 +29,13 @@ class _Job(Protocol):
 
 
 class Gathering(Protocol):
-    """A gather that is under way."""
+    """A gather that is under way.
+
+    Attributes:
+        awaited: once there is a result: the rows that were left to the write of the lookup before, if any were.
+    """
+
+    awaited: Tensor | None
 
     def result(self) -> Found | None:
         """Wait for it: the block and each id's place in it; None if an id is out of range."""
@@ -55,6 +61,10 @@ class Write:
         """Whether the rows are in the table."""
         return self.job is None or self.job.done()
 
+    def has(self, columns: Iterable[str]) -> bool:
+        """Whether these columns are all written: a block that has no others can take its rows from here alone."""
+        return all(name in self.values for name in columns)
+
     def hand_over(self, block: Block) -> None:
         """Give a block the rows that it shares with these."""
         names = [name for name in block.columns if name in self.values]
@@ -74,13 +84,16 @@ class Ahead:
         gathering: what fetches them.
         version: the table's, when that began.
         writes: those that the gathering may have overtaken.
+        flight: the table's.
     """
 
-    def __init__(self, gathering: Gathering, version: int, writes: Iterable[Write]) -> None:
+    def __init__(self, gathering: Gathering, version: int, writes: Iterable[Write], flight: InFlight) -> None:
         self.version = version
         self.taken = False
-        self._gathering = gathering
+        self._taken: tuple[Tensor, list[str]] | None = None
+        self.gathering = gathering
         self._writes = list(writes)
+        self._flight = flight
 
     def follow(self, write: Write, version: int) -> None:
         """Take note of a write that brought the table to ``version``."""
@@ -92,24 +105,42 @@ class Ahead:
         """The rows as the table of that version has them, and each id's place among them. Once only.
 
         Returns:
-            None where the table itself has to be asked: something else than a step has changed it since, or an id is
-            out of range.
+            None where the table itself has to be asked: something else than a step has changed it since, an id is out
+            of range, or rows were left to a write that did not come.
         """
         self.taken = True
         if self.version != version:
             return None
-        found = self._gathering.result()
-        if found is not None:
-            for write in self._writes:
-                write.hand_over(found[0])
-        self._writes = []
+        found = self.gathering.result()
+        writes, self._writes = self._writes, []
+        if found is None:
+            return None
+        if not self._all_came(found[0], writes):
+            self._flight.steady = False
+            return None
+        for write in writes:
+            write.hand_over(found[0])
+        self._taken = found[0].rows, list(found[0].columns)
         return found
+
+    def is_all_of(self, write: Write) -> bool:
+        """Whether a step has written the very rows that were taken, in every column."""
+        return self._taken is not None and self._taken[0] is write.rows and write.has(self._taken[1])
+
+    def _all_came(self, block: Block, writes: Iterable[Write]) -> bool:
+        awaited = self.gathering.awaited
+        return awaited is None or any(write.rows is awaited and write.has(block.columns) for write in writes)
 
 
 class InFlight:
-    """What is on its way to and from one table."""
+    """What is on its way to and from one table.
+
+    Attributes:
+        steady: whether steps write the very rows that were looked up for them, as the last ones did.
+    """
 
     def __init__(self) -> None:
+        self.steady = False
         self._writes: list[Write] = []
         self._ahead: list[weakref.ref[Ahead]] = []
 
@@ -125,11 +156,18 @@ class InFlight:
             ahead = reference()
             if ahead is not None:
                 ahead.follow(write, version)
+                if ahead.is_all_of(write):
+                    self.steady = True
 
     def asked(self, ahead: Ahead) -> None:
         """Take note of rows that were asked for."""
         self._ahead = [reference for reference in self._ahead if _waits(reference())]
         self._ahead.append(weakref.ref(ahead))
+
+    def before(self) -> Ahead | None:
+        """The rows that were asked for last, if their step can be expected to write them."""
+        last = self._ahead[-1]() if self._ahead else None
+        return last if self.steady and _waits(last) else None
 
     def land(self) -> None:
         """Return when every write has arrived: the table may be read and written by whoever calls."""
@@ -151,6 +189,8 @@ class EngineGathering:
         names: of the columns, in the job's order.
     """
 
+    awaited: Tensor | None = None
+
     def __init__(self, job: kernels.AheadJob, names: list[str]) -> None:
         self._job = job
         self._names = names
@@ -166,15 +206,25 @@ class SideGathering:
     """A gather beside a GPU's computation.
 
     Args:
-        aside: brings it; None for an id out of range, which the lookup itself will say, where it is asked for.
+        aside: brings it, with the rows that were left to the write of the lookup before; None for an id out of range,
+            which the lookup itself will say, where it is asked for.
     """
 
-    def __init__(self, aside: kernels.Aside[Found | None]) -> None:
+    awaited: Tensor | None = None
+
+    def __init__(self, aside: kernels.Aside[tuple[Found, Tensor | None] | None]) -> None:
         self._aside = aside
 
     def result(self) -> Found | None:
-        found = self._aside.result()
-        if found is not None:
-            block, local = found
-            kernels.used_here([local, block.rows, *block.columns.values()])
+        brought = self._aside.result()
+        if brought is None:
+            return None
+        found, self.awaited = brought
+        block, local = found
+        kernels.used_here([local, block.rows, *block.columns.values()])
         return found
+
+    def rows(self) -> Tensor | None:
+        """The rows, for work that was given to the same thread and stream later; None where there are none."""
+        brought = self._aside.brought()
+        return None if brought is None else brought[0][0].rows

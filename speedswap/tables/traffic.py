@@ -17,6 +17,8 @@ from speedswap.tables.segments import Segments
 
 __all__ = ["Later", "Traffic", "gather_ahead"]
 
+_CPU = torch.device("cpu")
+
 
 class Traffic:
     """Moves rows that are known to be in range, unique and fitting, and keeps the moves out of each other's way.
@@ -39,6 +41,7 @@ class Traffic:
         columns: Sequence[str] | None,
         device: torch.device | str | None,
         into: Mapping[str, Tensor] | None = None,
+        overtaking: Tensor | None = None,
     ) -> Block:
         """Gather without waiting for writes that are on their way.
 
@@ -46,6 +49,8 @@ class Traffic:
             columns: all by default.
             device: of the block; by default that of ``rows``, or of the memory if that is a GPU's.
             into: contiguous tensors for some of the columns.
+            overtaking: the rows, with -1 for those that a write will hand over; it will do so with all that it has, so
+                the memory is not waited for.
         """
         names = self._segments.columns if columns is None else columns
         if device is None:
@@ -63,7 +68,10 @@ class Traffic:
                     block = kernels.empty((len(rows), *column.row_shape), column.dtype, device)
                 blocks[column.name] = block
                 parts.append(kernels.Part(segment.layout.offset(column.name), block, column.form()))
-            kernels.gather_records(segment.records(), rows, parts)
+            if overtaking is None:
+                kernels.gather_records(segment.records(), rows, parts)
+            else:
+                kernels.gather_records(segment.records()._replace(fence=None), overtaking, parts)
         return Block(rows, {name: blocks[name] for name in names})
 
     def write(
@@ -132,6 +140,11 @@ class Traffic:
             moves.append((segment.records(), segment.wanted()))
         return EngineGathering(kernels.AheadJob(ids, self._segments.num_embeddings, moves), names)
 
+    def _before(self) -> SideGathering | None:
+        """The lookup before, if its step can be expected to write its rows."""
+        last = self._flight.before()
+        return last.gathering if last is not None and isinstance(last.gathering, SideGathering) else None
+
     def _asked(self, ids: Tensor) -> kernels.Asked:
         return kernels.Asked(ids, self._segments.num_embeddings, f"table {self._segments.name!r}")
 
@@ -171,35 +184,72 @@ def gather_ahead(lookups: Sequence[Later]) -> list[Ahead]:
     aside: dict[torch.device, list[int]] = {}
     for i, (traffic, ids, device, version) in enumerate(lookups):
         if ids.device.type == "cpu" and traffic._in_host_memory(device):
-            found[i] = Ahead(traffic._gather_by_engine(ids), version, [])
+            found[i] = Ahead(traffic._gather_by_engine(ids), version, [], traffic._flight)
         else:
             aside.setdefault(device, []).append(i)
     for device, places in aside.items():
         # Writes that are on their way now may be overtaken.
-        writes = [list(lookups[i].traffic._flight.unwritten()) for i in places]
-        jobs = _gather_beside([lookups[i] for i in places], device)
-        for i, job, unwritten in zip(places, jobs, writes, strict=True):
-            found[i] = Ahead(SideGathering(job), lookups[i].version, unwritten)
+        flights = [lookups[i].traffic._flight for i in places]
+        writes = [list(flight.unwritten()) for flight in flights]
+        jobs = _gather_beside([lookups[i] for i in places], device, writes)
+        for i, job, unwritten, flight in zip(places, jobs, writes, flights, strict=True):
+            found[i] = Ahead(SideGathering(job), lookups[i].version, unwritten, flight)
     for i, lookup in enumerate(lookups):
         lookup.traffic._flight.asked(found[i])
     return [found[i] for i in range(len(lookups))]
 
 
-def _gather_beside(lookups: Sequence[Later], device: torch.device) -> list[kernels.Aside[Found | None]]:
-    """The rows of all are known before the first are gathered: that takes one answer of the GPU's."""
+def _gather_beside(
+    lookups: Sequence[Later], device: torch.device, writes: Sequence[Sequence[Write]]
+) -> list[kernels.Aside[tuple[Found, Tensor | None] | None]]:
+    """The rows of all are known before the first are gathered: that takes one answer of the GPU's.
 
-    def find() -> list[tuple[Tensor, Tensor] | None]:
+    Rows that writes on their way have, and those of the lookup before, whose step will write them, do not cross the
+    bus: they are handed over when the lookup is taken.
+
+    Args:
+        writes: for each lookup: those that it may overtake.
+    """
+    before = [lookup.traffic._before() for lookup in lookups]
+
+    def find() -> list[_Wanted | None]:
         near = [lookup.ids.to(device, non_blocking=True) for lookup in lookups]
-        return kernels.find_all([lookup.traffic._asked(ids) for lookup, ids in zip(lookups, near, strict=True)])
+        found = kernels.find_all([lookup.traffic._asked(ids) for lookup, ids in zip(lookups, near, strict=True)])
+        return [
+            None if rows_and_local is None else _wanted(*rows_and_local, lookup.traffic, overtaken, last)
+            for rows_and_local, lookup, overtaken, last in zip(found, lookups, writes, before, strict=True)
+        ]
 
-    def gather(found: list[tuple[Tensor, Tensor] | None]) -> Iterator[Found | None]:
-        for lookup, rows_and_local in zip(lookups, found, strict=True):
-            if rows_and_local is None:
+    def gather(found: list[_Wanted | None]) -> Iterator[tuple[Found, Tensor | None] | None]:
+        for lookup, wanted in zip(lookups, found, strict=True):
+            if wanted is None:
                 yield None
                 continue
-            rows, local = rows_and_local
-            kernels.used_here([rows])
-            yield lookup.traffic.fetch(rows, None, device), local
+            kernels.used_here([wanted.rows, wanted.to_gather])
+            block = lookup.traffic.fetch(wanted.rows, None, device, overtaking=wanted.to_gather)
+            yield (block, wanted.local), wanted.awaited
 
     ids = [lookup.ids for lookup in lookups]
     return kernels.beside(gather, len(lookups), device, "in", first=find, inputs=ids)
+
+
+class _Wanted(NamedTuple):
+    """A lookup's rows, each id's place among them, the rows with -1 where others bring them, and whose are awaited."""
+
+    rows: Tensor
+    local: Tensor
+    to_gather: Tensor
+    awaited: Tensor | None
+
+
+def _wanted(
+    rows: Tensor, local: Tensor, traffic: Traffic, writes: Sequence[Write], before: SideGathering | None
+) -> _Wanted:
+    awaited = before.rows() if before is not None else None
+    others = [write.rows for write in writes if write.has(traffic._segments.columns)]
+    to_gather = rows
+    for other in [*others, awaited] if traffic._in_host_memory(_CPU) and rows.is_cuda else []:
+        if other is not None and len(other) and len(rows):
+            places = kernels.places_among(other.to(rows.device), rows)
+            to_gather = torch.where(places < 0, to_gather, -1)
+    return _Wanted(rows, local, to_gather, None if to_gather is rows else awaited)

@@ -240,8 +240,8 @@ def test_rows_that_came_beside_stay_until_they_were_used(order: str, gpu: str) -
     (segment,) = table._segments
     rows = torch.arange(ROWS, device=gpu)
 
-    def gather(first: None) -> Iterator[tuple[Block, Tensor]]:
-        yield Block(rows.clone(), {"weight": torch.ones(ROWS, DIM, device=gpu)}), rows.clone()
+    def gather(first: None) -> Iterator[tuple[tuple[Block, Tensor], None]]:
+        yield (Block(rows.clone(), {"weight": torch.ones(ROWS, DIM, device=gpu)}), rows.clone()), None
 
     def others(first: None) -> Iterator[None]:
         for _ in range(4):

@@ -1,0 +1,184 @@
+"""Rows that the next batch has as well stay on the GPU: they do not cross the bus again, and are right all the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+import speedswap
+from speedswap import kernels
+from speedswap.tables import Column
+
+ROWS, DIM = 60, 4
+
+
+@pytest.fixture
+def gpu(device: str) -> str:
+    if device != "cuda":
+        pytest.skip("needs a GPU, or the simulated one: SPEEDSWAP_TEST_DEVICE=simulated")
+    return device
+
+
+class Gathered(list[set[int]]):
+    """Which rows of a table each gather has read, in their order."""
+
+
+@pytest.fixture
+def gathered(monkeypatch: pytest.MonkeyPatch) -> Gathered:
+    seen, gather = Gathered(), kernels.gather_records
+
+    def watched(records: kernels.Records, ids: Tensor, *rest: object) -> None:
+        if records.device.type == "cpu":
+            seen.append({row for row in ids.tolist() if row >= 0})
+        gather(records, ids, *rest)
+
+    monkeypatch.setattr(kernels, "gather_records", watched)
+    return seen
+
+
+def batches(gpu: str) -> list[Tensor]:
+    """Each shares half of its rows with the one before, and a few with the one before that."""
+    return [(torch.arange(20) + start).to(gpu) % ROWS for start in (0, 10, 20, 25, 35, 45, 55, 3)]
+
+
+def embedding(gpu: str, **arguments: object) -> speedswap.Embedding:
+    return speedswap.Embedding(ROWS, DIM, storage="pinned", device=gpu, seed=1, **arguments)
+
+
+def train(
+    model: speedswap.Embedding,
+    loader: Iterable[Tensor],
+    skip: tuple[int, ...] = (),
+) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    speedswap.attach(optimizer, model)
+    for step, ids in enumerate(loader):
+        model(ids).pow(2).sum().backward()
+        if step not in skip:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def ahead(model: speedswap.Embedding, loader: list[Tensor], depth: int = 1) -> Iterable[Tensor]:
+    return speedswap.lookahead(loader, {model: lambda batch: batch}, depth=depth)
+
+
+def same_tables(one: speedswap.Embedding, other: speedswap.Embedding) -> None:
+    assert one.table.columns.keys() == other.table.columns.keys()
+    for column in one.table.columns:
+        assert torch.equal(one.table.read(column=column), other.table.read(column=column)), column
+
+
+@pytest.mark.parametrize("engine", ["zero_copy", "staged", "split"])
+def test_shared_rows_are_gathered_once(gpu: str, engine: str, gathered: Gathered):
+    """From the third batch on a gather reads only rows that the batch before does not have."""
+    plain, model = embedding(gpu), embedding(gpu, engine=engine)
+    loader = batches(gpu)
+    train(plain, loader)
+    gathered.clear()
+    train(model, ahead(model, loader))
+    sets = [set(ids.tolist()) for ids in loader]
+    assert len(gathered) == len(sets)
+    for k, (read, rows) in enumerate(zip(gathered, sets, strict=True)):
+        assert read <= rows
+        if k >= 2:  # the first two were asked for before any step was taken
+            assert not read & sets[k - 1], k
+            assert read >= rows - set().union(*sets[:k])
+    same_tables(model, plain)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("stored", [{}, {"state_dtype": torch.bfloat16}, {"stored_dtype": torch.bfloat16}], ids=str)
+def test_any_depth_and_compact_columns(gpu: str, depth: int, stored: dict[str, torch.dtype]):
+    plain, model = embedding(gpu, **stored), embedding(gpu, **stored)
+    train(plain, batches(gpu) * 2)
+    train(model, ahead(model, batches(gpu) * 2, depth))
+    same_tables(model, plain)
+
+
+@pytest.mark.parametrize("skip", [(3,), (2, 3), (4, 6), (7,)], ids=str)
+def test_a_step_that_was_not_taken_brings_nothing(gpu: str, skip: tuple[int, ...]):
+    """As a gradient scaler leaves steps out: the next batch's rows are then read from the table."""
+    plain, model = embedding(gpu), embedding(gpu)
+    train(plain, batches(gpu), skip)
+    train(model, ahead(model, batches(gpu)), skip)
+    same_tables(model, plain)
+
+
+def test_evaluation_after_training(gpu: str, gathered: Gathered):
+    """Nobody writes then: one lookup finds that out, and the others are gathered whole, and once."""
+    model = embedding(gpu)
+    train(model, ahead(model, batches(gpu)))
+    table = model.table.read()
+    gathered.clear()
+    with torch.no_grad():
+        for ids in ahead(model, batches(gpu)):
+            assert torch.equal(model(ids).cpu(), table[ids.cpu()])
+    whole = sum(len(set(ids.tolist())) for ids in batches(gpu))
+    assert sum(len(read) for read in gathered) <= whole + 3 * 20
+    train(model, ahead(model, batches(gpu)))  # and training goes on
+
+
+def test_columns_that_the_optimizer_does_not_write(gpu: str):
+    """A write that has not every column of the rows cannot bring them."""
+    plain, model = embedding(gpu), embedding(gpu)
+    for one in (plain, model):
+        one.table.add_columns([Column("seen", (1,), torch.float32, speedswap.init.uniform())])
+        optimizer = torch.optim.Adagrad(one.parameters(), lr=0.1)
+        for ids in batches(gpu) if one is plain else ahead(one, batches(gpu)):
+            found = one._announced_rows(ids)
+            if found is not None:
+                seen = one.table.read(column="seen")[found[0].rows.cpu()]
+                assert torch.equal(found[0]["seen"].cpu(), seen)
+            one(ids).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_tables(model, plain)
+
+
+@pytest.mark.parametrize("engine", ["staged", "split"])
+def test_a_gather_ahead_waits_for_no_write(gpu: str, engine: str, monkeypatch: pytest.MonkeyPatch):
+    """Both directions of the bus are busy at once: what a write is changing is handed over, and need not be read."""
+    waited, wait = [], kernels.Fence.wait
+
+    def watched(fence: kernels.Fence, **arguments: bool) -> None:
+        waited.append(threading.current_thread().name)
+        wait(fence, **arguments)
+
+    monkeypatch.setattr(kernels.Fence, "wait", watched)
+    model = embedding(gpu, engine=engine)
+    train(model, ahead(model, batches(gpu)))
+    assert waited
+    assert not [name for name in waited if name.startswith("speedswap-in")]
+
+
+def test_two_lookups_of_one_table_in_a_step(gpu: str):
+    """The step writes the rows of both: neither lookup's alone."""
+    plain, model = embedding(gpu), embedding(gpu)
+    loader = [(ids[:12], ids[8:]) for ids in batches(gpu)]
+    for one in (plain, model):
+        optimizer = torch.optim.Adagrad(one.parameters(), lr=0.1)
+        turns = loader if one is plain else speedswap.lookahead(loader, {one: lambda batch: batch})
+        for first, second in turns:
+            (one(first).pow(2).sum() + one(second).sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same_tables(model, plain)
+
+
+def test_writing_the_table_in_between(gpu: str):
+    """What is written past the optimizer is in the next lookup."""
+    plain, model = embedding(gpu), embedding(gpu)
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for step, ids in enumerate(batches(gpu) if one is plain else ahead(one, batches(gpu))):
+            one(ids).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 3:
+                one.table.write(30, torch.full((20, DIM), 3.0))
+    same_tables(model, plain)
