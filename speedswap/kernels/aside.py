@@ -32,6 +32,7 @@ class Aside(Generic[T]):
     def __init__(self) -> None:
         self._future: Future[T] = Future()
         self._done: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
 
     def wait(self) -> None:
         """Let torch's current stream, and the calling thread as far as it takes part, come after the result.
@@ -41,7 +42,7 @@ class Aside(Generic[T]):
         """
         self._future.result()
         if self._done is not None:
-            self._done.wait()
+            torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def result(self) -> T:
         """The result, once :meth:`wait` has returned."""
@@ -58,8 +59,8 @@ class Aside(Generic[T]):
 
     def _set(self, result: T, stream: torch.cuda.Stream | None) -> None:
         if stream is not None:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._done.record(stream)
+            self._device = stream.device
+            self._done = stream.record_event()
         self._future.set_result(result)
 
 
