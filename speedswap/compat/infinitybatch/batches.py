@@ -63,7 +63,10 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 def moved(value: Any, device: torch.device | None) -> Any:
     """A nested value with its tensors on a device."""
-    return value if device is None else replace_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+    if device is None:
+        return value
+    waits = device.type == "cpu"  # else what comes from a GPU would be read before it is there
+    return replace_tensors(value, lambda tensor: tensor.to(device, non_blocking=not waits))
 
 
 def normalized(device: torch.device) -> torch.device:
