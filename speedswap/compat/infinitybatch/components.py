@@ -155,6 +155,8 @@ class Components:
             model.to(device)
         for optimizer in self._optimizers().values():
             optimizer.load_state_dict(optimizer.state_dict())  # which puts state where the parameters are
+        for name in ("model", "optimizer"):  # moved on purpose: that is not to be warned of
+            self._put(name, getattr(self, f"_{name}"))
         self.updateforwarddevice()
 
     def updateforwarddevice(self) -> None:
