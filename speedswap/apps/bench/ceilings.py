@@ -8,6 +8,7 @@ memory in the same run (ways.py). Without a GPU: the CPU's part.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -162,12 +163,15 @@ def copy_engine(link: Link, plan: Plan) -> list[dict[str, Any]]:
     found = []
     print("\nThe copy engine, GB/s: to the GPU, from it, both at once (to + from); within the GPU")
     for nbytes in plan.copy_bytes:
-        alone = {way: link.rate(nbytes, [link.copies(way, nbytes)], plan.repeats) for way in ways.DIRECTIONS}
-        both = link.rate(nbytes, [link.copies(way, nbytes) for way in ways.DIRECTIONS], plan.repeats)
-        within = link.rate(nbytes, [link.copies("within", nbytes)], plan.repeats)
+        rate = functools.partial(
+            link.rate, nbytes, repeats=plan.repeats, in_a_row=max(1, plan.copy_bytes[-1] // nbytes // 4)
+        )
+        alone = {way: rate([link.copies(way, nbytes)]) for way in ways.DIRECTIONS}
+        both = rate([link.copies(way, nbytes) for way in ways.DIRECTIONS])
+        within = rate([link.copies("within", nbytes)])
         found.append({"bytes": nbytes, **alone, "both_each": both, "within": within})
         rates = [*alone.values(), both, within]
-        print(f"  {nbytes / _MIB:>5.0f} MiB: " + " ".join(_gb(rate) for rate in rates), flush=True)
+        print(f"  {nbytes / _MIB:>5.0f} MiB: " + " ".join(_gb(one) for one in rates), flush=True)
     return found
 
 

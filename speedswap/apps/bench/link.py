@@ -122,63 +122,71 @@ class Link:
     # ---- moves ------------------------------------------------------------------------------------------------------
 
     def copies(self, way: str, nbytes: int) -> Move:
-        """A contiguous copy by the copy engine: ``to_device``, ``from_device``, or ``within`` the GPU."""
-        near = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if way == "within":
-            other = torch.empty_like(near)
-            return lambda call: near.copy_(other)
+        """A contiguous copy by the copy engine: ``to_device``, ``from_device``, or ``within`` the GPU.
 
-        def copy(call: int) -> None:
-            piece = self._piece(call, nbytes)
-            to, from_ = (near, piece) if way == "to_device" else (piece, near)
+        Raises:
+            WrongResultError: it copies other bytes.
+        """
+
+        def copy(to: Tensor, from_: Tensor) -> None:
             to.copy_(from_, non_blocking=True)
 
-        if way == "from_device":
-            self._keep(near, nbytes)
-        return copy
+        if way != "within":
+            return self._verified("the copy engine", way, copy, nbytes)
+        near = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        other = torch.empty_like(near).copy_(self._piece(0, nbytes))
+        return lambda call: copy(near, other)
 
     def kernel(self, way: str, nbytes: int, multiprocessors: int) -> Move:
-        """The same by a plain kernel that takes at most so many multiprocessors."""
+        """The same over the bus by a plain kernel that takes at most so many multiprocessors."""
         from speedswap.kernels.cuda import probes
 
-        near = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-        def copy(call: int) -> None:
-            piece = self._piece(call, nbytes)
-            to, from_ = (near, piece) if way == "to_device" else (piece, near)
+        def copy(to: Tensor, from_: Tensor) -> None:
             probes.copy(to.data_ptr(), from_.data_ptr(), nbytes, self.device, multiprocessors)
 
-        if way == "from_device":
-            self._keep(near, nbytes)
-        else:
-            copy(0)
-            synchronize()
-            if not torch.equal(near.cpu(), self._piece(0, nbytes)):
-                raise WrongResultError("a plain kernel did not copy what it was given")
-        return copy
+        return self._verified("a plain kernel", way, copy, nbytes)
+
+    def _verified(self, name: str, way: str, copy: Callable[[Tensor, Tensor], None], nbytes: int) -> Move:
+        """Copies of piece after piece of the memory, once the first one was found to be right."""
+        near = torch.randint(256, (nbytes,), dtype=torch.uint8, device=self.device)  # unlike any before
+
+        def move(call: int) -> None:
+            piece = self._piece(call, nbytes)
+            copy(*((near, piece) if way == "to_device" else (piece, near)))
+
+        expected = (self._piece(0, nbytes) if way == "to_device" else near.cpu()).clone()
+        synchronize()
+        move(0)
+        synchronize()
+        found = near.cpu() if way == "to_device" else self._piece(0, nbytes)
+        if not torch.equal(found, expected):
+            raise WrongResultError(f"{name} copied other bytes {way.replace('_', ' ')} than it was given")
+        return move
 
     def _piece(self, call: int, nbytes: int) -> Tensor:
         """Another piece of the memory for each call."""
         begin = call % (self.nbytes // nbytes) * nbytes
         return self.bytes[begin : begin + nbytes]
 
-    def _keep(self, near: Tensor, nbytes: int) -> None:
-        near.copy_(self._piece(0, nbytes))  # random bytes, as they are everywhere
-
     # ---- timing -----------------------------------------------------------------------------------------------------
 
-    def rate(self, nbytes: float, moves: Sequence[Move], repeats: int) -> float:
-        """Bytes a second of each of some moves that begin together, on a stream each: the median, after a warm-up."""
+    def rate(self, nbytes: float, moves: Sequence[Move], repeats: int, in_a_row: int = 1) -> float:
+        """Bytes a second of each of some moves that begin together, on a stream each.
+
+        By the clock, from the first call until all is done: what an engine does on the CPU counts. The median, after
+        every batch had its turn. Small moves are queued several ``in_a_row``: else launching them is what is timed.
+        """
         taken = []
-        for call in range(repeats + 1):
+        for turn in range(_BATCHES + repeats):
             synchronize()
             began = time.perf_counter()
-            for stream, move in zip(self._streams, moves, strict=False):
-                with torch.cuda.stream(stream):
-                    move(call)
+            for call in range(turn * in_a_row, (turn + 1) * in_a_row):
+                for stream, move in zip(self._streams, moves, strict=False):
+                    with torch.cuda.stream(stream):
+                        move(call)
             synchronize()
-            taken.append(time.perf_counter() - began)
-        return nbytes / statistics.median(taken[1:])
+            taken.append((time.perf_counter() - began) / in_a_row)
+        return nbytes / statistics.median(taken[_BATCHES:])
 
     def rate_in_threads(self, nbytes: float, moves: Sequence[Move], repeats: int, threads: ThreadPoolExecutor) -> float:
         """As :meth:`rate`, each move called by a thread of its own."""
@@ -189,7 +197,7 @@ class Link:
                 stream.synchronize()
 
         taken = []
-        for call in range(repeats + 1):
+        for call in range(_BATCHES + repeats):
             synchronize()
             began = time.perf_counter()
             running = [
@@ -198,7 +206,7 @@ class Link:
             for each in running:
                 each.result()
             taken.append(time.perf_counter() - began)
-        return nbytes / statistics.median(taken[1:])
+        return nbytes / statistics.median(taken[_BATCHES:])
 
     def rate_on_host(
         self, move: Any, footprint: int, row_bytes: int, batch_bytes: int, threads: int, repeats: int
@@ -214,11 +222,11 @@ class Link:
         before = kernels.get_num_threads()
         kernels.set_num_threads(threads)
         try:
-            for call in range(repeats + 1):
+            for call in range(_BATCHES + repeats):
                 ids = every[call % _BATCHES]
                 began = time.perf_counter()
                 move(records, ids, [kernels.Part(0, buffer[: len(ids)])])
                 taken.append((time.perf_counter() - began) / len(ids))
         finally:
             kernels.set_num_threads(before)
-        return row_bytes / statistics.median(taken[1:])
+        return row_bytes / statistics.median(taken[_BATCHES:])

@@ -18,8 +18,11 @@ __all__ = ["DIRECTIONS", "point", "ratios", "show"]
 DIRECTIONS = ("to_device", "from_device")
 # Shares of the rows that go directly, beside the one at which both ways end together.
 _SHARES = (-0.1, 0.0, 0.1)
+# Two float32 that are none, for blocks and for tables.
+_POISON = 0x7FC0DEAD, 0x7FC0BEEF
 
-Mover = Callable[[Batch], object]
+Mover = Callable[[Batch], Tensor | None]
+"""Moves a batch. Where it gathers to memory of its own, it returns that; else rows are in the batch's block."""
 
 
 def point(link: Link, footprint: int, row_bytes: int, batch_bytes: int, repeats: int) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def point(link: Link, footprint: int, row_bytes: int, batch_bytes: int, repeats:
         except Exception as error:  # CuPy's own, whatever it is: the others can be measured
             result["left_out"] = f"SpeedTorch's method: {type(error).__name__}: {error}"
         rates = {name: _rate(link, mover, batches, repeats) for name, mover in movers.items()}
-        rates["kernel, unsorted"] = _rate(link, _unsorted(link, direction), batches, repeats)
+        rates["kernel, unsorted"] = _rate(link, _unsorted(link, table, direction, batches[0]), batches, repeats)
         rates["copy engine"] = link.rate(batch_bytes, [link.copies(direction, batch_bytes)], repeats)
         share, rates["split"] = _split(link, footprint, row_bytes, direction, batches, rates, repeats)
         result["rates"][direction] = rates
@@ -106,16 +109,24 @@ def _movers(link: Link, footprint: int, row_bytes: int, direction: str) -> dict[
         "kernel": lambda batch: probe(table, batch.near, batch.block, link.multiprocessors),
         "zero_copy": _engine(link, footprint, row_bytes, direction, Way(1.0, link.enough_multiprocessors)),
         "staged": _engine(link, footprint, row_bytes, direction, STAGED),
+        "auto": _auto(link, footprint, row_bytes, direction),
         "torch": _torch(link.matrix(footprint, row_bytes), direction),
     }
 
 
-def _unsorted(link: Link, direction: str) -> Mover:
+def _unsorted(link: Link, table: Tensor, direction: str, first: Batch) -> Mover:
     """The plain kernel over rows in no order: what sorting them saves."""
     from speedswap.kernels.cuda import probes
 
     probe = probes.gather if direction == "to_device" else probes.scatter
-    return lambda batch: probe(link.bytes.data_ptr(), batch.unsorted, batch.block, link.multiprocessors)
+
+    def move(batch: Batch) -> None:
+        probe(link.bytes.data_ptr(), batch.unsorted, batch.block, link.multiprocessors)
+
+    mixed = Batch(first.unsorted.cpu(), first.block)
+    mixed.unsorted = mixed.near
+    _verify("a kernel, unsorted", direction, move, table, mixed)
+    return move
 
 
 def _engine(link: Link, footprint: int, row_bytes: int, direction: str, way: Any) -> Mover:
@@ -124,6 +135,13 @@ def _engine(link: Link, footprint: int, row_bytes: int, direction: str, way: Any
     records = link.records(footprint, row_bytes)
     move = engines.gather if direction == "to_device" else engines.scatter
     return lambda batch: move(way, records, batch.near, [kernels.Part(0, batch.block)], link.device)
+
+
+def _auto(link: Link, footprint: int, row_bytes: int, direction: str) -> Mover:
+    """As users have it: by whichever engine was measured to be the fastest, every argument checked."""
+    records = link.records(footprint, row_bytes)
+    move = kernels.gather_records if direction == "to_device" else kernels.scatter_records
+    return lambda batch: move(records, batch.near, [kernels.Part(0, batch.block)])
 
 
 def _torch(table: Tensor, direction: str) -> Mover:
@@ -152,14 +170,14 @@ def _speedtorch(table: Tensor, direction: str) -> Mover:
     memory = cupy.cuda.UnownedMemory(table.data_ptr(), table.nbytes, table)
     array = cupy.ndarray(tuple(table.shape), cupy.float32, cupy.cuda.MemoryPointer(memory, 0))
 
-    def move(batch: Batch) -> None:
+    def move(batch: Batch) -> Tensor | None:
         block = batch.block.view(torch.float32)
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
             ids = cupy.from_dlpack(batch.near)
             if direction == "to_device":
-                block.copy_(torch.utils.dlpack.from_dlpack(array[ids]))
-            else:
-                array[ids] = cupy.from_dlpack(block)
+                return torch.utils.dlpack.from_dlpack(array[ids])
+            array[ids] = cupy.from_dlpack(block)
+            return None
 
     return move
 
@@ -213,12 +231,23 @@ def _rate(link: Link, mover: Mover, batches: list[Batch], repeats: int) -> float
 
 
 def _verify(name: str, direction: str, mover: Mover, table: Tensor, batch: Batch) -> None:
-    """Move one batch, and compare it with what the CPU finds in the table."""
-    values = batch.block.view(torch.float32)
+    """Move one batch, and compare what arrived, bit by bit; what was there before is poisoned."""
+    block = batch.block.view(torch.int32)
+    rows = table.view(torch.int32)
+    synchronize()
     if direction == "to_device":
-        values.fill_(float("nan"))
-    synchronize()
-    mover(batch)
-    synchronize()
-    if not torch.equal(values.cpu(), table.index_select(0, batch.host)):
+        block.fill_(_POISON[0])
+        expected = rows.index_select(0, batch.host)
+        synchronize()
+        moved = mover(batch)
+        synchronize()
+        found = block if moved is None else moved.view(torch.int32)
+    else:
+        expected = block.cpu()
+        rows.index_fill_(0, batch.host, _POISON[1])
+        synchronize()
+        mover(batch)
+        synchronize()
+        found = rows.index_select(0, batch.host)
+    if not torch.equal(found.cpu(), expected):
         raise WrongResultError(f"{name} moved other bytes {direction.replace('_', ' ')} than it should have")

@@ -10,7 +10,7 @@ import torch
 
 from speedswap.apps.bench import ceilings, ways
 from speedswap.apps.bench.errors import BenchmarkError, WrongResultError
-from speedswap.apps.bench.link import Link
+from speedswap.apps.bench.link import Batch, Link
 from speedswap.cli import main
 from speedswap.kernels.cuda import choice
 from speedswap.kernels.cuda.rates import Rate, Rates
@@ -73,6 +73,32 @@ def test_a_way_that_moves_other_bytes_ends_the_run(device: str):
             ways._verify("nothing at all", "to_device", lambda batch: None, table, batch)
         with pytest.raises(WrongResultError, match="moved other bytes from device"):
             ways._verify("nothing at all", "from_device", lambda batch: None, table, batch)
+
+
+def test_what_one_way_has_moved_does_not_vouch_for_the_next(device: str):
+    """The rows are there already, in the table and in the block, when the second way is verified."""
+    with Link(MIB, device) as link:
+        (batch, *_) = link.batches(MIB, 512, MIB // 8)
+        table = link.matrix(MIB, 512)
+
+        def gather(batch: Batch) -> None:
+            batch.block.copy_(table[batch.host].view(torch.uint8))
+
+        def scatter(batch: Batch) -> None:
+            table[batch.host] = batch.block.view(torch.float32).cpu()
+
+        for direction, right in zip(ways.DIRECTIONS, (gather, scatter), strict=True):
+            ways._verify("the right way", direction, right, table, batch)
+            with pytest.raises(WrongResultError, match="nothing at all moved other bytes"):
+                ways._verify("nothing at all", direction, lambda batch: None, table, batch)
+
+
+@pytest.mark.parametrize("way", ways.DIRECTIONS)
+def test_contiguous_copies_are_verified_before_they_are_timed(way: str):
+    with Link(MIB, "cpu") as link:
+        link._verified("the right way", way, lambda to, from_: to.copy_(from_), MIB // 4)
+        with pytest.raises(WrongResultError, match=f"nothing at all copied other bytes {way.replace('_', ' ')}"):
+            link._verified("nothing at all", way, lambda to, from_: None, MIB // 4)
 
 
 def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch):
