@@ -37,8 +37,8 @@ class Plan:
 
     Attributes:
         footprints: bytes of the tables that rows are taken from.
-        row_bytes: of the rows, 16 times powers of two; all of them out of the second table, ``few_row_bytes`` of the
-            others.
+        row_bytes: of the rows, 16 times powers of two; all of them out of the second table, ``few_row_bytes``, which
+            come first, out of every table.
         batch_bytes: of the rows of a call.
         copy_bytes: of contiguous copies.
         multiprocessors: how many take part, where that is varied; 0 is for all.
@@ -60,12 +60,12 @@ class Plan:
     @classmethod
     def of(cls, device: str, quick: bool) -> Plan:
         if quick:
-            return cls((_GIB // 4,), (64, 512), (512,), 8 * _MIB, (8 * _MIB,), (8, 0), 64 * _MIB, 3, 12.0)
+            return cls((_GIB // 4,), (64, 512), (512,), 8 * _MIB, (8 * _MIB,), (8, 0), 64 * _MIB, 3, 10.0)
         sizes = (_GIB, 10 * _GIB, 60 * _GIB) if device == "cuda" else (_GIB,)
         widths = (64, 128, 256, 512, 1024, 2048, 4096)
         return cls(
-            sizes, widths, (128, 512, 2048), 64 * _MIB, (_MIB, 16 * _MIB, 256 * _MIB), (4, 8, 16, 32, 64, 0),
-            4 * _GIB, 5, 75.0,
+            sizes, widths, (512, 128, 2048), 128 * _MIB, (_MIB, 16 * _MIB, 256 * _MIB), (4, 8, 16, 32, 64, 0),
+            2 * _GIB, 5, 50.0,
         )  # fmt: skip
 
 
@@ -101,37 +101,59 @@ def run(device: str, *, quick: bool = False, plan: Plan | None = None) -> dict[s
         found["engines"] = None if measured is None else measured.to_json()
         for name, text in choice.describe(measured).items() if measured is not None else ():
             print(f"{name}: {text}", flush=True)
+    late = _Late(deadline, found["left_out"])
     found["registration"] = registration(min(plan.registered_bytes, room), device)
     with Link(footprints[-1], device) as link:
         found["filled"] = {"bytes": link.nbytes, "seconds": link.seconds}
         print(f"\n{link.nbytes / _GIB:.1f} GiB made ready: {_as_text(link.seconds)}", flush=True)
-        found["cpu"] = cpu(link, footprints[0], plan)
         if device == "cuda":
             found["copy_engine"] = copy_engine(link, plan)
-            found["multiprocessors"] = multiprocessors(link, plan)
             found["together"] = together(link, plan)
-            found["rows"], left_out = points(link, footprints, plan, deadline)
-            found["left_out"] += left_out
+            found["rows"] = points(link, footprints, plan, late)
+            found["multiprocessors"] = multiprocessors(link, footprints, plan, late)
+        found["cpu"] = cpu(link, footprints[0], plan, late)
+        found["memory"] = memory(link, plan, late)
+    for what in found["left_out"]:
+        print(f"left out: {what}")
     return found
+
+
+class _Late:
+    """Whether the time is over; what is left out then is noted."""
+
+    def __init__(self, deadline: float, left_out: list[str]) -> None:
+        self._deadline = deadline
+        self._left_out = left_out
+
+    def for_(self, what: str) -> bool:
+        if time.monotonic() <= self._deadline:
+            return False
+        self._left_out.append(f"{what}: the time was over")
+        return True
 
 
 # ---- each part -----------------------------------------------------------------------------------------------------
 
 
 def registration(nbytes: int, device: str) -> list[dict[str, Any]]:
-    """Seconds to take memory of the system, fault it in and register it with CUDA; with and without huge pages."""
+    """Seconds to fault memory in and register it with CUDA, with and without huge pages; and to register it at once."""
     found = []
     print(f"\n{nbytes / _GIB:.2f} GiB of memory:")
-    for huge in (False, True):
+    for huge, faulted in ((False, True), (True, True), (False, False), (True, False)):
+        if not faulted and device != "cuda":
+            continue
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        seconds = {"fault in": _seconds(pinning.prefault, memory.data_ptr(), nbytes)}
+        seconds = {"fault in": _seconds(pinning.prefault, memory.data_ptr(), nbytes)} if faulted else {}
         if device == "cuda":
             seconds["register"] = _seconds(_register, memory.data_ptr(), nbytes)
             seconds["unregister"] = _seconds(pinning.unregister, memory.data_ptr())
-        found.append({"bytes": nbytes, "huge_pages": huge, "seconds": seconds})
-        print(f"  {'huge' if huge else 'small'} pages: {_as_text(seconds)}", flush=True)
+        found.append({"bytes": nbytes, "huge_pages": huge, "faulted_in_before": faulted, "seconds": seconds})
+        first = "faulted in before" if faulted else "not faulted in"
+        print(f"  {'huge' if huge else 'small'} pages, {first}: {_as_text(seconds)}", flush=True)
+    if device != "cuda":
+        print("  not registered: there is no CUDA here")
     return found
 
 
@@ -141,13 +163,14 @@ def _register(pointer: int, nbytes: int) -> None:
         raise BenchmarkError(f"{nbytes / _GIB:.2f} GiB could not be registered: {failure}")
 
 
-def cpu(link: Link, footprint: int, plan: Plan) -> list[dict[str, Any]]:
+def cpu(link: Link, footprint: int, plan: Plan, late: _Late) -> list[dict[str, Any]]:
     """The engine's threads, gathering rows into memory that is ready for the bus, and scattering from there."""
     found = []
-    most = torch.get_num_threads()
     print("\nThe CPU's threads, GB/s of random ascending rows: gather, scatter")
     for row_bytes in plan.few_row_bytes:
-        for threads in sorted({*(1 << k for k in range(most.bit_length())), most}):
+        for threads in _threads():
+            if late.for_(f"rows of {row_bytes} B by {threads} threads of the CPU"):
+                continue
             entry: dict[str, Any] = {"row_bytes": row_bytes, "threads": threads}
             for name, move in (("gather", kernels.gather_records), ("scatter", kernels.scatter_records)):
                 entry[name] = link.rate_on_host(move, footprint, row_bytes, plan.batch_bytes, threads, plan.repeats)
@@ -155,6 +178,25 @@ def cpu(link: Link, footprint: int, plan: Plan) -> list[dict[str, Any]]:
             print(
                 f"  {row_bytes:>5} B, {threads:>2} threads: {_gb(entry['gather'])} {_gb(entry['scatter'])}", flush=True
             )
+    return found
+
+
+def memory(link: Link, plan: Plan, late: _Late) -> list[dict[str, Any]]:
+    """torch's threads reading, writing and copying host memory: bytes read, written, and copied a second."""
+    found = []
+    most = torch.get_num_threads()
+    nbytes = min(plan.copy_bytes[-1], link.nbytes // 4)
+    print("\nThe CPU's memory, GB/s: read, written, copied")
+    try:
+        for threads in _threads():
+            if late.for_(f"the CPU's memory with {threads} threads"):
+                continue
+            torch.set_num_threads(threads)
+            rates = link.memory_rates(nbytes, plan.repeats)
+            found.append({"bytes": nbytes, "threads": threads, **rates})
+            print(f"  {threads:>2} threads: " + " ".join(_gb(rate) for rate in rates.values()), flush=True)
+    finally:
+        torch.set_num_threads(most)
     return found
 
 
@@ -175,17 +217,29 @@ def copy_engine(link: Link, plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def multiprocessors(link: Link, plan: Plan) -> list[dict[str, Any]]:
-    """Contiguous copies by a kernel over the bus, by how many multiprocessors take part."""
+def multiprocessors(link: Link, footprints: Sequence[int], plan: Plan, late: _Late) -> list[dict[str, Any]]:
+    """Copies by plain kernels over the bus, by how many multiprocessors take part: contiguous, and of random rows."""
     found = []
     nbytes = plan.copy_bytes[-1]
-    print("\nMultiprocessors over the bus, GB/s: to the GPU, from it, both at once (each)")
+    row_bytes, footprint = plan.few_row_bytes[0], _second(footprints)
+    batches = link.batches(footprint, row_bytes, plan.batch_bytes)
+    print(
+        "\nMultiprocessors over the bus, GB/s: to the GPU, from it, both at once (each); "
+        f"random rows of {row_bytes} B out of {footprint / _GIB:.1f} GiB to the GPU, from it"
+    )
     for asked in plan.multiprocessors:
         count = asked or link.multiprocessors
+        if late.for_(f"{count} multiprocessors"):
+            continue
         alone = {way: link.rate(nbytes, [link.kernel(way, nbytes, count)], plan.repeats) for way in ways.DIRECTIONS}
         both = link.rate(nbytes, [link.kernel(way, nbytes, count) for way in ways.DIRECTIONS], plan.repeats)
-        found.append({"multiprocessors": count, "bytes": nbytes, **alone, "both_each": both})
-        print(f"  {count:>4}: " + " ".join(_gb(rate) for rate in [*alone.values(), both]), flush=True)
+        rows = {
+            way: ways.kernel_rate(link, footprint, row_bytes, way, batches, count, plan.repeats)
+            for way in ways.DIRECTIONS
+        }
+        entry = {"multiprocessors": count, "bytes": nbytes, **alone, "both_each": both}
+        found.append({**entry, "rows": {"footprint_bytes": footprint, "row_bytes": row_bytes, **rows}})
+        print(f"  {count:>4}: " + " ".join(_gb(rate) for rate in [*alone.values(), both, *rows.values()]), flush=True)
     return found
 
 
@@ -201,20 +255,27 @@ def together(link: Link, plan: Plan) -> dict[str, Any]:
     return found
 
 
-def points(
-    link: Link, footprints: Sequence[int], plan: Plan, deadline: float
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of every width out of tables of every size: plain kernels, the engines, and others' ways, in one run."""
-    found, left_out = [], []
-    every = footprints[min(1, len(footprints) - 1)]
-    for footprint in footprints:
-        for row_bytes in plan.row_bytes if footprint == every else plan.few_row_bytes:
-            if time.monotonic() > deadline:
-                left_out.append(f"rows of {row_bytes} B out of {footprint / _GIB:.0f} GiB: the time was over")
-                continue
-            found.append(ways.point(link, footprint, row_bytes, plan.batch_bytes, plan.repeats))
-            ways.show(found[-1])
-    return found, left_out
+def points(link: Link, footprints: Sequence[int], plan: Plan, late: _Late) -> list[dict[str, Any]]:
+    """Rows out of tables of every size: plain kernels, the engines, and others' ways, in one run."""
+    sizes = [(footprint, row_bytes) for row_bytes in plan.few_row_bytes for footprint in footprints]
+    others = (row_bytes for row_bytes in plan.row_bytes if row_bytes not in plan.few_row_bytes)
+    found = []
+    for footprint, row_bytes in [*sizes, *((_second(footprints), row_bytes) for row_bytes in others)]:
+        if late.for_(f"rows of {row_bytes} B out of {footprint / _GIB:.0f} GiB"):
+            continue
+        found.append(ways.point(link, footprint, row_bytes, plan.batch_bytes, plan.repeats))
+        ways.show(found[-1])
+    return found
+
+
+def _second(footprints: Sequence[int]) -> int:
+    return footprints[min(1, len(footprints) - 1)]
+
+
+def _threads() -> list[int]:
+    """1, 2, 4 and so on, and as many as there are."""
+    most = torch.get_num_threads()
+    return sorted({*(1 << k for k in range(most.bit_length())), most})
 
 
 def _seconds(function: Callable[..., object], *arguments: int) -> float:

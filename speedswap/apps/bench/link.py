@@ -208,16 +208,47 @@ class Link:
             taken.append(time.perf_counter() - began)
         return nbytes / statistics.median(taken[_BATCHES:])
 
+    def memory_rates(self, nbytes: int, repeats: int) -> dict[str, float]:
+        """Bytes a second that torch's threads read, write and copy.
+
+        Raises:
+            WrongResultError: they do something else.
+        """
+        to = torch.empty(nbytes // 8, dtype=torch.int64)
+
+        def piece(call: int) -> Tensor:
+            return self._piece(call, nbytes)[: to.nbytes].view(torch.int64)
+
+        moves: dict[str, Callable[[int], object]] = {
+            "read": lambda call: torch.sum(piece(call)),
+            "written": lambda call: to.fill_(call),
+            "copied": lambda call: to.copy_(piece(call)),
+        }
+        taken: dict[str, list[float]] = {name: [] for name in moves}
+        for call in range(_BATCHES + repeats):
+            for name, move in moves.items():
+                began = time.perf_counter()
+                move(call)
+                taken[name].append(time.perf_counter() - began)
+            if call == 0 and not torch.equal(to, piece(0)):
+                raise WrongResultError("torch copied other bytes than it was given")
+        return {name: to.nbytes / statistics.median(times[_BATCHES:]) for name, times in taken.items()}
+
     def rate_on_host(
         self, move: Any, footprint: int, row_bytes: int, batch_bytes: int, threads: int, repeats: int
     ) -> float:
-        """Bytes a second of a gather or scatter between the table and memory like the engines' buffers."""
+        """Bytes a second of a gather or scatter between the table and memory like the engines' buffers.
+
+        Raises:
+            WrongResultError: it moves other bytes.
+        """
         records = self.records(footprint, row_bytes)
         count = batch_bytes // row_bytes
         generator = torch.Generator().manual_seed(threads)
         drawn = [torch.randint(records.num_rows, (count,), generator=generator) for _ in range(_BATCHES)]
         every = [kernels.unique(ids)[0] for ids in drawn]
-        buffer = torch.zeros(count, row_bytes, dtype=torch.uint8)
+        buffer = torch.randint(256, (count, row_bytes), dtype=torch.uint8)
+        table = self.bytes[: records.num_rows * row_bytes].view(-1, row_bytes)
         taken = []
         before = kernels.get_num_threads()
         kernels.set_num_threads(threads)
@@ -227,6 +258,8 @@ class Link:
                 began = time.perf_counter()
                 move(records, ids, [kernels.Part(0, buffer[: len(ids)])])
                 taken.append((time.perf_counter() - began) / len(ids))
+                if call == 0 and not torch.equal(table.index_select(0, ids), buffer[: len(ids)]):
+                    raise WrongResultError(f"{threads} threads of the CPU moved other bytes than they should have")
         finally:
             kernels.set_num_threads(before)
         return row_bytes / statistics.median(taken[_BATCHES:])

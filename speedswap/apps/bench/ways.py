@@ -13,7 +13,7 @@ from speedswap.apps.bench.errors import WrongResultError
 from speedswap.apps.bench.link import Batch, Link
 from speedswap.apps.bench.measure import synchronize
 
-__all__ = ["DIRECTIONS", "point", "ratios", "show"]
+__all__ = ["DIRECTIONS", "kernel_rate", "point", "ratios", "show"]
 
 DIRECTIONS = ("to_device", "from_device")
 # Shares of the rows that go directly, beside the one at which both ways end together.
@@ -69,6 +69,25 @@ def point(link: Link, footprint: int, row_bytes: int, batch_bytes: int, repeats:
     return result
 
 
+def kernel_rate(
+    link: Link,
+    footprint: int,
+    row_bytes: int,
+    direction: str,
+    batches: list[Batch],
+    multiprocessors: int,
+    repeats: int,
+) -> float:
+    """Bytes a second of ascending rows that a plain kernel moves with so many multiprocessors.
+
+    Raises:
+        WrongResultError: it moves other bytes.
+    """
+    mover = _kernel(link, direction, multiprocessors)
+    _verify("a plain kernel", direction, mover, link.matrix(footprint, row_bytes), batches[0])
+    return _rate(link, mover, batches, repeats)
+
+
 def ratios(rates: dict[str, float]) -> dict[str, float]:
     """What the rates are held against: each engine over the machine's ceilings, and the best one over others' ways."""
     ours = {name: rates[name] for name in ("zero_copy", "staged", "split")}
@@ -99,19 +118,22 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _movers(link: Link, footprint: int, row_bytes: int, direction: str) -> dict[str, Mover]:
-    from speedswap.kernels.cuda import probes
     from speedswap.kernels.cuda.engines import STAGED, Way
 
-    probe = probes.gather if direction == "to_device" else probes.scatter
-    table = link.bytes.data_ptr()
-
     return {
-        "kernel": lambda batch: probe(table, batch.near, batch.block, link.multiprocessors),
+        "kernel": _kernel(link, direction, link.multiprocessors),
         "zero_copy": _engine(link, footprint, row_bytes, direction, Way(1.0, link.enough_multiprocessors)),
         "staged": _engine(link, footprint, row_bytes, direction, STAGED),
         "auto": _auto(link, footprint, row_bytes, direction),
         "torch": _torch(link.matrix(footprint, row_bytes), direction),
     }
+
+
+def _kernel(link: Link, direction: str, multiprocessors: int) -> Mover:
+    from speedswap.kernels.cuda import probes
+
+    probe = probes.gather if direction == "to_device" else probes.scatter
+    return lambda batch: probe(link.bytes.data_ptr(), batch.near, batch.block, multiprocessors)
 
 
 def _unsorted(link: Link, table: Tensor, direction: str, first: Batch) -> Mover:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,20 @@ def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tm
     assert written["benchmark"] == f"ceilings-{device}"
     found = written["results"]
     assert found["left_out"] == ["a table of 1073741824 GiB: not so much memory is free"]
-    assert {entry["huge_pages"] for entry in found["registration"]} == {False, True}
+    pages = {(entry["huge_pages"], entry["faulted_in_before"]) for entry in found["registration"]}
+    assert pages == {(huge, faulted) for huge in (False, True) for faulted in (True, device == "cpu")}
+    assert ["register" in entry["seconds"] for entry in found["registration"]] == [device == "cuda"] * len(pages)
+    assert {entry["threads"] for entry in found["memory"]} >= {1, torch.get_num_threads()}
+    assert min(entry[what] for entry in found["memory"] for what in ("read", "written", "copied")) > 0
     assert {entry["threads"] for entry in found["cpu"]} >= {1, torch.get_num_threads()}
     assert min(entry[what] for entry in found["cpu"] for what in ("gather", "scatter")) > 0
     if device == "cpu":
         assert "rows" not in found
         return
     assert found["multiprocessors"][0]["multiprocessors"] == 1
+    assert min(entry["rows"][way] for entry in found["multiprocessors"] for way in ways.DIRECTIONS) > 0
     sizes = [(point["footprint_bytes"], point["row_bytes"]) for point in found["rows"]]
-    assert sizes == [(4 * MIB, 512), (8 * MIB, 64), (8 * MIB, 512)]
+    assert sizes == [(4 * MIB, 512), (8 * MIB, 512), (8 * MIB, 64)]
     for point in found["rows"]:
         for direction in ways.DIRECTIONS:
             rates = point["rates"][direction]
@@ -107,10 +113,14 @@ def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch):
         ceilings.run("cpu", plan=SMALL)
 
 
-def test_points_that_come_too_late_are_left_out(device: str):
-    if device == "cpu":
-        pytest.skip("is about a GPU")
-    with Link(4 * MIB, device) as link:
-        assert ceilings.points(link, [4 * MIB], SMALL, 0.0) == (
-            [], [f"rows of {n} B out of 0 GiB: the time was over" for n in (64, 512)],
-        )  # fmt: skip
+def test_what_comes_too_late_is_left_out_and_said(device: str, capsys: pytest.CaptureFixture[str]):
+    found = ceilings.run(device, plan=replace(SMALL, footprints=(4 * MIB,), seconds=-1.0))
+    late = ["rows of 512 B by 1 threads of the CPU", "the CPU's memory with 1 threads"]
+    if device == "cuda":
+        late += ["rows of 512 B out of 0 GiB", "rows of 64 B out of 0 GiB", "1 multiprocessors"]
+        assert found["rows"] == found["multiprocessors"] == []
+        assert found["copy_engine"]
+        assert found["together"]
+    assert found["cpu"] == found["memory"] == []
+    assert {f"{what}: the time was over" for what in late} <= set(found["left_out"])
+    assert f"left out: {found['left_out'][-1]}" in capsys.readouterr().out
