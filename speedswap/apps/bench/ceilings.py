@@ -64,7 +64,7 @@ class Plan:
         sizes = (_GIB, 10 * _GIB, 60 * _GIB) if device == "cuda" else (_GIB,)
         widths = (64, 128, 256, 512, 1024, 2048, 4096)
         return cls(
-            sizes, widths, (512, 128, 2048), 128 * _MIB, (_MIB, 16 * _MIB, 256 * _MIB), (4, 8, 16, 32, 64, 0),
+            sizes, widths, (512, 128, 2048), 128 * _MIB, (_MIB, 16 * _MIB, 128 * _MIB), (4, 8, 16, 32, 64, 0),
             2 * _GIB, 5, 50.0,
         )  # fmt: skip
 
