@@ -8,8 +8,17 @@
     transfer_figure(found).savefig("transfer.png")
 """
 
-from speedswap.apps.bench import step, transfer
+from speedswap.apps.bench import ceilings, step, transfer
 from speedswap.apps.bench.errors import BenchmarkError, WrongResultError
-from speedswap.apps.bench.plots import step_figure, transfer_figure
+from speedswap.apps.bench.plots import ceilings_figure, step_figure, transfer_figure
 
-__all__ = ["BenchmarkError", "WrongResultError", "step", "step_figure", "transfer", "transfer_figure"]
+__all__ = [
+    "BenchmarkError",
+    "WrongResultError",
+    "ceilings",
+    "ceilings_figure",
+    "step",
+    "step_figure",
+    "transfer",
+    "transfer_figure",
+]

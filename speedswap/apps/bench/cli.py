@@ -88,8 +88,12 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, f"{args.which}-{device}", found.get(args.which, found))
         print(f"\nsaved {args.json}")
     if args.plot is not None:
-        figures = {"transfer": plots.transfer_figure, "step": plots.step_figure}
-        drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items() if name in figures})
+        figures = {
+            "ceilings": plots.ceilings_figure,
+            "transfer": plots.transfer_figure,
+            "step": plots.step_figure,
+        }
+        drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items()})
         print("drew", ", ".join(str(path) for path in drawn))
     return 0
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw", "require_matplotlib", "step_figure", "transfer_figure"]
+__all__ = ["ceilings_figure", "draw", "require_matplotlib", "step_figure", "transfer_figure"]
 
 _AXES = {"row_bytes": "bytes of a row", "batch_rows": "rows of a batch", "table_bytes": "bytes of the table"}
 
@@ -84,6 +84,56 @@ def _sweep(axes: Axes, axis: str, points: Sequence[Any]) -> None:
     axes.set_ylabel("GB/s; dashed: from the device")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize="x-small")
+    axes.grid(alpha=0.3)
+
+
+def ceilings_figure(found: Mapping[str, Any]) -> Figure:
+    """GB/s by the bytes of a row: engines, others' ways and what the machine can do, each direction and size of table.
+
+    Args:
+        found: what :func:`speedswap.apps.bench.ceilings.run` returns; without a GPU, the CPU's threads are drawn.
+    """
+    from matplotlib.figure import Figure
+
+    points = found.get("rows", [])
+    sizes = sorted({point["footprint_bytes"] for point in points})
+    figure = Figure(figsize=(12, 4 * max(1, len(sizes))), layout="constrained")
+    if not sizes:
+        _threads(figure.add_subplot(), found)
+    for row, size in enumerate(sizes):
+        some = sorted((p for p in points if p["footprint_bytes"] == size), key=lambda point: int(point["row_bytes"]))
+        for column, way in enumerate(DIRECTIONS):
+            axes = figure.add_subplot(len(sizes), 2, 2 * row + column + 1)
+            axes.set_title(f"{way.replace('_', ' the ')}, {size / 2**30:.1f} GiB")
+            _ways(axes, some, way)
+    return figure
+
+
+def _ways(axes: Axes, points: Sequence[Any], way: str) -> None:
+    for name in points[0]["rates"][way]:
+        there = [point for point in points if name in point["rates"][way]]
+        speeds = [point["rates"][way][name] / 1e9 for point in there]
+        ceiling = name in ("kernel", "kernel, unsorted", "copy engine")
+        axes.plot([p["row_bytes"] for p in there], speeds, ":" if ceiling else "-", marker=".", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of a row")
+    axes.set_ylabel("GB/s; dotted: what the machine can do")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="x-small")
+    axes.grid(alpha=0.3)
+
+
+def _threads(axes: Axes, found: Mapping[str, Any]) -> None:
+    for row_bytes in sorted({entry["row_bytes"] for entry in found["cpu"]}):
+        some = [entry for entry in found["cpu"] if entry["row_bytes"] == row_bytes]
+        for what, style in (("gather", "-"), ("scatter", "--")):
+            speeds = [entry[what] / 1e9 for entry in some]
+            axes.plot([e["threads"] for e in some], speeds, style, marker=".", label=f"{what}, {row_bytes} B")
+    axes.set_xlabel("threads of the CPU")
+    axes.set_ylabel("GB/s")
+    axes.set_ylim(bottom=0)
+    if axes.has_data():
+        axes.legend(fontsize="x-small")
     axes.grid(alpha=0.3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,10 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(ceilings.Plan, "of", lambda device, quick: SMALL)
     path = tmp_path / "ceilings.json"
-    assert main(["bench", "ceilings", "--device", device, "--json", str(path)]) == 0
+    plot = tmp_path / "ceilings.png"
+    drawn = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
+    assert main(["bench", "ceilings", "--device", device, "--json", str(path), *drawn]) == 0
+    assert not drawn or plot.read_bytes().startswith(b"\x89PNG")
     written = json.loads(path.read_text())
     assert written["benchmark"] == f"ceilings-{device}"
     found = written["results"]
