@@ -27,6 +27,7 @@ from speedswap.tables.storage import available_bytes
 __all__ = ["Plan", "run"]
 
 _SHARE_OF_MEMORY = 0.7
+_SHARE_OF_TIME = 0.5  # for faulting a table in and registering it; filling it comes to that
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -103,6 +104,7 @@ def run(device: str, *, quick: bool = False, plan: Plan | None = None) -> dict[s
             print(f"{name}: {text}", flush=True)
     late = _Late(deadline, found["left_out"])
     found["registration"] = registration(min(plan.registered_bytes, room), device)
+    footprints = _quick_enough(footprints, found, plan)
     with Link(footprints[-1], device) as link:
         found["filled"] = {"bytes": link.nbytes, "seconds": link.seconds}
         print(f"\n{link.nbytes / _GIB:.1f} GiB made ready: {_as_text(link.seconds)}", flush=True)
@@ -116,6 +118,19 @@ def run(device: str, *, quick: bool = False, plan: Plan | None = None) -> dict[s
     for what in found["left_out"]:
         print(f"left out: {what}")
     return found
+
+
+def _quick_enough(footprints: list[int], found: dict[str, Any], plan: Plan) -> list[int]:
+    """Without the largest tables, where making them ready would take most of the time; what is left out is noted."""
+    (entry,) = [entry for entry in found["registration"] if entry["huge_pages"] and entry["faulted_in_before"]]
+    for_a_byte = sum(entry["seconds"].values()) / entry["bytes"]
+    quick = [nbytes for nbytes in footprints if nbytes * for_a_byte < _SHARE_OF_TIME * plan.seconds]
+    quick = quick or [footprints[0]]
+    found["left_out"] += [
+        f"a table of {nbytes / _GIB:.0f} GiB: making it ready takes {nbytes * for_a_byte:.0f} s"
+        for nbytes in footprints[len(quick) :]
+    ]
+    return quick
 
 
 class _Late:

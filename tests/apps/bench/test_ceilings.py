@@ -117,6 +117,14 @@ def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch):
         ceilings.run("cpu", plan=SMALL)
 
 
+def test_tables_that_would_take_all_the_time_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    slow = {"bytes": MIB, "huge_pages": True, "faulted_in_before": True, "seconds": {"fault in": 1.0, "register": 1.0}}
+    monkeypatch.setattr(ceilings, "registration", lambda nbytes, device: [{**slow, "huge_pages": False}, slow])
+    found = ceilings.run("cpu", plan=replace(SMALL, footprints=(4 * MIB, 8 * MIB), seconds=20.0))
+    assert found["left_out"] == ["a table of 0 GiB: making it ready takes 16 s"]
+    assert found["filled"]["bytes"] == 4 * MIB
+
+
 def test_what_comes_too_late_is_left_out_and_said(device: str, capsys: pytest.CaptureFixture[str]):
     found = ceilings.run(device, plan=replace(SMALL, footprints=(4 * MIB,), seconds=-1.0))
     late = ["rows of 512 B by 1 threads of the CPU", "the CPU's memory with 1 threads"]
