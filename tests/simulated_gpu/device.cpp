@@ -12,6 +12,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -54,12 +55,15 @@ struct Item {
 struct Stream {
     std::deque<Item> items;
     Ticket queued = 0, done = 0;
+    Ticket known = 0;                   // what the host has waited for
+    std::map<StreamId, Ticket> waited;  // what of other streams comes before what is queued next
 };
 
 struct Block {
     size_t nbytes;
     StreamId stream;
-    std::set<StreamId> used_by;
+    std::set<StreamId> used_by;          // as record_stream says
+    std::map<StreamId, Ticket> read_by;  // other streams on which torch computed with it, and until when
 };
 
 struct Freed {
@@ -269,6 +273,11 @@ void free_device(void* pointer) {
     Stream& own = all.streams[block.stream];
     Freed& freed = all.freed[(char*)pointer];
     freed = {block.nbytes, false, {}};
+    for (const auto& [stream, ticket] : block.read_by)
+        if (!block.used_by.count(stream) && all.streams[stream].known < ticket && own.waited[stream] < ticket)
+            fail(
+                "device memory was freed while a stream that it was not made on may compute with it: it needs "
+                "record_stream");
     for (StreamId stream : block.used_by)
         freed.until.emplace_back(stream, all.streams[stream].queued);
     if (all.policy == kAhead || (all.policy == kRandom && all.random() % 2)) run_alone(own);
@@ -298,7 +307,7 @@ struct DeviceAllocator final : c10::Allocator {
         char* memory = (char*)std::aligned_alloc(512, rounded(nbytes));
         TORCH_CHECK(memory, "the host has no memory for the simulated GPU");
         std::memset(memory, kPoison, nbytes);
-        all.blocks[memory] = {nbytes, current_stream, {}};
+        all.blocks[memory] = {nbytes, current_stream, {}, {}};
         all.allocated += nbytes;
         all.peak = std::max(all.peak, all.allocated);
         all.total += nbytes;
@@ -345,6 +354,23 @@ void record_stream(const void* pointer, StreamId stream) {
     if ((char*)pointer < after->first + block.nbytes && block.stream != stream) block.used_by.insert(stream);
 }
 
+// Torch computes with these tensors on the current stream, now.
+template <typename Tensors>
+void note_uses(const Tensors& tensors) {
+    State& all = state();
+    Lock lock(all.mutex);
+    std::vector<Block*> foreign;
+    for (const Tensor& tensor : tensors) {
+        if (!tensor.defined() || !tensor.is_cuda()) continue;
+        const auto found = all.blocks.find((char*)tensor.storage().data_ptr().get());
+        if (found != all.blocks.end() && found->second.stream != current_stream) foreign.push_back(&found->second);
+    }
+    if (foreign.empty()) return;
+    queue(current_stream, [] {});
+    for (Block* block : foreign)
+        block->read_by[current_stream] = all.streams[current_stream].queued;
+}
+
 // ---- what torch asks of a device
 // --------------------------------------------------------------------------------------
 
@@ -353,18 +379,37 @@ struct Event {
     Ticket ticket = 0;
 };
 
+// The host knows that a stream has done so much, and what that waited for.
+void know(StreamId id, Ticket ticket) {
+    Stream& stream = state().streams[id];
+    stream.known = std::max(stream.known, ticket);
+    for (const auto& [other, waited] : stream.waited)
+        state().streams[other].known = std::max(state().streams[other].known, waited);
+}
+
+void know_current() {
+    Lock lock(state().mutex);
+    know(current_stream, state().streams[current_stream].queued);
+}
+
 void synchronize(StreamId stream, Ticket ticket) {
     State& all = state();
     Lock lock(all.mutex);
     drift();
     run_to(stream, ticket);
+    know(stream, ticket);
     release_freed();
 }
 
 void wait_for(StreamId stream, StreamId awaited, Ticket ticket) {
     State& all = state();
     Lock lock(all.mutex);
-    if (stream == awaited || all.streams[awaited].done >= ticket) return;
+    if (stream == awaited) return;
+    auto& waited = all.streams[stream].waited;
+    waited[awaited] = std::max(waited[awaited], ticket);
+    for (const auto& [other, before] : all.streams[awaited].waited)
+        waited[other] = std::max(waited[other], before);
+    if (all.streams[awaited].done >= ticket) return;
     queue(stream, Item{nullptr, awaited, ticket, {}, false});
 }
 
@@ -381,8 +426,10 @@ void synchronize_all() {
     std::vector<StreamId> ids;
     for (const auto& entry : state().streams)
         ids.push_back(entry.first);
-    for (StreamId id : ids)
+    for (StreamId id : ids) {
         run_to(id, state().streams[id].queued);
+        know(id, state().streams[id].queued);
+    }
     release_freed();
 }
 
@@ -392,7 +439,10 @@ bool query(StreamId stream, Ticket ticket) {
     Lock lock(all.mutex);
     drift();
     const bool done = all.streams[stream].done >= ticket;
-    if (!done) run_to(stream, all.streams[stream].done + 1);
+    if (done)
+        know(stream, ticket);
+    else
+        run_to(stream, all.streams[stream].done + 1);
     release_freed();
     return done;
 }
@@ -551,7 +601,7 @@ class Call {
         const size_t count = schema.arguments().size(), begin = stack->size() - count;
         check_devices(*stack, begin);
         drain();
-        note(*stack, begin);
+        trip_ = note(*stack, begin);
         for (size_t i = 0; i < count; ++i) {
             const auto* alias = schema.arguments()[i].alias_info();
             writes_ = alias && alias->isWrite();
@@ -569,6 +619,11 @@ class Call {
             if (passed.written) written(passed);
         for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
             (*stack)[i] = to_gpu((*stack)[i]);
+        std::vector<Tensor> tensors;
+        for (const Passed& passed : passed_)
+            tensors.push_back(passed.gpu);
+        note_uses(tensors);
+        if (trip_) know_current();
     }
 
   private:
@@ -610,7 +665,7 @@ class Call {
     }
 
     // Operations whose result tells the host something, or whose size does.
-    void note(const torch::jit::Stack& stack, size_t begin) const {
+    bool note(const torch::jit::Stack& stack, size_t begin) const {
         static const std::unordered_set<std::string> sized = {
             "aten::nonzero",    "aten::masked_select",          "aten::_unique2",
             "aten::unique_dim", "aten::unique_consecutive",     "aten::_unique",
@@ -635,6 +690,7 @@ class Call {
                     break;
             }
         if (trip) note_round_trip(name().substr(6));
+        return trip;
     }
 
     Tensor host(const Tensor& tensor) {
@@ -729,7 +785,7 @@ class Call {
 
     const c10::OperatorHandle& op_;
     const bool put_off_;
-    bool writes_ = false;
+    bool writes_ = false, trip_ = false;
     std::deque<Passed> passed_;
     std::map<c10::StorageImpl*, c10::Storage> storages_;
 };
@@ -808,6 +864,7 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
         const Tensor before = later ? cloned(to) : Tensor();
         copy_host(to, bare(from));
         if (later) put_off(to, before, cloned(to));
+        note_uses(std::array<Tensor, 2>{self, from});
         return self;
     }
     const Tensor& near = on_gpu(self) ? from : self;
@@ -823,7 +880,9 @@ Tensor& copy(Tensor& self, const Tensor& source, bool non_blocking) {
     } else {
         note_round_trip(on_gpu(self) ? "copy to the device" : "copy to the host");
         copy_host(to, on_gpu(from) ? bare(from) : from);
+        know_current();
     }
+    note_uses(std::array<Tensor, 2>{self, from});
     return self;
 }
 

@@ -90,6 +90,45 @@ def test_memory_that_another_stream_reads_must_be_recorded() -> None:
         assert freed_while_read(recorded=False) != [7.0] * 4
 
 
+def made_beside_read_here(*, recorded: bool) -> float:
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    with torch.cuda.stream(side):
+        rows = torch.ones(4, device="cuda")
+    here.wait_stream(side)
+    total = rows.sum()
+    if recorded:
+        rows.record_stream(here)
+    del rows
+    return float(total)
+
+
+@pytest.mark.parametrize("policy", ["eager", "late", "ahead", "random"])
+def test_memory_of_another_stream_that_torch_reads_must_be_recorded(policy: str) -> None:
+    with simulated_gpu.policy(policy):
+        assert made_beside_read_here(recorded=True) == 4.0
+        with pytest.raises(RuntimeError, match="freed while a stream that it was not made on may compute with it"):
+            made_beside_read_here(recorded=False)
+
+
+def test_who_has_waited_need_not_record() -> None:
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    rows = torch.ones(4, device="cuda")
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        total = rows.sum()
+    here.wait_stream(side)
+    total.record_stream(here)
+    del rows
+    assert float(total) == 4.0
+    rows = torch.ones(4, device="cuda")
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        total = rows.sum()
+        assert float(total) == 4.0  # which waits for the stream
+    del rows, total
+    torch.cuda.synchronize()
+
+
 def test_a_write_to_freed_memory_is_reported() -> None:
     side = torch.cuda.Stream()
     target, source = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
