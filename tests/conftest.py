@@ -71,7 +71,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         lacks = "the simulated GPU has no" in str(error) or "'SparseCUDA' backend" in str(error)
         if not (simulated_gpu.is_on() and lacks):
             raise
-        pytest.skip(str(error).splitlines()[0])
+        pytest.skip(str(error).partition(" with arguments")[0])
 
 
 @pytest.fixture(autouse=True)
