@@ -273,8 +273,8 @@ def test_plan_uses_the_plugins_that_are_there(tmp_path):
         next(part.command for part in make_plan(tmp_path, has=has) if part.name == "tests")
         for has in ((), ("pytest-xdist", "pytest-timeout"))
     )
-    assert not {"-n", "--timeout=60"} & set(without)
-    assert {"-n", "--timeout=60"} <= set(with_them)
+    assert not {"-n", "--timeout=100"} & set(without)
+    assert {"-n", "--timeout=100"} <= set(with_them)
 
 
 def test_parts_are_chosen_by_name_and_group_after_those_that_build(tmp_path):

@@ -135,7 +135,7 @@ def tables_lines(found: dict[str, Any], source: str) -> list[Line]:
         rows = f"{work['tables']} tables of {trainer['rows']:,} × {work['dim']}"
         lines.append(Line(f"{what} in {rows}", asked, reached, line["met"], source))
     profile = found.get("profile")
-    if profile is not None and profile["swap_hidden"] is not None:
+    if profile is not None and profile.get("swap_hidden") is not None:
         both = profile["both_directions"]
         reached = f"{profile['swap_hidden']:.0%}" + ("" if both is None else f"; both directions at once {both:.0%}")
         lines.append(Line("of the time that rows move, beside computation, in a profile", "", reached, None, source))

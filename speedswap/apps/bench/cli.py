@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         }
         drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items()})
         print("drew", ", ".join(str(path) for path in drawn))
-    return 0
+    return 1 if any(one.get("failed") for one in found.values()) else 0
 
 
 def _tables(device: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,9 @@ step with Zipf's frequencies, 1.05. docs/design/benchmarks.md says more.
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,7 +87,8 @@ def run(
 
     Returns:
         What was found, as JSON can hold it: ``peers``, ``workload``, ``published`` (by others, on another machine),
-        ``optimizers``, ``acceptance`` and, if asked for, ``profile``.
+        ``optimizers``, ``acceptance`` and, if asked for, ``profile``; ``failed``: ours that could not be measured, and
+        why.
 
     Raises:
         WrongResultError: a trainer trains otherwise than torch.
@@ -107,6 +110,7 @@ def run(
         },
         "published": PUBLISHED,
         "optimizers": {},
+        "failed": [],
     }
     bench = _Bench(device, plan, peers, engine)
     # What is most worth knowing first: ours in the way that is asked for, then ours in others, then the peers.
@@ -116,7 +120,13 @@ def run(
             with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
                 if turn == "ours":
                     into = profile_to if "profile" not in found else None
-                    result |= bench.ours(kind, into)
+                    try:
+                        result |= bench.ours(kind, into)
+                    except WrongResultError:
+                        raise
+                    except Exception as error:  # what was found of the others is worth having
+                        found["failed"].append(f"{kind.name}: {type(error).__name__}: {error}")
+                        print(traceback.format_exc(), file=sys.stderr)
                     if "profile" in result:
                         found["profile"] = result.pop("profile")
                 else:
@@ -195,7 +205,7 @@ class _Bench:
             if profile_to is not None:
                 trainer.ahead = 1
                 steps_of = lambda count: trainer.steps(self._taken(batches, 0)[:count], self._grad)  # noqa: E731
-                found["profile"] = profile.record(steps_of, profile_to, "tables", self._device)
+                found["profile"] = _profiled(steps_of, profile_to, self._device)
         finally:
             trainer.close()
         return found
@@ -249,6 +259,13 @@ class _Bench:
     def _taken(self, batches: Sequence[Lookups], repeat: int) -> Sequence[Lookups]:
         first = repeat % 2 * self._plan.steps
         return batches[first : first + self._plan.steps]
+
+
+def _profiled(steps: Callable[[int], Iterator[None]], folder: Path, device: str) -> dict[str, Any]:
+    try:
+        return profile.record(steps, folder, "tables", device)
+    except Exception as error:  # the figures are worth more than their picture
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def _folded(batch: Lookups, rows_before: int, rows: int) -> Lookups:

@@ -126,6 +126,34 @@ def test_tables_without_room_get_fewer_rows_or_none(monkeypatch, capsys):
     assert found["acceptance"][0]["reached_seconds"] is None
 
 
+def test_what_fails_is_said_and_leaves_the_others(monkeypatch, tmp_path, capsys):
+    real = tables._Bench.ours
+
+    def ours(bench, kind, into):
+        if kind.name == "adam":
+            raise RuntimeError("no room")
+        return real(bench, kind, into)
+
+    monkeypatch.setattr(tables._Bench, "ours", ours)
+    monkeypatch.setattr(Plan, "of", lambda device, quick: SMALL)
+    report = tmp_path / "tables.json"
+    assert main(["bench", "tables", "--device", "cpu", "--json", str(report)]) == 1
+    found = json.loads(report.read_text())["results"]
+    assert found["failed"] == ["adam: RuntimeError: no room"]
+    assert found["optimizers"]["sgd"]["trainers"]["speedswap, lookahead"]["seconds"] > 0
+    assert "RuntimeError: no room" in capsys.readouterr().err
+
+
+def test_a_profile_that_fails_costs_no_figures(monkeypatch, tmp_path):
+    def fails(*how):
+        raise RuntimeError("no counters")
+
+    monkeypatch.setattr(tables.profile, "record", fails)
+    found = tables.run("cpu", plan=SMALL, profile_to=tmp_path)
+    assert found["profile"] == {"failed": "RuntimeError: no counters"}
+    assert found["acceptance"][0]["reached_seconds"] > 0
+
+
 def test_when_the_time_is_over_no_table_is_made():
     found = tables.run("cpu", plan=replace(SMALL, seconds=0.0))
     for result in found["optimizers"].values():
