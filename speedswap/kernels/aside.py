@@ -15,6 +15,7 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from speedswap import _C
 from speedswap.kernels.cuda.streams import index_of, side_stream
@@ -85,7 +86,7 @@ def beside(
     """
     parts: list[Aside[T]] = [Aside() for _ in range(count)]
     if device.type != "cuda":
-        _thread(direction).submit(_fulfil, parts, lambda: results(first()), None)
+        _thread(direction).submit(_fulfil, parts, lambda: results(_ask(first)), direction, None)
         return parts
     index = index_of(device)
     asking, stream = side_stream(index, f"ids {direction}"), side_stream(index, f"rows {direction}")
@@ -95,7 +96,7 @@ def beside(
     def begin() -> Iterator[T]:
         with torch.cuda.stream(asking):
             asking.wait_event(ready)
-            answer = first()
+            answer = _ask(first)
         stream.wait_stream(asking)
         return results(answer)
 
@@ -106,16 +107,25 @@ def beside(
                 tensor.record_stream(asking)
                 tensor.record_stream(stream)
         with torch.cuda.stream(stream):
-            _fulfil(parts, begin, stream)
+            _fulfil(parts, begin, direction, stream)
 
     _thread(direction).submit(run)
     return parts
 
 
-def _fulfil(parts: list[Aside[T]], begin: Callable[[], Iterator[T]], stream: torch.cuda.Stream | None) -> None:
+# A profile tells what runs beside the computation by the names of these ranges.
+def _ask(first: Callable[[], S]) -> S:
+    with record_function("ids"):
+        return first()
+
+
+def _fulfil(
+    parts: list[Aside[T]], begin: Callable[[], Iterator[T]], direction: Direction, stream: torch.cuda.Stream | None
+) -> None:
     try:
-        for part, result in zip(parts, begin(), strict=True):
-            part._set(result, stream)
+        with record_function(f"swap {direction}"):
+            for part, result in zip(parts, begin(), strict=True):
+                part._set(result, stream)
     except BaseException as error:
         for part in parts:
             if not part._future.done():
