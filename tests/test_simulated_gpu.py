@@ -15,8 +15,22 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 RUNS = {
     # What takes long here is long for the sake of caches, which are not simulated.
-    "late": ["tests/simulated_gpu", "tests/kernels", "tests/tables", "tests/swapping", "-k", "not cache"],
-    "ahead": ["tests/kernels/test_engines.py", "tests/swapping/test_lookahead.py"],
+    "late": [
+        "tests/simulated_gpu",
+        "tests/kernels",
+        "tests/tables",
+        "tests/swapping",
+        "tests/apps/bench/test_ceilings.py",
+        "tests/apps/bench/test_tables.py",
+        *(str(path) for path in sorted(Path(REPOSITORY, "tests/apps").glob("test_word2vec_*.py"))),
+        "-k",
+        "not cache",
+    ],
+    "ahead": [
+        "tests/kernels/test_engines.py",
+        "tests/swapping/test_lookahead.py",
+        "tests/swapping/test_shared_rows.py",
+    ],
 }
 
 
