@@ -250,6 +250,7 @@ def _wanted(
     to_gather = rows
     for other in [*others, awaited] if traffic._in_host_memory(_CPU) and rows.is_cuda else []:
         if other is not None and len(other) and len(rows):
+            kernels.used_here([other])  # a lookup that was not announced has made its rows on another stream
             places = kernels.places_among(other.to(rows.device), rows)
             to_gather = torch.where(places < 0, to_gather, -1)
     return _Wanted(rows, local, to_gather, None if to_gather is rows else awaited)

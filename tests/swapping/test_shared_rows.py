@@ -182,3 +182,19 @@ def test_writing_the_table_in_between(gpu: str):
             if step == 3:
                 one.table.write(30, torch.full((20, DIM), 3.0))
     same_tables(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:rows of table .* are looked up for training that the lookahead was not told of")
+def test_lookups_that_were_not_announced(gpu: str):
+    """Their rows are made on the stream of the computation, and compared on another one."""
+    plain, model = embedding(gpu), embedding(gpu)
+    loader = batches(gpu) * 3
+    for one in (plain, model):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for step, ids in enumerate(loader if one is plain else ahead(one, loader)):
+            looked_up = ids + 1 if step % 3 == 0 else ids
+            one(looked_up % ROWS).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del looked_up
+    same_tables(model, plain)

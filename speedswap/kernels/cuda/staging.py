@@ -110,6 +110,7 @@ class Ring:
         self._device = device
         self._copies = side_stream(device, f"copies {direction}")
         self._kernels = side_stream(device, f"kernels {direction}")
+        self._asking = side_stream(device, f"row ids {direction}")  # which do not wait for copies that are under way
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
         self._ids: PinnedMemory | None = None
@@ -135,7 +136,7 @@ class Ring:
                 _copy_on_host(_C.gather, records, ids[rows], packing, buffer)
                 self._copies.wait_event(buffer.moved)
                 nbytes = (rows.stop - rows.start) * packing.stride
-                self._copy(buffer.near.data_ptr(), buffer.host.pointer, nbytes, modules.HOST_TO_DEVICE)
+                self._copy(buffer.near.data_ptr(), buffer.host.pointer, nbytes, modules.HOST_TO_DEVICE, self._copies)
                 buffer.copied.record(self._copies)
                 self._kernels.wait_event(buffer.copied)
                 self._move("gather", buffer, ids, rows, packing, parts, places)
@@ -166,7 +167,7 @@ class Ring:
                 self._move("scatter", buffer, ids, rows, packing, parts, places)
                 self._copies.wait_event(buffer.moved)
                 nbytes = (rows.stop - rows.start) * packing.stride
-                self._copy(buffer.host.pointer, buffer.near.data_ptr(), nbytes, modules.DEVICE_TO_HOST)
+                self._copy(buffer.host.pointer, buffer.near.data_ptr(), nbytes, modules.DEVICE_TO_HOST, self._copies)
                 buffer.copied.record(self._copies)
                 under_way.append((buffer, rows))
             for buffer, rows in under_way:
@@ -206,18 +207,18 @@ class Ring:
         move(what, packed, ids[rows], some, device, self._kernels, packed=True, places=near)
         buffer.moved.record(self._kernels)
 
-    def _copy(self, to: int, from_: int, nbytes: int, kind: int) -> None:
+    def _copy(self, to: int, from_: int, nbytes: int, kind: int, stream: torch.cuda.Stream) -> None:
         with modules.on_device(self._device):
-            modules.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, self._copies.cuda_stream)
+            modules.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
 
     def _on_host(self, ids: Tensor, ready: torch.cuda.Event) -> Tensor:
         if ids.device.type == "cpu":
             return ids
         if self._ids is None or self._ids.nbytes < ids.nbytes:
             self._ids = PinnedMemory(2 * ids.nbytes)
-        self._copies.wait_event(ready)
-        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, modules.DEVICE_TO_HOST)
-        self._copies.synchronize()
+        self._asking.wait_event(ready)
+        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, modules.DEVICE_TO_HOST, self._asking)
+        self._asking.synchronize()
         return self._ids.bytes[: ids.nbytes].view(ids.dtype)
 
     @contextlib.contextmanager
@@ -228,8 +229,8 @@ class Ring:
                 yield
             except BaseException:
                 # Interrupted between a copy and its event: the buffers must be at rest before the next move.
-                self._copies.synchronize()
-                self._kernels.synchronize()
+                for stream in (self._asking, self._copies, self._kernels):
+                    stream.synchronize()
                 raise
 
     def _buffers_for(self, num_rows: int, stride: int) -> Iterator[tuple[_Buffer, slice]]:
