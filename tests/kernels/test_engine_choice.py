@@ -61,6 +61,20 @@ def test_auto_takes_the_fastest_for_the_width_and_the_direction(measurements: li
     assert measurements == [0]
 
 
+@pytest.mark.parametrize(
+    "zero_copy, staged, split, engine",
+    [
+        (49.0, 50.0, 50.0, "zero_copy"),
+        (40.0, 49.0, 50.0, "staged"),
+        (40.0, 48.0, 50.0, "split"),
+        (9.0, 8.0, 7.0, "zero_copy"),
+    ],
+)
+def test_of_engines_about_as_fast_the_one_that_asks_least(zero_copy, staged, split, engine: str):
+    """Kernels alone need no thread of the CPU's; the copy engine needs no multiprocessor."""
+    assert Rate(512, zero_copy, staged, split, 0.5).way("auto", 16).engine == engine
+
+
 def test_what_was_asked_for_is_taken(measurements: list[int]):
     choice.measured(0)
     assert choice.way("staged", 0, "in", 10**6, 512) == STAGED
