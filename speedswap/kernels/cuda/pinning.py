@@ -35,7 +35,7 @@ def anonymous(nbytes: int) -> mmap.mmap:
 
 
 class PinnedMemory:
-    """Anonymous memory, faulted in and registered with CUDA if that can be; forked children do not have it.
+    """Anonymous memory, faulted in and registered with CUDA if that can be; forked children then do not have it.
 
     Attributes:
         bytes: all of it, a uint8 tensor.
@@ -51,7 +51,11 @@ class PinnedMemory:
         self.nbytes = nbytes
         prefault(self.pointer, nbytes)
         self.failure = pin(self.pointer, nbytes)
-        self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping) if not self.failure else None
+        self._unpin = None
+        if self.failure is None:
+            self._unpin = weakref.finalize(self, unpin, self.pointer, os.getpid(), mapping)
+        else:
+            mapping.madvise(mmap.MADV_DOFORK)
 
     def close(self) -> None:
         """Give it back, once the GPUs have done what was queued."""

@@ -1,0 +1,37 @@
+"""Memory that is pinned where there is a GPU, and ordinary memory where there is none, or where it refuses."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from speedswap.kernels.cuda import pinning
+from speedswap.kernels.cuda.pinning import PinnedMemory
+
+
+def test_it_has_exactly_the_bytes_that_were_asked_for():
+    memory = PinnedMemory(12_345)
+    assert memory.bytes.shape == (12_345,)
+    assert memory.pointer == memory.bytes.data_ptr()
+    assert not memory.bytes.any()
+    memory.bytes.fill_(7)
+    assert (memory.failure is None) == torch.cuda.is_available()
+    memory.close()
+    assert not len(memory.bytes)
+
+
+def test_what_could_not_be_pinned_is_there_in_a_forked_child(monkeypatch: pytest.MonkeyPatch):
+    """As the workers of a loader are forked, which may read a table that stayed pageable."""
+    monkeypatch.setattr(pinning, "pin", lambda pointer, nbytes: "out of memory")
+    memory = PinnedMemory(8192)
+    memory.bytes.fill_(7)
+    numbers = memory.bytes.numpy()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if bytes(numbers[:2]) == b"\x07\x07" else 1)
+    _, status = os.waitpid(child, 0)
+    assert memory.failure == "out of memory"
+    assert os.WIFEXITED(status), "the child was killed by a signal"
+    assert os.WEXITSTATUS(status) == 0
