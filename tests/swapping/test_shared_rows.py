@@ -185,8 +185,12 @@ def test_writing_the_table_in_between(gpu: str):
 
 
 @pytest.mark.filterwarnings("ignore:rows of table .* are looked up for training that the lookahead was not told of")
-def test_lookups_that_were_not_announced(gpu: str):
-    """Their rows are made on the stream of the computation, and compared on another one."""
+def test_lookups_that_were_not_announced(gpu: str, monkeypatch: pytest.MonkeyPatch):
+    """Their rows are made on the stream of the computation, and compared on another one, which is to be known."""
+    compared, recorded = [], []
+    compare, record = kernels.places_among, kernels.used_here
+    monkeypatch.setattr(kernels, "places_among", lambda rows, wanted: (compared.append(rows), compare(rows, wanted))[1])
+    monkeypatch.setattr(kernels, "used_here", lambda tensors: (recorded.extend(tensors), record(tensors))[1])
     plain, model = embedding(gpu), embedding(gpu)
     loader = batches(gpu) * 3
     for one in (plain, model):
@@ -196,5 +200,6 @@ def test_lookups_that_were_not_announced(gpu: str):
             one(looked_up % ROWS).pow(2).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-            del looked_up
     same_tables(model, plain)
+    assert compared
+    assert {id(rows) for rows in compared} <= {id(tensor) for tensor in recorded}
