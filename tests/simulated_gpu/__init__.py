@@ -57,7 +57,7 @@ def switch_on(policy: str = "late", seed: int = 0) -> None:
     reason = unavailable()
     if reason is not None:
         raise RuntimeError(f"no simulated GPU: {reason}")
-    _device.library()
+    _device.loaded()
     _device.set_policy(policy, seed)
     for name, replacement in torch_cuda.REPLACED.items():
         setattr(torch.cuda, name, replacement)

@@ -62,20 +62,20 @@ class Memory:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
     """The device, registered with torch for the rest of the process."""
     path = building.device_library()
     torch.ops.load_library(str(path))
-    loaded = ctypes.CDLL(str(path))  # which lets go of the GIL in each call
+    handle = ctypes.CDLL(str(path))  # which lets go of the GIL in each call
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, f"simulated_{name}")
+        function = getattr(handle, f"simulated_{name}")
         function.restype, function.argtypes = result, arguments
-    return loaded
+    return handle
 
 
 @functools.cache
 def _function(name: str) -> Any:
-    return getattr(library(), f"simulated_{name}")
+    return getattr(loaded(), f"simulated_{name}")
 
 
 def call(name: str, *arguments: Any) -> Any:
