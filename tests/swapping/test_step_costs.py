@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,11 +42,14 @@ def gpu(device: str) -> str:
 def waits() -> Iterator[Callable[[], int | None]]:
     """Fail where torch makes the host wait; how often the package did, where that can be counted."""
     before = torch.cuda.get_sync_debug_mode()
+    gc.collect()  # another test's table, given back in between, would wait for the device
     with simulated_gpu.counted() if simulated_gpu.is_on() else contextlib.nullcontext() as counts:
         torch.cuda.set_sync_debug_mode("error")
+        gc.disable()
         try:
             yield lambda: len(counts.round_trips) if counts is not None else None
         finally:
+            gc.enable()
             torch.cuda.set_sync_debug_mode(before)
 
 
