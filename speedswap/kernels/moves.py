@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
-from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts, put_rows
+from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts
 from speedswap.kernels.threads import get_num_threads
 
 __all__ = ["gather_records", "round_rows", "rounding_key", "scatter_records"]
 
 
-def gather_records(records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None = None) -> None:
+def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
     """Copy columns out of records: row ``i`` of each block becomes that column of record ``ids[i]``.
 
     Host records and blocks: the CPU engine. CUDA records: a kernel on torch's current stream. Host records with CUDA
@@ -25,18 +25,10 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part], places:
         ids: int32 or int64, shape (n,), on any device, already checked to be in range; with CUDA blocks -1 passes a row
             of the blocks over: it stays as it is.
         parts: the columns; blocks have n rows and are all on one device.
-        places: row ``places[i]`` of the blocks instead of row ``i``: of the ids' dtype and shape, contiguous, on the
-            blocks' device. The blocks then have as many rows as they like, and the others stay as they are.
     """
     if len(ids) == 0 or not parts:
         return
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":
-        if places is not None:
-            rows = [part._replace(block=part.block.new_empty((len(ids), *part.block.shape[1:]))) for part in parts]
-            gather_records(records, ids, rows)
-            for part, gathered in zip(parts, rows, strict=True):
-                put_rows(part.block, gathered.block, places)
-            return
         ids = ids.cpu().contiguous()
         _C.gather(
             records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), engine_parts(parts),
@@ -45,7 +37,7 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part], places:
         return
     from speedswap.kernels import cuda
 
-    cuda.gather_records(records, ids, parts, places)
+    cuda.gather_records(records, ids, parts)
 
 
 def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedswap.kernels.fence import Fence
 
-__all__ = ["ENGINES", "Part", "Records", "Stored", "engine_part", "engine_parts", "put_rows", "stored_bytes"]
+__all__ = ["ENGINES", "Part", "Records", "Stored", "engine_part", "engine_parts", "stored_bytes"]
 
 # auto: whichever is fastest here, by measurement. The others are in kernels/cuda/engines.py.
 ENGINES = ("auto", "zero_copy", "staged", "split")
@@ -66,14 +66,6 @@ class Part(NamedTuple):
 def stored_bytes(dtype: torch.dtype, items: int) -> int:
     """Bytes of a row of ``items`` as a record holds it, where its block is float32."""
     return items * dtype.itemsize + (SCALE_BYTES if dtype is torch.int8 else 0)
-
-
-def put_rows(block: Tensor, rows: Tensor, places: Tensor | None) -> None:
-    """Copy rows into a block: one after the other, or to their places in it."""
-    if places is None:
-        block.copy_(rows)
-    else:
-        block.index_copy_(0, places.to(block.device, torch.int64), rows.to(block.device))
 
 
 Copied = tuple[int, int, int, int]

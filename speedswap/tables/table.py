@@ -66,6 +66,8 @@ class Table:
         self._lock = threading.RLock()
         self._traffic = Traffic(segments)
         self._owner_pid = os.getpid()
+        if self.pinned:
+            kernels.prepare_engine(self.engine, self.nbytes)
 
     # ------------------------------------------------------------------ making one
 
@@ -139,10 +141,7 @@ class Table:
             if directory is not None:
                 directory.remove()
             raise
-        table = cls(segments, {})
-        if table.pinned:
-            kernels.prepare_engine(engine, table.nbytes)
-        return table
+        return cls(segments, {})
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> Table:

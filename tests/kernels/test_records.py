@@ -131,19 +131,6 @@ def test_blocks_of_any_dtype_and_shape(where: str, device: str, dtype: torch.dty
     )  # fmt: skip
 
 
-@pytest.mark.cuda_kernels
-@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64], ids=str)
-def test_rows_go_to_their_places(where: str, device: str, ids_dtype: torch.dtype):
-    """Record ids[i] becomes row places[i] of larger blocks, whose other rows stay as they are."""
-    memory = Memory(300, 192, where)
-    ids, places = torch.randperm(300)[:100], torch.randperm(140)[:100]
-    parts = [Part(64 * c, torch.full((140, 64), 7, dtype=torch.uint8, device=device)) for c in range(3)]
-    gather_records(memory.records(), ids.to(device, ids_dtype), parts, places.to(device, ids_dtype))
-    expected = np.full((140, 192), 7, np.uint8)
-    expected[places] = memory.numpy()[ids]
-    np.testing.assert_array_equal(torch.cat([part.block.cpu() for part in parts], 1).numpy(), expected)
-
-
 def test_no_ids_or_no_columns_do_nothing(where: str, device: str):
     memory = Memory(5, 16, where)
     before = memory.numpy()

@@ -71,3 +71,18 @@ def test_wrong_engines_are_errors(tmp_path: Path):
         Table.load(tmp_path / "saved", storage="pageable", engine="split")
     with Table.load(tmp_path / "saved", storage="pageable", engine="staged") as loaded:
         assert loaded.engine == "staged"
+
+
+def test_engines_are_prepared_when_a_pinned_table_is_made_or_loaded(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """So that no training step has to measure them."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(speedswap.kernels, "prepare_engine", lambda engine, nbytes: asked.append((engine, nbytes)))
+    with Table.create(64, 8, storage="pinned") as table:
+        table.save(tmp_path / "saved")
+    with Table.load(tmp_path / "saved", storage="pinned", engine="split"):
+        pass
+    assert asked == [("auto", 64 * 32), ("split", 64 * 32)]

@@ -40,75 +40,40 @@ ZERO_COPY = Way(1.0)
 STAGED = Way(0.0)
 
 
-def gather(
-    way: Way,
-    records: Records,
-    ids: Tensor,
-    parts: Sequence[Part],
-    device: torch.device,
-    places: Tensor | None = None,
-) -> None:
+def gather(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
     """Fill blocks on a GPU with host records, on torch's current stream.
 
     Args:
         way: for pageable records, :data:`STAGED`.
         records: in host memory.
-        ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
+        ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU; -1 passes a row over.
         parts: columns that are at least a byte wide, with blocks on the GPU.
         device: the GPU.
-        places: which rows of the blocks they are, where not one after the other: of the ids' dtype and shape,
-            contiguous, on the GPU.
     """
-    _move("gather", way, records, ids, parts, device, places)
+    _move("gather", way, records, ids, parts, device)
 
 
-def scatter(
-    way: Way,
-    records: Records,
-    ids: Tensor,
-    parts: Sequence[Part],
-    device: torch.device,
-    places: Tensor | None = None,
-) -> None:
+def scatter(way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
     """Write blocks on a GPU to host records, after what is queued on torch's current stream.
 
     What a kernel writes is queued on that stream; what is staged is written when this returns. Arguments as for
-    :func:`gather`; the ids are unique.
+    :func:`gather`; the ids are unique, and none is negative.
     """
-    _move("scatter", way, records, ids, parts, device, places)
+    _move("scatter", way, records, ids, parts, device)
 
 
-def _move(
-    what: str,
-    way: Way,
-    records: Records,
-    ids: Tensor,
-    parts: Sequence[Part],
-    device: torch.device,
-    places: Tensor | None,
-) -> None:
+def _move(what: str, way: Way, records: Records, ids: Tensor, parts: Sequence[Part], device: torch.device) -> None:
     direct = round(way.share * len(ids))
     if direct < len(ids) and records.fence is not None:
         records.fence.wait(reads=False)
     stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(stream)  # what is staged waits for what is queued so far, and not for what goes directly
     if direct:
-        rows = slice(0, direct)
-        move(
-            what,
-            records,
-            ids[rows].to(device),
-            rows_of(parts, rows, places),
-            device,
-            stream,
-            places=None if places is None else places[rows],
-            host_multiprocessors=way.multiprocessors,
-        )
+        near, some = ids[:direct].to(device), rows_of(parts, slice(0, direct))
+        move(what, records, near, some, device, stream, host_multiprocessors=way.multiprocessors)
         if records.fence is not None:
             records.fence.queued(stream, writes=what == "scatter")
     if direct < len(ids):
-        rows = slice(direct, len(ids))
         staged = ring(index_of(device), "in" if what == "gather" else "out")
-        some = None if places is None else places[rows]
         turn = staged.gather if what == "gather" else staged.scatter
-        turn(records, ids[rows], rows_of(parts, rows, places), some, ready)
+        turn(records, ids[direct:], rows_of(parts, slice(direct, len(ids))), ready)

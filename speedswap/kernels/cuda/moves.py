@@ -12,12 +12,12 @@ from speedswap.kernels.cuda.launches import move
 from speedswap.kernels.cuda.rates import Direction
 from speedswap.kernels.cuda.staging import row_bytes
 from speedswap.kernels.cuda.streams import index_of
-from speedswap.kernels.records import Part, Records, put_rows
+from speedswap.kernels.records import Part, Records
 
 __all__ = ["gather_records", "scatter_records"]
 
 
-def gather_records(records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None = None) -> None:
+def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
     """:func:`speedswap.kernels.gather_records` where records or blocks are on a GPU."""
     parts = _with_bytes(parts)
     if not parts:
@@ -25,18 +25,18 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part], places:
     blocks_on = parts[0].block.device
     if records.device.type != "cuda":
         way = _way(records, len(ids), parts, blocks_on, "in")
-        engines.gather(way, records, ids.contiguous(), parts, blocks_on, places)
+        engines.gather(way, records, ids.contiguous(), parts, blocks_on)
         return
     if blocks_on == torch.device("cuda", index_of(records.device)):
-        _on_device("gather", records, ids, parts, places)
+        _on_device("gather", records, ids, parts)
         return
     near = [
         part._replace(block=part.block.new_empty((len(ids), *part.block.shape[1:]), device=records.device))
         for part in parts
     ]
-    _on_device("gather", records, ids, near, None)
+    _on_device("gather", records, ids, near)
     for part, source in zip(parts, near, strict=True):
-        put_rows(part.block, source.block, places)
+        part.block.copy_(source.block)
 
 
 def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
@@ -49,7 +49,7 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
         engines.scatter(way, records, ids.contiguous(), parts, parts[0].block.device)
         return
     near = [part._replace(block=part.block.to(records.device)) for part in parts]
-    _on_device("scatter", records, ids, near, None)
+    _on_device("scatter", records, ids, near)
 
 
 def _way(
@@ -64,6 +64,6 @@ def _with_bytes(parts: Sequence[Part]) -> list[Part]:
     return [part._replace(block=part.block.detach()) for part in parts if part.block.nbytes]
 
 
-def _on_device(what: str, records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None) -> None:
+def _on_device(what: str, records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
     near = ids.to(records.device).contiguous()
-    move(what, records, near, parts, records.device, torch.cuda.current_stream(records.device), places=places)
+    move(what, records, near, parts, records.device, torch.cuda.current_stream(records.device))

@@ -68,9 +68,9 @@ class Packing(NamedTuple):
         return cls(_aligned(end), runs, offsets)
 
 
-def rows_of(parts: Sequence[Part], rows: slice, places: Tensor | None) -> Sequence[Part]:
-    """The parts of some of the rows; where these have places, the blocks are whole."""
-    return parts if places is not None else [part._replace(block=part.block[rows]) for part in parts]
+def rows_of(parts: Sequence[Part], rows: slice) -> list[Part]:
+    """The parts of some of the rows."""
+    return [part._replace(block=part.block[rows]) for part in parts]
 
 
 def row_bytes(parts: Sequence[Part]) -> int:
@@ -116,20 +116,17 @@ class Ring:
         self._ids: PinnedMemory | None = None
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def gather(
-        self, records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None, ready: torch.cuda.Event
-    ) -> None:
+    def gather(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
         """Fill blocks on the GPU with host records. torch's current stream comes after it.
 
         Args:
             records: in host memory, which nothing writes meanwhile.
             ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU; negative ones are passed over.
             parts: columns with blocks on the GPU.
-            places: which rows of the blocks they are, as in :func:`speedswap.kernels.cuda.launches.move`.
-            ready: after which the blocks may be written, and ids and places read.
+            ready: after which the blocks may be written, and the ids read.
         """
         with self._turn(ready):
-            ids, places = self._to_gather(self._on_host(ids, ready), places)
+            ids, places = self._to_gather(self._on_host(ids, ready))
             packing = Packing.of(parts)
             for buffer, rows in self._buffers_for(len(ids), packing.stride):
                 buffer.copied.synchronize()
@@ -143,17 +140,14 @@ class Ring:
             self._done.record(self._kernels)
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
-    def scatter(
-        self, records: Records, ids: Tensor, parts: Sequence[Part], places: Tensor | None, ready: torch.cuda.Event
-    ) -> None:
+    def scatter(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
         """Write blocks on the GPU to host records; returns when they are written.
 
         Args:
             records: in host memory, which nothing else touches meanwhile.
             ids: int32 or int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
             parts: columns with blocks on the GPU.
-            places: which rows of the blocks they are.
-            ready: after which blocks, ids and places are what they should be.
+            ready: after which blocks and ids are what they should be.
         """
         with self._turn(ready):
             host_ids = self._on_host(ids, ready)
@@ -164,7 +158,7 @@ class Ring:
             for buffer, rows in self._buffers_for(len(ids), packing.stride):
                 if len(under_way) == _BUFFERS:
                     self._write(records, host_ids, packing, *under_way.pop(0))
-                self._move("scatter", buffer, ids, rows, packing, parts, places)
+                self._move("scatter", buffer, ids, rows, packing, parts, None)
                 self._copies.wait_event(buffer.moved)
                 nbytes = (rows.stop - rows.start) * packing.stride
                 self._copy(buffer.host.pointer, buffer.near.data_ptr(), nbytes, modules.DEVICE_TO_HOST, self._copies)
@@ -173,14 +167,13 @@ class Ring:
             for buffer, rows in under_way:
                 self._write(records, host_ids, packing, buffer, rows)
 
-    def _to_gather(self, ids: Tensor, places: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The ids without negative ones, and then the places of those that stay."""
-        if not len(ids) or int(ids.min()) >= 0:
-            return ids, places
+    def _to_gather(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The ids without negative ones, and where there were such, the blocks' rows of those that stay."""
+        if int(ids.min()) >= 0:
+            return ids, None
         (kept,) = torch.nonzero(ids >= 0, as_tuple=True)
         with torch.cuda.stream(self._kernels):
-            near = kept.to(torch.device("cuda", self._device))
-            return ids[kept], (near if places is None else places[near]).to(ids.dtype)
+            return ids[kept], kept.to(torch.device("cuda", self._device), ids.dtype)
 
     def _write(self, records: Records, host_ids: Tensor, packing: Packing, buffer: _Buffer, rows: slice) -> None:
         buffer.copied.synchronize()
@@ -199,10 +192,8 @@ class Ring:
         """Between a buffer on the GPU and the blocks."""
         count, device = rows.stop - rows.start, buffer.near.device
         packed = Records(buffer.near.data_ptr(), packing.stride, count, device, False, buffer)
-        some = [
-            part._replace(offset=offset)
-            for offset, part in zip(packing.offsets, rows_of(parts, rows, places), strict=True)
-        ]
+        own = rows_of(parts, rows) if places is None else parts
+        some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, own, strict=True)]
         near = None if places is None else places[rows]
         move(what, packed, ids[rows], some, device, self._kernels, packed=True, places=near)
         buffer.moved.record(self._kernels)
