@@ -7,6 +7,7 @@
     ├── DuplicateIdError        (ValueError)    ids that must be unique are not
     ├── OptimizerError          (TypeError)     this optimizer cannot train a table's rows
     ├── LostUpdateError         (RuntimeError)  a training step did not reach the table
+    ├── WeightError             (RuntimeError)  an embedding's weight was used as if its rows were there
     ├── BatchError              (ValueError)    a batch, or what a loss returned for it, cannot be split
     ├── CoupledLossError        (TypeError)     a loss that couples the samples of a batch was to be split
     ├── MemoryBudgetError       (ValueError)    a memory budget is too small for the least that was asked for
@@ -41,6 +42,7 @@ __all__ = [
     "TableFormatError",
     "TableFullError",
     "TableTooLargeError",
+    "WeightError",
 ]
 
 
@@ -62,6 +64,10 @@ class OptimizerError(SpeedswapError, TypeError):
 
 class LostUpdateError(SpeedswapError, RuntimeError):
     """A training step changed the rows on the device in a way that never reached the table."""
+
+
+class WeightError(SpeedswapError, RuntimeError):
+    """An embedding's ``weight`` was used as a tensor, but its rows are in a table."""
 
 
 class BatchError(SpeedswapError, ValueError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.outside_graphs import outside_graphs
@@ -14,7 +14,7 @@ from speedswap.swapping.table_module import TableModule
 __all__ = ["Embedding"]
 
 
-class Embedding(TableModule):
+class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """A lookup table like ``nn.Embedding``, whose rows and optimizer state live in a :class:`speedswap.Table`.
 
     Forward gathers the batch's rows, weight and optimizer state together, to the device of the ids. The optimizer that
@@ -22,9 +22,10 @@ class Embedding(TableModule):
     are not touched: no decay, no momentum drift (for SGD and Adagrad that is the dense result; for Adam it is the idea
     of ``torch.optim.SparseAdam``).
 
-    ``weight`` is a placeholder that receives the batch's rows and their gradient after the backward pass, for the
-    optimizer, gradient clipping and gradient scaling to work on. ``state_dict`` has the whole table under its name, as
-    ``nn.Embedding`` would.
+    ``weight`` stands for the whole table: it has its shape, initializers fill the table through it, and an optimizer's
+    step sees the batch's rows in it, whose gradient ``weight.grad`` is. Any other use of it as a tensor is a
+    :class:`~speedswap.errors.WeightError`, since its rows are not on the device. ``state_dict`` has the whole table
+    under its name, as ``nn.Embedding`` would, and this is one: ``isinstance(items, nn.Embedding)``.
 
     Args:
         num_embeddings: rows of the table.
@@ -41,7 +42,7 @@ class Embedding(TableModule):
         seed: of the initial values; drawn from torch's random generator by default.
         name: of the table, for messages.
         table: an existing table to use; of the arguments above only the first three then matter.
-        device: of the placeholder ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
+        device: of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
         stored_dtype: ``torch.bfloat16`` or ``torch.float16``, to store float32 weights in half the bytes; or
             ``torch.int8``, with a scale for each row, in a quarter, for lookup only. What is looked up stays float32.
         state_dtype: the same for the optimizer's float32 state, without int8; state of one number a row stays float32.
@@ -51,7 +52,7 @@ class Embedding(TableModule):
         max_norm, scale_grad_by_freq, sparse: of torch's; refused, with what to do instead.
 
     Shape:
-        ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device.
+        input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device.
 
     Raises:
         IdError: in the forward pass, for an id outside the table. Nothing was read.
@@ -68,7 +69,7 @@ class Embedding(TableModule):
     """
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls,
         embeddings: Tensor,
         freeze: bool = True,
@@ -93,6 +94,6 @@ class Embedding(TableModule):
 
     # The rows come from outside of any graph.
     @outside_graphs
-    def forward(self, ids: Tensor) -> Tensor:
-        rows, local = self._swap_in(ids)
+    def forward(self, input: Tensor) -> Tensor:
+        rows, local = self._swap_in(input)
         return look_up(rows, local)

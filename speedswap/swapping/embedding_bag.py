@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from speedswap.swapping.bags import Bags, bags_of, keyed_bags
 from speedswap.swapping.lookup import pool
@@ -18,7 +18,7 @@ __all__ = ["EmbeddingBag"]
 _MODES = ("sum", "mean", "max")
 
 
-class EmbeddingBag(TableModule):
+class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     """The sum, mean or maximum over bags of rows, like ``nn.EmbeddingBag``, from a table outside the device.
 
     The rows of a bag are never side by side in memory: they are added up as they are read, forward and backward.
@@ -71,7 +71,7 @@ class EmbeddingBag(TableModule):
         self.include_last_offset = include_last_offset
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]
         cls,
         embeddings: Tensor,
         freeze: bool = True,

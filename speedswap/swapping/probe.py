@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
+from speedswap.swapping.weight import is_one_value
 from speedswap.tables import Column, init
 
 __all__ = ["RowState", "is_probing", "probe"]
@@ -86,7 +87,9 @@ def is_probing() -> bool:
     return _probing
 
 
-def probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype: torch.dtype) -> RowState:
+def probe(
+    optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype: torch.dtype, *, fresh: bool = False
+) -> RowState:
     """Find an optimizer's row state, or why it cannot train rows.
 
     Args:
@@ -94,6 +97,7 @@ def probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype:
         weight: the parameter that stands for the rows.
         embedding_dim: items in a row.
         dtype: of the rows.
+        fresh: begin without the state that the optimizer has for the weight: it is what is left of an attached one's.
 
     Raises:
         OptimizerError: it mixes rows, takes sparse gradients only, or keeps state that has no rows.
@@ -112,7 +116,8 @@ def probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype:
         tensor[0] = replacement[0]
 
     def run(values: list[Tensor], run_dtype: torch.dtype) -> _Run:
-        return _run(optimizer, weight, [value.to(weight.device, run_dtype) for value in values])
+        series = [value.to(weight.device, run_dtype) for value in values]
+        return _run(optimizer, weight, series, start={} if fresh else None)
 
     exact = run(plain, torch.float64)
     if not _same_rows(exact, run(changed, torch.float64), slice(1, None), slice(1, None), exactly=True):
@@ -256,7 +261,8 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
     for key, value in optimizer.state.get(weight, {}).items():
         # State that was made with the optimizer (Adagrad) begins so; state loaded into it goes to the table, every row.
         if isinstance(value, Tensor) and value.dim():
-            row = value[:1] if bool((value == value[:1]).all()) else torch.zeros_like(value[:1])
+            alike = is_one_value(value) or bool((value == value[:1]).all())
+            row = value[:1] if alike else torch.zeros_like(value[:1])
             value = row.expand(len(toy), *value.shape[1:])
             value = value.to(toy.dtype if value.is_floating_point() else value.dtype)
         clone.state[toy][key] = (

@@ -2,14 +2,16 @@
 
 A :class:`RowStep` belongs to one embedding. Its parameter ``weight`` is a placeholder of one row that an optimizer can
 hold. The backward pass hands it the batch's rows and their gradient; just before the optimizer's own step the rows'
-state joins them in ``optimizer.state``; just after it, weight and state go to the table in one scatter. The table
-changes there and nowhere else.
+state joins them in ``optimizer.state``, and the weight becomes an ordinary parameter; just after it, weight and state
+go to the table in one scatter, and the weight stands for the whole table again. The table changes there and nowhere
+else.
 """
 
 from __future__ import annotations
 
 import enum
 import gc
+import inspect
 import logging
 import weakref
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from speedswap import kernels
 from speedswap.errors import LostUpdateError, OptimizerError
 from speedswap.swapping.doubt import Doubt
 from speedswap.swapping.probe import RowState, probe
+from speedswap.swapping.weight import TableWeight, as_plain, is_one_value
 from speedswap.tables import Block, Column, Table
 
 __all__ = ["RowStep"]
@@ -74,7 +77,8 @@ class RowStep:
         self.in_closure = False
         self.behind = 0  # lookaheads under way: while there are any, rows are written behind the next step
         self._status = _Status.IDLE
-        self._placeholder = weight.detach()
+        with as_plain():
+            self._placeholder = weight.detach()
         self._doubt: Doubt | None = None
         self._rows: Tensor | None = None
         self._looked_up: Tensor | None = None
@@ -82,6 +86,7 @@ class RowStep:
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
+        self._has_inner_steps = False
         self._first_step = True  # torch initializes the state of the rows itself
         self._saved_scalars: dict[str, Any] = {}
         self._grad_version = 0
@@ -90,6 +95,12 @@ class RowStep:
         self._steps_seen = 0
         by_weight[id(weight)] = self
         table.before_saving.append(weakref.WeakMethod(self._note_scalars))
+
+    def over(self, table: Table, weight: nn.Parameter) -> RowStep:
+        """A step like this one for a copy of the table."""
+        twin = RowStep(table, weight, self.padding_idx, self._state_dtype, self._rounding)
+        twin._row_state = self._row_state
+        return twin
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -101,14 +112,17 @@ class RowStep:
             LostUpdateError: it did not, and never will; its rows and gradients are dropped.
         """
         self._require_trainable()
-        if self._status is _Status.STEPPING and not self.in_closure:
-            self.abandon()  # the optimizer's step raised
-        lost = self._what_was_lost()
+        with as_plain():
+            if self._status is _Status.STEPPING and not self.in_closure:
+                self.abandon()  # the optimizer's step raised
+            lost = self._what_was_changed()
+        lost = lost or self._why_in_no_optimizer()
         if lost is not None:
             self.abandon()
             raise LostUpdateError(lost)
-        if self._status is _Status.STEPPED and self.weight.grad is None:
-            self._release()
+        with as_plain():
+            if self._status is _Status.STEPPED and self.weight.grad is None:
+                self._release()
 
     def _require_trainable(self) -> None:
         if not self._trainable:
@@ -117,7 +131,7 @@ class RowStep:
                 "freeze them with embedding.weight.requires_grad_(False), or store them as torch.bfloat16"
             )
 
-    def _what_was_lost(self) -> str | None:
+    def _what_was_changed(self) -> str | None:
         """Why something that was done to the rows did not reach the table, if anything was."""
         table = f"table {self.table.name!r}"
         if self._status is _Status.STEPPED and self.weight._version != self._weight_version:
@@ -131,15 +145,19 @@ class RowStep:
                 "reach the table; step with one of torch.optim, or with a subclass of torch.optim.Optimizer that calls "
                 "super().__init__"
             )
-        if self._status is not _Status.READY:
-            return None
-        stepped = RowStep.steps_anywhere != self._steps_seen
-        if stepped and self.optimizer is None and not self._find_optimizer():
-            return (
-                f"the weight of the embedding over {table} is in no optimizer, so its gradient reaches no table; pass "
-                "model.parameters() to the optimizer, or freeze it with embedding.weight.requires_grad_(False)"
-            )
         return None
+
+    def _why_in_no_optimizer(self) -> str | None:
+        """What to say if optimizers have stepped since the gradient came, and none of them holds the weight."""
+        if self._status is not _Status.READY or RowStep.steps_anywhere == self._steps_seen:
+            return None
+        if self.optimizer is not None or self._find_optimizer():
+            return None
+        return (
+            f"the weight of the embedding over table {self.table.name!r} is in no optimizer, so its gradient reaches "
+            "no table; pass model.parameters() to the optimizer, or freeze it with "
+            "embedding.weight.requires_grad_(False)"
+        )
 
     def receive(self, block: Block, version: int, leaf: Tensor) -> None:
         """Take the gradient that a backward pass has summed up in a forward's leaf.
@@ -151,7 +169,10 @@ class RowStep:
         """
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        grad = grad.detach()
+        with as_plain():
+            self._receive(block, version, grad.detach())
+
+    def _receive(self, block: Block, version: int, grad: Tensor) -> None:
         if self.padding_idx is not None:
             grad.masked_fill_((block.rows == self.padding_idx).unsqueeze(1), 0)
         if self._status is _Status.STEPPING and not self.in_closure:
@@ -202,6 +223,15 @@ class RowStep:
 
     def swap_in(self, optimizer: Optimizer) -> None:
         """Just before the optimizer's own step: its state for the weight becomes that of the rows."""
+        if self._status is _Status.STEPPING and is_inner_step(optimizer):
+            self._has_inner_steps = True
+            return
+        with as_plain():
+            self._swap_in(optimizer)
+        if self._status is _Status.STEPPING:
+            self.weight.__class__ = nn.Parameter
+
+    def _swap_in(self, optimizer: Optimizer) -> None:
         grad = self.weight.grad
         if self._rows is None or grad is None:
             return
@@ -240,6 +270,17 @@ class RowStep:
         """
         if self._status is not _Status.STEPPING or self._rows is None:
             return
+        if self._has_inner_steps:
+            if is_inner_step(optimizer):
+                return
+            self._has_inner_steps = False
+        try:
+            self._scatter(optimizer, behind)
+        finally:
+            self.weight.__class__ = TableWeight
+
+    def _scatter(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
+        assert self._rows is not None
         state = optimizer.state[self.weight]
         if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
             self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
@@ -276,7 +317,9 @@ class RowStep:
         """Forget rows and gradients, and what a step that was not completed has done to the optimizer's scalars."""
         if self._status is _Status.STEPPING:
             self._restore_scalars()
-        self._release()
+            self.weight.__class__ = TableWeight
+        with as_plain():
+            self._release()
 
     def _restore_scalars(self) -> None:
         optimizer = self.optimizer
@@ -348,7 +391,9 @@ class RowStep:
 
     def _declare(self, optimizer: Optimizer) -> list[Column]:
         """Give the table a column for each of the optimizer's; which of them it had already."""
-        row_state = probe(optimizer, self.weight, self.table.embedding_dim, self.table.dtype)
+        # A copy of an attached optimizer has its scalars and no rows.
+        left = optimizer.state.get(self.weight, {}).keys() <= self._row_state.scalars.keys()
+        row_state = probe(optimizer, self.weight, self.table.embedding_dim, self.table.dtype, fresh=left)
         columns = [self._as_stored(column) for column in row_state.columns]
         have = self.table.columns
         for column in columns:
@@ -403,8 +448,8 @@ class RowStep:
             return
         for column in self._row_state.columns:
             value = state.get(column.name)
-            if self.table.num_embeddings > 1 and isinstance(value, Tensor) and value.shape == (1, *column.row_shape):
-                # Made for the placeholder when the optimizer was (Adagrad): the table's rows start with that value.
+            if isinstance(value, Tensor) and is_one_value(value):
+                # Made with the optimizer (Adagrad), out of the weight: the table's rows start with that value.
                 del state[column.name]
                 self._first_step = False
         self.write_state(state)
@@ -475,6 +520,17 @@ class RowStep:
                 self.attach(innermost(thing))
                 return True
         return False
+
+
+def is_inner_step(optimizer: Optimizer) -> bool:
+    """Whether the step that begins or ends is called by a step of the same optimizer, as ``super().step()`` is."""
+    steps, frame = 0, inspect.currentframe()
+    while frame is not None and steps < 2:
+        # Torch calls every step in the same function, which calls the hooks too.
+        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == Optimizer.__module__:
+            steps += frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return steps == 2
 
 
 by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()

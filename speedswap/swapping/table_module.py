@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
+from speedswap.errors import WeightError
 from speedswap.swapping.announced import Announced
 from speedswap.swapping.step import RowStep
+from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.record import ROUNDINGS
@@ -32,6 +35,11 @@ class TableModule(nn.Module):
     """
 
     weight: nn.Parameter
+    # What torch's embeddings have and these refuse.
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
 
     def __init__(
         self,
@@ -55,7 +63,7 @@ class TableModule(nn.Module):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
         _refuse(max_norm, scale_grad_by_freq, sparse)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
@@ -65,7 +73,9 @@ class TableModule(nn.Module):
             raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
+        first_values = None
         if table is None:
+            first_values = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
             table = Table.create(
                 num_embeddings,
@@ -74,7 +84,7 @@ class TableModule(nn.Module):
                 storage=storage,
                 engine=engine,
                 path=path,
-                init=initializers.normal() if init is None else init,
+                init=first_values,
                 seed=int(torch.randint(2**62, ()).item()) if seed is None else seed,
                 name=name,
                 zero_row=padding_idx,
@@ -96,9 +106,34 @@ class TableModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         self.table = table
-        self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype, device=device))
+        self._init = first_values
+        self.weight = TableWeight(table, device)
         self._step = RowStep(table, self.weight, padding_idx, state_dtype, rounding)
         self._announced: list[Announced] | None = None  # of the current batch, inside a lookahead
+
+    def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
+        """Give every row its initial values again; the optimizer's state stays as it is.
+
+        Args:
+            init: one of :mod:`speedswap.init` or a function of ``torch.nn.init``; the one that the embedding was made
+                with by default. The same initializer gives the same values again: they depend on the table's seed.
+
+        Raises:
+            ValueError: ``init`` is None, and the rows were not initialized by this embedding but came with a table or
+                as given values.
+
+        Example:
+            >>> import torch, speedswap
+            >>> items = speedswap.Embedding(1000, 16)
+            >>> items.reset_parameters(speedswap.init.from_torch(torch.nn.init.trunc_normal_, std=0.02))
+        """
+        values = self._init if init is None else initializers.resolve(init)
+        if values is None:
+            raise ValueError(
+                f"init is None, but the rows of table {self.table.name!r} came from elsewhere; give one of "
+                "speedswap.init or a function of torch.nn.init"
+            )
+        self.table.reset_columns([replace(self.table.columns["weight"], init=values)])
 
     # The one place where a batch's rows come from.
     def _swap_in(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +147,9 @@ class TableModule(nn.Module):
             IdError: an id is outside the table. Nothing was read.
             LostUpdateError: the training step before could not reach the table.
         """
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+        with as_plain():
+            trained = self.weight.requires_grad and torch.is_grad_enabled()
+        if not trained:
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
         self._step.before_forward()
@@ -162,6 +199,7 @@ class TableModule(nn.Module):
             **settings,
         )
         module.table.write(0, embeddings.detach())
+        module._init = None
         module.weight.requires_grad_(not freeze)
         return module
 
@@ -174,7 +212,13 @@ class TableModule(nn.Module):
         return (_over, (type(self), self.table, self._settings(), self.training, self.weight.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.table, memo)  # which says what to do instead
+        table = copy.deepcopy(self.table, memo)  # or says what to do instead
+        step = self._step.over(table, TableWeight(table, self.weight.device))
+        step.weight.requires_grad_(self.weight.requires_grad)
+        module = memo[id(self)] = type(self).__new__(type(self))
+        memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}
+        module.__dict__ |= copy.deepcopy({**self.__dict__, "_announced": None}, memo)
+        return module
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -186,8 +230,17 @@ class TableModule(nn.Module):
                 f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when the "
                 "embedding is made, or convert what it returns"
             )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with as_plain():
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight" and self._parameters.get("weight") is not None:
+            raise WeightError(
+                f"weight was assigned, but the rows of table {self.table.name!r} cannot be another tensor's (tied); "
+                "copy values with embedding.weight.data.copy_(values) or embedding.table.write(0, values)"
+            )
+        super().register_parameter(name, param)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.table.read()

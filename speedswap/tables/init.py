@@ -19,9 +19,11 @@ from torch import Tensor
 from speedswap import kernels
 
 __all__ = [
+    "CHUNK_ROWS",
     "ColumnMemory",
     "CopyOf",
     "Initializer",
+    "as_rows_of",
     "constant",
     "copy_of",
     "from_json",
@@ -179,6 +181,13 @@ class _RowsOfTable(torch.Tensor):
         return whole if dim is None else whole[dim]
 
 
+def as_rows_of(chunk: Tensor, num_embeddings: int) -> Tensor:
+    """Let a chunk of rows pass for the whole table where a function of ``torch.nn.init`` asks for its size."""
+    rows = chunk.as_subclass(_RowsOfTable)
+    rows.num_embeddings = num_embeddings
+    return rows
+
+
 @dataclass(frozen=True)
 class _FromTorch(Initializer):
     function: Callable[..., Any]
@@ -191,10 +200,9 @@ class _FromTorch(Initializer):
             for start in range(first_row, first_row + num_rows, CHUNK_ROWS):
                 rows = min(CHUNK_ROWS, first_row + num_rows - start)
                 torch.manual_seed((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1))
-                chunk = torch.empty(rows, *target.view.shape[1:], dtype=target.view.dtype).as_subclass(_RowsOfTable)
-                chunk.num_embeddings = target.num_embeddings
-                self.function(chunk, *self.args, **dict(self.kwargs))
-                target.rows(start, rows).copy_(chunk.as_subclass(torch.Tensor))
+                chunk = torch.empty(rows, *target.view.shape[1:], dtype=target.view.dtype)
+                self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
+                target.rows(start, rows).copy_(chunk)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "function": getattr(self.function, "__name__", repr(self.function))}

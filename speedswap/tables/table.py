@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
@@ -188,12 +189,13 @@ class Table:
         """
         with cls.open(path, mode="r") as source:
             kind = storages.resolve_storage(storage, None)
-            engine = storages.resolve_engine(engine, storage, kind)
-            segments = Segments(
-                source.num_embeddings, kind, source.seed, source.name, None, engine=engine, writes=source.writes
-            )
-            segments.copy(source._segments)
-            return cls(segments, dict(source.attributes))
+            return source._copied(kind, storages.resolve_engine(engine, storage, kind))
+
+    def _copied(self, kind: storages.Storage, engine: str) -> Table:
+        """A table in memory with the same rows and attributes."""
+        segments = Segments(self.num_embeddings, kind, self.seed, self.name, None, engine=engine, writes=self.writes)
+        segments.copy(self._segments)
+        return type(self)(segments, copy.deepcopy(self.attributes))
 
     # ------------------------------------------------------------------ what it is
 
@@ -513,7 +515,18 @@ class Table:
         return (Table.open, (str(self.path), "r"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
-        raise TypeError(f"table {self.name!r} is not copied implicitly; use Table.save(path) and Table.open(path)")
+        if self.path is not None:
+            raise TypeError(
+                f"table {self.name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
+                "and Table.open(path), or into memory with Table.load(path)"
+            )
+        self._check_open()
+        with self._lock:
+            self._traffic.land()
+            self._note_attributes()
+            for segment in self._segments:
+                segment.memory.settle()
+            return self._copied(self.storage, self.engine)
 
     def _save_manifest(self) -> None:
         if self._segments.directory is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pickle
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.errors import IdError, LostUpdateError, OptimizerError, TableTooLargeError
-from speedswap.swapping.probe import probe
+from speedswap.errors import IdError, LostUpdateError, OptimizerError, TableTooLargeError, WeightError
+from speedswap.swapping.probe import is_probing, probe
 
 ROWS, DIM = 20, 4
 
@@ -283,37 +284,64 @@ def test_an_optimizer_that_has_not_stepped_yet_is_found(items: speedswap.Embeddi
 
 
 @pytest.mark.parametrize("way", ["no_grad", "data"])
-def test_an_update_by_hand_is_an_error_at_the_next_forward(way: str, items: speedswap.Embedding) -> None:
-    ids = torch.tensor([1, 2])
-    items(ids).sum().backward()
-    if way == "data":
-        items.weight.data -= 0.1 * items.weight.grad
-    else:
-        with torch.no_grad():
-            items.weight -= 0.1 * items.weight.grad
-    with pytest.raises(LostUpdateError, match="changed on the device without the optimizer's hooks"):
-        items(ids)
+@pytest.mark.parametrize("ids", [[1, 2], [3], range(ROWS)], ids=["some rows", "one row", "every row"])
+def test_an_update_by_hand_is_an_error(way: str, ids: Sequence[int], items: speedswap.Embedding) -> None:
+    """Whatever shape the batch's gradient has: one row's would fit every row of the table."""
+    before = items.table.read()
+    items(torch.tensor(ids)).sum().backward()
+    weight = items.weight.data if way == "data" else items.weight
+    with (
+        torch.no_grad(),
+        pytest.raises(WeightError, match=r"used in sub_, .*: rows are trained by an optimizer of torch\.optim"),
+    ):
+        weight -= 0.1 * items.weight.grad
+    assert torch.equal(items.table.read(), before)
 
 
-def test_a_change_after_the_step_is_an_error_at_the_next_forward(items: speedswap.Embedding) -> None:
+def test_clamping_after_the_step_clamps_the_table(items: speedswap.Embedding) -> None:
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     train(items, optimizer)
+    wanted = items.table.read().clamp(-0.1, 0.1)
     with torch.no_grad():
+        items.weight.clamp_(-0.1, 0.1)
+    assert torch.equal(items.table.read(), wanted)
+    train(items, optimizer)
+
+
+def test_a_change_after_the_step_that_torch_does_not_see_is_an_error(items: speedswap.Embedding) -> None:
+    """As a C++ extension makes them, which knows nothing of torch functions."""
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    train(items, optimizer)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         items.weight.clamp_(-0.1, 0.1)
     with pytest.raises(LostUpdateError, match=r"after the optimizer's step.*table\.gather and table\.scatter"):
         items(torch.tensor([1]))
     train(items, optimizer)  # told once, training goes on
 
 
-def test_an_optimizer_without_torchs_hooks_is_an_error_at_the_next_forward(items: speedswap.Embedding) -> None:
-    class Unhooked(torch.optim.SGD):
-        def __getattribute__(self, name: str) -> Any:
-            value = super().__getattribute__(name)
-            return value.__func__.__wrapped__.__get__(self) if name == "step" else value
+class Unhooked(torch.optim.SGD):
+    """Steps without torch's optimizer hooks."""
 
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return value.__func__.__wrapped__.__get__(self) if name == "step" else value
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_without_torchs_hooks_is_an_error(foreach: bool, items: speedswap.Embedding) -> None:
+    optimizer = Unhooked(items.parameters(), lr=0.1, foreach=foreach)
+    items(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(WeightError, match=r"a subclass of torch\.optim\.Optimizer that calls super\(\)\.__init__"):
+        optimizer.step()
+
+
+def test_an_optimizer_in_a_c_extension_without_hooks_is_an_error_at_the_next_forward(
+    items: speedswap.Embedding,
+) -> None:
     optimizer = Unhooked(items.parameters(), lr=0.1)
     items(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
+    with torch._C.DisableTorchFunctionSubclass():
+        optimizer.step()
     with pytest.raises(LostUpdateError, match="changed on the device"):
         items(torch.tensor([1, 2]))
 
@@ -325,6 +353,60 @@ def test_accumulating_forwards_are_no_lost_updates(items: speedswap.Embedding) -
     optimizer.step()
     for _ in range(4):
         items(torch.tensor([2, 3])).sum().backward()
+
+
+class DecayedTwice(torch.optim.SGD):
+    """What it does before and after the step of the class it is made from is part of its own step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.5)
+        return loss
+
+
+def test_a_step_inside_of_a_step_is_a_part_of_it(items: speedswap.Embedding) -> None:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # lets torch give the inner step its hooks
+    wanted = items.table.read()
+    optimizer = DecayedTwice(items.parameters(), lr=0.1)
+    for _ in range(2):
+        items(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted[1:3] = (wanted[1:3] * 0.5 - 0.1) * 0.5
+    torch.testing.assert_close(items.table.read(), wanted, rtol=0, atol=1e-12)
+
+
+def test_a_step_inside_of_a_step_may_raise_and_be_tried_again(items: speedswap.Embedding) -> None:
+    class Fragile(torch.optim.SGD):
+        fails = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            self.fails = not self.fails and not is_probing()
+            if self.fails:
+                raise ArithmeticError
+            return super().step(closure)
+
+    class Patient(Fragile):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            with contextlib.suppress(ArithmeticError):
+                return super().step(closure)
+            return super().step(closure)
+
+    Fragile([nn.Parameter(torch.ones(1))], lr=1.0)  # lets torch give the inner step its hooks
+    before = items.table.read()
+    optimizer = Patient(items.parameters(), lr=0.1)
+    for _ in range(2):
+        items(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before[1:3] -= 0.2
+    torch.testing.assert_close(items.table.read(), before, rtol=0, atol=1e-12)
 
 
 def test_writing_the_table_between_backward_and_step_is_seen(items: speedswap.Embedding) -> None:
@@ -542,11 +624,7 @@ def test_the_module_is_freed_with_its_table() -> None:
     assert step() is None
 
 
-def test_copies_and_dtype_changes_are_refused_with_the_remedy(items: speedswap.Embedding) -> None:
-    import copy
-
-    with pytest.raises(TypeError, match=r"Table\.save"):
-        copy.deepcopy(items)
+def test_pickles_and_dtype_changes_are_refused_with_the_remedy(items: speedswap.Embedding) -> None:
     with pytest.raises(TypeError, match=r"Table\.save"):
         pickle.dumps(items)
     with pytest.raises(TypeError, match="float64 and stay so; give dtype="):

@@ -1,0 +1,72 @@
+"""What a table's weight says when it is used as a tensor: which call to make instead."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from speedswap.errors import WeightError
+from speedswap.tables import Table
+
+__all__ = ["name_of", "refusal", "require_one_pass"]
+
+_SCORES = (
+    "T __matmul__ __rmatmul__ addmm baddbmm bmm cdist cosine_similarity dot einsum linear mT matmul mm mv t transpose"
+)
+_COPIES = "__array__ __reduce_ex__ bfloat16 clone contiguous cpu cuda double float half item numpy to tolist"
+_PENALTIES = "_foreach_norm abs linalg_norm linalg_vector_norm mean mul norm pow square sum"
+_HOOKS = "backward grad register_hook register_post_accumulate_grad_hook"
+_REMEDIES = {
+    **dict.fromkeys(
+        _SCORES.split(),
+        "embedding.score(queries, k=…) finds the best rows of the whole table, embedding(ids) gives rows that can be "
+        "trained",
+    ),
+    **dict.fromkeys(
+        _COPIES.split(),
+        "embedding.read(ids) copies rows, embedding.read() all of them; to copy or average a model's other parameters "
+        "(AveragedModel, EMA), take a module without the embedding",
+    ),
+    **dict.fromkeys(
+        _PENALTIES.split(),
+        "put a penalty on embedding(ids), or give the optimizer weight_decay=; embedding.read(ids) copies rows",
+    ),
+    **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),
+}
+_UPDATE = (
+    "rows are trained by an optimizer of torch.optim, or a subclass of torch.optim.Optimizer that calls "
+    "super().__init__, and changed by hand with embedding.table.write and embedding.table.scatter"
+)
+_OTHERWISE = (
+    "embedding(ids) gives rows that can be trained, embedding.score(queries, k=…) the best ones of the whole table, "
+    "embedding.read(ids) a copy; embedding.table.write and .scatter change rows"
+)
+# Of torch.nn.init: they begin by drawing in place, but then look at what they drew.
+_SEVERAL_PASSES = ("_no_grad_trunc_normal_", "sparse_")
+
+
+def name_of(func: Any) -> str:
+    """The name of one of torch's functions, or of the attribute that it reads."""
+    of = getattr(func, "__self__", None)
+    return str(getattr(of if type(func).__name__ == "method-wrapper" else func, "__name__", func))
+
+
+def refusal(func: Any, table: Table | None) -> str:
+    """Why a function cannot have a table's weight, and what to call instead."""
+    name = name_of(func)
+    remedy = _REMEDIES.get(name, _UPDATE if name.endswith("_") and not name.endswith("__") else _OTHERWISE)
+    of = "a table" if table is None else f"table {table.name!r} ({table.num_embeddings:,} × {table.embedding_dim})"
+    return f"the weight of the embedding over {of} was used in {name}, but its rows are not on the device: {remedy}"
+
+
+def require_one_pass(caller: FrameType) -> None:
+    """Raise WeightError before an initializer that cannot fill a table in place has begun."""
+    if caller.f_globals.get("__name__") == nn.init.__name__ and caller.f_code.co_name in _SEVERAL_PASSES:
+        name = caller.f_code.co_name.removeprefix("_no_grad_")
+        raise WeightError(
+            f"torch.nn.init.{name} looks at the values that it draws, so it cannot fill a table in place; call "
+            f"embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.{name}, …)), or give that as init= "
+            "when the embedding is made"
+        )

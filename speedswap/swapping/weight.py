@@ -1,0 +1,279 @@
+"""The parameter of an embedding whose rows are in a table, and what may be done with it.
+
+A model and an optimizer hold an embedding's ``weight``, but the tensor behind it is one row, or the rows of the last
+batch. Outside an optimizer's step it therefore answers only for what is true of the whole table (shape, dtype) and for
+what works on a batch's rows (``grad``, ``requires_grad``). Filling it in place fills the table. Everything else raises
+:class:`speedswap.errors.WeightError`, which names what to call instead. docs/design/weight.md says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedswap.errors import WeightError
+from speedswap.swapping.refusals import name_of, refusal, require_one_pass
+from speedswap.tables import Table, init
+
+__all__ = ["TableRows", "TableWeight", "as_plain", "is_one_value"]
+
+# Inside of this, weights are the tensors behind them.
+as_plain = torch._C.DisableTorchFunctionSubclass
+
+
+class _Rows:
+    """What a table's weight and some of its rows have in common: they answer for the table, or refuse."""
+
+    _table: weakref.ref[Table]
+    _within: tuple[int, int] | None = None  # rows of the table; all of them by default
+    _is_one_row: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLAIN:
+            with as_plain():
+                return func(*args, **kwargs)
+        subject, others = (args[0], args[1:]) if args else (kwargs.pop("tensor", None), ())
+        if isinstance(subject, _Rows):
+            if func in _ANSWERS:
+                return _ANSWERS[func](subject, *others, **kwargs)
+            if func in _IN_PLACE:
+                require_one_pass(sys._getframe(1))
+                return subject._fill(func, *others, **kwargs)
+        raise WeightError(refusal(func, _table_among([subject, *others, *kwargs.values()])))
+
+    # ------------------------------------------------------------------ which rows
+
+    @property
+    def _of(self) -> Table:
+        table = self._table()
+        if table is None:
+            raise WeightError("the embedding of this weight is gone, and its table with it; keep the module")
+        return table
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        return self._within or (0, self._of.num_embeddings)
+
+    @property
+    def _shape(self) -> torch.Size:
+        start, stop = self._bounds
+        width = self._of.embedding_dim
+        return torch.Size((width,) if self._is_one_row else (stop - start, width))
+
+    def _size(self, dim: int | None = None) -> Any:
+        return self._shape if dim is None else self._shape[dim]
+
+    def _detached(self) -> TableRows:
+        return TableRows(self._of, self._within, self._is_one_row)
+
+    def _select(self, index: Any) -> TableRows:
+        """One row, or rows that lie one after the other."""
+        start, stop = self._bounds
+        if not self._is_one_row:
+            if index is ...:
+                return self._detached()
+            if isinstance(index, int) and not isinstance(index, bool):
+                if not start - stop <= index < stop - start:
+                    raise IndexError(f"index is {index}, but the weight has {stop - start:,} rows")
+                row = start + index % (stop - start)
+                return TableRows(self._of, (row, row + 1), True)
+            if isinstance(index, slice) and index.step in (None, 1):
+                first, last, _ = index.indices(stop - start)
+                return TableRows(self._of, (start + first, start + max(first, last)))
+        raise WeightError(refusal(Tensor.__getitem__, self._of))
+
+    # ------------------------------------------------------------------ what fills them
+
+    def _fill(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do to the table, chunk by chunk, what an in-place function does to each value of a tensor by itself."""
+        self._require_no_graph(func)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor) and (isinstance(value, _Rows) or value.dim()):
+                raise WeightError(refusal(func, self._of))
+        table, (start, stop) = self._of, self._bounds
+        for first in range(start, stop, init.CHUNK_ROWS):
+            last = min(first + init.CHUNK_ROWS, stop)
+            if func in _OVERWRITING:
+                chunk = torch.empty(last - first, table.embedding_dim, dtype=table.dtype)
+            else:
+                chunk = table.read(first, last)
+            with torch.no_grad():
+                func(init.as_rows_of(chunk, table.num_embeddings), *args, **kwargs)
+            table.write(first, chunk)
+        return self
+
+    def _copy(self, source: Any, non_blocking: bool = False) -> Any:
+        """Take values from a tensor of this shape, or one number."""
+        if not isinstance(source, Tensor) or not source.dim():
+            return self._fill(Tensor.fill_, source)
+        self._require_no_graph(Tensor.copy_)
+        if isinstance(source, _Rows):
+            raise WeightError(refusal(Tensor.copy_, source._table()))
+        if source.shape != self._shape:
+            raise ValueError(
+                f"a tensor of shape {tuple(source.shape)} was copied into a weight of shape {tuple(self._shape)}; give "
+                "one of that shape, or write some of the rows with embedding.table.write"
+            )
+        table, (start, stop) = self._of, self._bounds
+        values = source.detach().reshape(stop - start, table.embedding_dim)
+        for first in range(0, stop - start, init.CHUNK_ROWS):
+            table.write(start + first, values[first : first + init.CHUNK_ROWS].to("cpu", table.dtype))
+        return self
+
+    def _assign(self, index: Any, value: Any) -> None:
+        self._require_no_graph(Tensor.__setitem__)
+        self._select(index)._copy(value)
+
+    def _require_no_graph(self, func: Any) -> None:
+        """Raise WeightError for a change in place that autograd would have to know of, as torch does."""
+        with as_plain():
+            if torch.is_grad_enabled() and self.requires_grad and func not in _FROM_TORCH_INIT:  # type: ignore[attr-defined]
+                raise WeightError(
+                    f"weight requires a gradient and was changed in place by {name_of(func)}; do that under "
+                    "torch.no_grad(), or to weight.data"
+                )
+
+    # ------------------------------------------------------------------ what is like them
+
+    def _like(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """One value in the table's shape, which takes the memory of one value."""
+        with as_plain():
+            one = self.new_empty((1,) * len(self._shape))  # type: ignore[attr-defined]
+        return func(one, *args, **kwargs).expand(self._shape)
+
+    def _set_grad(self, grad: Tensor | None) -> None:
+        with as_plain():
+            if grad is None or grad.shape == self.shape:  # type: ignore[attr-defined]
+                self.grad = grad
+                return
+        if grad.shape != self._shape or not is_one_value(grad) or grad.flatten()[0] != 0:
+            raise WeightError(
+                f"weight.grad was set to a tensor of shape {tuple(grad.shape)}, but a gradient has the batch's rows; "
+                "change the one that the backward pass has left, in place, or set it to None"
+            )
+        self._set_grad(None)  # zeros for the whole table: no row has a gradient
+
+    def __repr__(self) -> str:  # type: ignore[override,unused-ignore]
+        table = self._table()
+        rows = "" if self._within is None else f", rows {self._within[0]} to {self._within[1] - 1}"
+        return f"{type(self).__name__}({'of an embedding that is gone' if table is None else repr(table)}{rows})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        raise WeightError(refusal(Tensor.clone, self._table()))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise WeightError(refusal(Tensor.clone, self._table()))
+
+
+class TableRows(_Rows, torch.Tensor):  # type: ignore[misc]
+    """Rows of a table that can be filled in place: ``weight.data``, ``weight[3]``."""
+
+    def __new__(cls, table: Table, within: tuple[int, int] | None = None, is_one_row: bool = False) -> TableRows:
+        rows = torch.empty(0, dtype=table.dtype).as_subclass(cls)
+        rows._table, rows._within, rows._is_one_row = weakref.ref(table), within, is_one_row
+        return rows
+
+
+class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
+    """The parameter that stands for a table's rows, which it does not keep alive.
+
+    In an optimizer's step its class is ``nn.Parameter``, and it is the batch's rows: torch's own code then costs what
+    it costs anywhere.
+
+    Args:
+        table: the rows.
+        device: where the batch's rows will be.
+    """
+
+    def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
+        one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
+        weight: TableWeight = torch.Tensor._make_subclass(cls, one_row, True)
+        weight._table = weakref.ref(table)
+        return weight
+
+
+def is_one_value(tensor: Tensor) -> bool:
+    """Whether a tensor is one value seen in a larger shape, as ``zeros_like(weight)`` and its kin are."""
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.numel() > 1 and all(step == 0 or size == 1 for step, size in sizes)
+
+
+def _table_among(values: Sequence[Any]) -> Table | None:
+    """The table of the first weight, or rows, among a call's arguments; they may lie in lists."""
+    for value in values:
+        if isinstance(value, _Rows):
+            return value._table()
+        if isinstance(value, list | tuple) and (found := _table_among(value)) is not None:
+            return found
+    return None
+
+
+# ---------------------------------------------------------------------- what torch may ask
+
+
+def _functions(names: str, place: Any) -> set[Any]:
+    """Torch's functions of these names, as far as this torch has them; for an attribute, what reads it."""
+    found = [getattr(place, name) for name in names.split() if hasattr(place, name)]
+    return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
+
+
+def _answered(names: str, answer: Callable[..., Any], *places: Any) -> dict[Any, Callable[..., Any]]:
+    return {function: answer for place in places or (Tensor,) for function in _functions(names, place)}
+
+
+_tensor: Any = Tensor  # whose attributes are descriptors here, not what they would give
+
+# True of the tensor behind a weight and of the whole table, or about a batch's gradient.
+_PLAIN = (
+    _functions(
+        "grad _grad grad_dtype requires_grad requires_grad_ retains_grad is_leaf grad_fn device dtype layout itemsize "
+        "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
+        "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
+        "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_tensor new_zeros _is_view "
+        "__dir__",
+        Tensor,
+    )
+    | _functions("get_device is_complex is_conj is_floating_point is_inference is_neg is_signed", torch)
+    | {_tensor.grad.__delete__, _tensor.requires_grad.__set__}
+)
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    **_answered("shape size", _Rows._size),
+    **_answered("dim ndim ndimension", lambda rows: len(rows._shape)),
+    **_answered("nelement numel", lambda rows: rows._shape.numel(), Tensor, torch),
+    **_answered("nbytes", lambda rows: rows._shape.numel() * rows.itemsize),
+    **_answered("__len__", lambda rows: rows._shape[0]),
+    **_answered("__format__", lambda rows, form: format(repr(rows), form)),
+    **_answered("data detach", _Rows._detached, Tensor, torch),
+    **_answered("copy_", _Rows._copy),
+    **_answered("__getitem__", _Rows._select),
+    **_answered("__setitem__", _Rows._assign),
+    torch.full_like: lambda rows, *args, **kwargs: rows._like(torch.full_like, *args, **kwargs),
+    torch.ones_like: lambda rows, **kwargs: rows._like(torch.ones_like, **kwargs),
+    torch.zeros_like: lambda rows, **kwargs: rows._like(torch.zeros_like, **kwargs),
+    _tensor.data.__set__: lambda rows, values: rows._detached()._copy(values),
+    _tensor.grad.__set__: _Rows._set_grad,
+}
+
+_FROM_TORCH_INIT = _functions("constant_ kaiming_uniform_ normal_ uniform_", nn.init)
+_OVERWRITING = _FROM_TORCH_INIT | _functions(
+    "bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_", Tensor
+)
+# Each value of the result depends on one value of the tensor.
+_IN_PLACE = _OVERWRITING | _functions(
+    "abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ div_ divide_ erfinv_ exp_ log_ mul_ multiply_ nan_to_num_ neg_ pow_ "
+    "round_ sigmoid_ sign_ sqrt_ sub_ subtract_ tanh_ true_divide_",
+    Tensor,
+)
