@@ -9,7 +9,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from speedswap.errors import WeightError
+from speedswap.swapping.refusals import NOT_TAKEN_ALONG
+
 __all__ = ["outside_graphs"]
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,6 +25,8 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _is_exporting():
+            raise WeightError(f"{type(args[0]).__name__} was to be exported: {NOT_TAKEN_ALONG}")
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             disabled: Any = getattr(function, "_outside_graphs", None)
             if disabled is None:

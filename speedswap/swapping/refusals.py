@@ -10,7 +10,7 @@ from torch import nn
 from speedswap.errors import WeightError
 from speedswap.tables import Table
 
-__all__ = ["name_of", "refusal", "require_one_pass"]
+__all__ = ["NOT_TAKEN_ALONG", "name_of", "refusal", "require_one_pass"]
 
 _SCORES = (
     "T __matmul__ __rmatmul__ addmm baddbmm bmm cdist cosine_similarity dot einsum linear mT matmul mm mv t transpose"
@@ -18,6 +18,10 @@ _SCORES = (
 _COPIES = "__array__ __reduce_ex__ bfloat16 clone contiguous cpu cuda double float half item numpy to tolist"
 _PENALTIES = "_foreach_norm abs linalg_norm linalg_vector_norm mean mul norm pow square sum"
 _HOOKS = "backward grad register_hook register_post_accumulate_grad_hook"
+_MEMORY = "__dlpack__ __dlpack_device__ storage untyped_storage"
+NOT_TAKEN_ALONG = (
+    "a graph cannot take a table's rows along; export the part of the model that takes embedding(ids) as its input"
+)
 _REMEDIES = {
     **dict.fromkeys(
         _SCORES.split(),
@@ -33,6 +37,7 @@ _REMEDIES = {
         _PENALTIES.split(),
         "put a penalty on embedding(ids), or give the optimizer weight_decay=; embedding.read(ids) copies rows",
     ),
+    **dict.fromkeys(_MEMORY.split(), NOT_TAKEN_ALONG),
     **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),
 }
 _UPDATE = (

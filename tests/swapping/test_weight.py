@@ -473,3 +473,10 @@ def test_training_whose_weight_is_in_no_optimizer_is_still_an_error(items: Any) 
     optimizer.step()
     with pytest.raises(LostUpdateError, match="in no optimizer"):
         items(torch.tensor([[1, 2]]))
+
+
+def test_exporting_a_model_with_a_table_is_an_error_of_one_line() -> None:
+    model = nn.Sequential(speedswap.Embedding(ROWS, DIM), nn.Linear(DIM, 2)).eval()
+    with pytest.raises(WeightError, match=r"^.*export the part of the model that takes embedding\(ids\) as its input$"):
+        torch.export.export(model, (torch.tensor([1, 2]),), strict=False)
+    torch.export.export(model[1], (model[0](torch.tensor([1, 2])),))
