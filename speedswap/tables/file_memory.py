@@ -108,6 +108,10 @@ class FileMemory(Memory):
                 _write(self._fd, os.pread(self._fd, stride, offset), offset)
         return torch.from_numpy(missing)
 
+    def expect(self, start: int, stop: int) -> None:
+        start -= start % mmap.PAGESIZE
+        self._mapping.madvise(mmap.MADV_WILLNEED, start, stop - start)
+
     def write_through(self, records: kernels.Records, rows: Tensor, parts: Sequence[kernels.Part]) -> None:
         """Scatter rows for which there is room, but not in whole pieces."""
         rows, order = torch.sort(rows.cpu())
