@@ -5,6 +5,7 @@
     SpeedswapError
     ├── IdError                 (IndexError)    an id is outside the table
     ├── DuplicateIdError        (ValueError)    ids that must be unique are not
+    ├── ConversionError         (ValueError)    a model has embeddings that cannot be replaced
     ├── OptimizerError          (TypeError)     this optimizer cannot train a table's rows
     ├── LostUpdateError         (RuntimeError)  a training step did not reach the table
     ├── BatchError              (ValueError)    a batch, or what a loss returned for it, cannot be split
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 __all__ = [
     "BatchError",
+    "ConversionError",
     "CoupledLossError",
     "DuplicateIdError",
     "DuplicateRowsWarning",
@@ -54,6 +56,10 @@ class IdError(SpeedswapError, IndexError):
 
 class DuplicateIdError(SpeedswapError, ValueError):
     """An id occurs twice where each row may be written once."""
+
+
+class ConversionError(SpeedswapError, ValueError):
+    """A model has embeddings that cannot be replaced by speedswap's; the message names them all."""
 
 
 class OptimizerError(SpeedswapError, TypeError):
