@@ -21,6 +21,7 @@ _ROWS_BYTES = {"cpu": 16 * 2**20}
 _SCORES_BYTES = {"cpu": 4 * 2**20}
 _OTHER_BYTES = 64 * 2**20  # on any other device
 _LEAST_ROWS = 4096  # a chunk of fewer rows is hardly a matrix product
+_ROWS_PER_PLACE = 128  # in a chunk, for each of the k; else merging takes longer than scoring
 _BLOCK = 256  # scores of which only the largest is looked at, while it is too small
 
 
@@ -67,7 +68,7 @@ def top_rows(
     if k > table.num_embeddings:
         raise ValueError(f"k is {k}, but table {table.name!r} has {table.num_embeddings} rows; give at most as many")
     chunk = None if chunk is None else count("chunk", chunk)
-    pieces = _pieces(table, len(many), many.device, chunk)
+    pieces = _pieces(table, len(many), k, many.device, chunk)
     left_out = excluded(exclude, pieces, many.device, padding_idx, table.name)
     best = Scored(
         torch.full((len(many), k), -math.inf, dtype=table.dtype, device=many.device),
@@ -148,13 +149,13 @@ def _merge(best: Scored, query: Tensor, new: Scored) -> None:
     best.ids[changed] = ids[kept]
 
 
-def _pieces(table: Table, num_queries: int, device: torch.device, chunk: int | None) -> Pieces:
+def _pieces(table: Table, num_queries: int, k: int, device: torch.device, chunk: int | None) -> Pieces:
     """As many rows at a time as asked for, or as their bytes and those of their scores allow."""
     item_bytes = table.dtype.itemsize
     scores = max(1, _SCORES_BYTES.get(device.type, _OTHER_BYTES) // item_bytes)
     if chunk is None:
         rows = _ROWS_BYTES.get(device.type, _OTHER_BYTES) // (table.embedding_dim * item_bytes)
-        chunk = max(1, min(rows, max(_LEAST_ROWS, scores // max(1, num_queries))))
+        chunk = max(1, min(rows, max(_LEAST_ROWS, _ROWS_PER_PLACE * k, scores // max(1, num_queries))))
     chunk = min(chunk, table.num_embeddings)
     # Products of fewer queries than items in a row would wait for the rows to come from memory.
     group = max(1, min(num_queries, max(scores // chunk, table.embedding_dim)))
