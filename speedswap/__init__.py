@@ -14,7 +14,7 @@ from speedswap.batching import (
     retry,
 )
 from speedswap.kernels import get_num_threads, set_num_threads
-from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, lookahead
+from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, convert, lookahead
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "Table",
     "__version__",
     "attach",
+    "convert",
     "coupled",
     "elastic",
     "errors",

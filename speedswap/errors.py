@@ -5,6 +5,7 @@
     SpeedswapError
     ├── IdError                 (IndexError)    an id is outside the table
     ├── DuplicateIdError        (ValueError)    ids that must be unique are not
+    ├── ConversionError         (ValueError)    a model has embeddings that cannot be replaced
     ├── OptimizerError          (TypeError)     this optimizer cannot train a table's rows
     ├── LostUpdateError         (RuntimeError)  a training step did not reach the table
     ├── WeightError             (RuntimeError)  an embedding's weight was used as if its rows were there
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 __all__ = [
     "BatchError",
+    "ConversionError",
     "CoupledLossError",
     "DuplicateIdError",
     "DuplicateRowsWarning",
@@ -56,6 +58,10 @@ class IdError(SpeedswapError, IndexError):
 
 class DuplicateIdError(SpeedswapError, ValueError):
     """An id occurs twice where each row may be written once."""
+
+
+class ConversionError(SpeedswapError, ValueError):
+    """A model has embeddings that cannot be replaced by speedswap's; the message names them all."""
 
 
 class OptimizerError(SpeedswapError, TypeError):

@@ -1,14 +1,25 @@
 """What one training step needs: the lookup, the optimizer's state for the batch's rows, and the way back.
 
 :class:`Embedding` and :class:`EmbeddingBag` are used as torch's; :func:`attach` lets an optimizer's row state live in
-their tables; :func:`lookahead` brings the next batch's rows while this one is computed with.
-:class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a plain ``nn.Embedding``.
+their tables; :func:`lookahead` brings the next batch's rows while this one is computed with; :func:`convert` puts
+ours in the place of torch's. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a
+plain ``nn.Embedding``.
 """
 
 from speedswap.swapping.attach import attach
+from speedswap.swapping.convert import convert
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.factories import ModelFactory, OptimizerFactory
 from speedswap.swapping.lookahead import Lookahead, lookahead
 
-__all__ = ["Embedding", "EmbeddingBag", "Lookahead", "ModelFactory", "OptimizerFactory", "attach", "lookahead"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "Lookahead",
+    "ModelFactory",
+    "OptimizerFactory",
+    "attach",
+    "convert",
+    "lookahead",
+]

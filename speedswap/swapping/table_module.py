@@ -16,6 +16,9 @@ import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
 from speedswap.errors import WeightError
 from speedswap.swapping.announced import Announced
+from speedswap.swapping.excluded import Exclude
+from speedswap.swapping.reading import read_rows
+from speedswap.swapping.scoring import Scored, top_rows
 from speedswap.swapping.step import RowStep
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
@@ -134,6 +137,65 @@ class TableModule(nn.Module):
                 "speedswap.init or a function of torch.nn.init"
             )
         self.table.reset_columns([replace(self.table.columns["weight"], init=values)])
+
+    def read(self, ids: Tensor | int | None = None) -> Tensor:
+        r"""Copy rows out of the table, without a gradient; :meth:`forward` is for what is trained.
+
+        Args:
+            ids: of any integer dtype, any shape, on any device; or one number; all rows by default.
+
+        Returns:
+            Shape (\*ids.shape, embedding_dim) on the ids' device; (embedding_dim,) for one number; for all rows
+            (num_embeddings, embedding_dim) in ordinary memory. Changing it does not change the table.
+
+        Raises:
+            IdError: an id is outside the table. Nothing was read.
+            TableTooLargeError: all rows were asked for, and do not fit into the memory that is free.
+
+        Example:
+            >>> import torch, speedswap
+            >>> items = speedswap.Embedding.from_pretrained(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+            >>> items.read(torch.tensor([1, 1])).tolist()
+            [[3.0, 4.0], [3.0, 4.0]]
+        """
+        return read_rows(self.table, ids)
+
+    def score(self, queries: Tensor, k: int = 10, *, chunk: int | None = None, exclude: Exclude = None) -> Scored:
+        """Find the rows with the largest inner products in the whole table: ``(queries @ all_rows.T).topk(k)``.
+
+        Rows are brought a chunk at a time, once, from wherever they are stored to the queries' device. Memory is
+        bounded: beside queries, result and ``exclude`` it takes about 32 MiB on the CPU and 128 MiB on a GPU, or twice
+        the bytes of ``chunk`` rows. There is no gradient; what is trained goes through :meth:`forward`.
+
+        Args:
+            queries: shape (q, embedding_dim), or (embedding_dim,) for one; of a floating-point dtype, and converted to
+                the table's, in which is computed, whatever autocast says.
+            k: rows to return for each query.
+            chunk: rows to bring at a time; chosen by the bytes of a row and the number of queries by default.
+            exclude: rows that are not to be returned: a mask, bool, shape (num_embeddings,); or ids, int32 or int64:
+                (n,) for all queries, (q, m) for each its own, padded with -1, or a list of q tensors of ids.
+
+        Returns:
+            ``values``, the inner products, shape (q, k), largest first, and ``ids``, int64; (k,) for one query. Among
+            equal ones the lower id comes first, whatever ``chunk`` is. (A product is rounded as torch's matrix product
+            rounds it, whose last bit may depend on the shape.) The row of ``padding_idx`` is not returned. Where fewer
+            than k rows are left, id -1 and value -inf fill up; a row whose product is -inf counts as left out. NaN
+            comes first, as in ``torch.topk``, so that rows that have become NaN are seen.
+
+        Raises:
+            ValueError, TypeError: k, chunk, or a shape or dtype does not fit.
+            IdError: an id of ``exclude`` is outside the table. In all cases nothing was read.
+
+        Example:
+            >>> import torch, speedswap
+            >>> items = speedswap.Embedding.from_pretrained(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]))
+            >>> values, ids = items.score(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), k=2)
+            >>> ids.tolist(), values.tolist()
+            ([[2, 0], [2, 1]], [[3.0, 1.0], [3.0, 2.0]])
+            >>> items.score(torch.tensor([1.0, 0.0]), k=2, exclude=torch.tensor([2])).ids.tolist()
+            [0, 1]
+        """
+        return top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
     # The one place where a batch's rows come from.
     def _swap_in(self, ids: Tensor) -> tuple[Tensor, Tensor]:

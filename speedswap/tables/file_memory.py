@@ -24,6 +24,8 @@ __all__ = ["FileMemory", "says_if_full", "write_file"]
 
 # As large as any page that the system's file cache uses: a store needs room on disk for the whole of one.
 _PIECE_BYTES = 2 * 2**20
+# Linux's read-ahead by default: it takes no more of one piece of advice.
+_READ_AHEAD_BYTES = 128 * 2**10
 
 _log = logging.getLogger("speedswap")
 
@@ -107,6 +109,10 @@ class FileMemory(Memory):
             for offset in np.sort(begin[missing]).tolist():
                 _write(self._fd, os.pread(self._fd, stride, offset), offset)
         return torch.from_numpy(missing)
+
+    def expect(self, start: int, stop: int) -> None:
+        for offset in range(start - start % mmap.PAGESIZE, stop, _READ_AHEAD_BYTES):
+            self._mapping.madvise(mmap.MADV_WILLNEED, offset, min(_READ_AHEAD_BYTES, stop - offset))
 
     def write_through(self, records: kernels.Records, rows: Tensor, parts: Sequence[kernels.Part]) -> None:
         """Scatter rows for which there is room, but not in whole pieces."""

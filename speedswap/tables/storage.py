@@ -125,6 +125,9 @@ class Memory:
         """
         return None
 
+    def expect(self, start: int, stop: int) -> None:
+        """Note that bytes ``start`` to ``stop`` are about to be read, in their order; only files need it."""
+
     def settle(self) -> None:
         """Wait until the host may touch the bytes: a GPU may still be at them; only pinned memory needs it."""
 

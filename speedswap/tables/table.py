@@ -365,6 +365,23 @@ class Table:
         values = segment.read(column, start, max(start, stop))
         return values.to("cpu", copy=not self.columns[column].compact).contiguous()
 
+    def _stretch(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Weights of rows ``start`` to ``stop`` on a device, to be read at once and neither kept nor changed.
+
+        Returns:
+            Shape (stop - start, embedding_dim): a view of the table's memory where that has them as they are, on that
+            device; else a copy.
+        """
+        self._check_open()
+        segment, column = self._segments.of("weight"), self.columns["weight"]
+        segment.memory.expect(start * segment.layout.stride, stop * segment.layout.stride)
+        if column.compact or segment.memory.device != device:
+            ids = torch.arange(start, stop, device=segment.memory.device)
+            return self._gather(ids, ["weight"], device).weight
+        self._traffic.land()
+        segment.memory.settle()
+        return segment.view("weight")[start:stop]
+
     def write(self, start: int, values: Tensor, *, column: str = "weight") -> None:
         """Overwrite rows of a column from ``start`` on.
 
@@ -390,7 +407,8 @@ class Table:
             self._traffic.land()
             self._mark_written()
             segment.memory.settle()
-            segment.write(column, start, values)
+            for rows in segment.chunks(start, start + len(values)):  # values on another device come piece by piece
+                segment.write(column, rows.start, values[rows.start - start : rows.stop - start])
 
     def view(self, column: str = "weight") -> Tensor:
         """All rows of a column as a tensor over the table's own memory: what is written to it is in the table.

@@ -1,0 +1,293 @@
+"""Replace a model's large ``nn.Embedding`` and ``nn.EmbeddingBag`` by ours, with their values."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+from urllib.parse import quote
+
+import torch
+from torch import Tensor, nn
+
+from speedswap.errors import ConversionError, SpeedswapWarning
+from speedswap.swapping.embedding import Embedding
+from speedswap.swapping.embedding_bag import EmbeddingBag
+from speedswap.swapping.table_module import TableModule
+from speedswap.tables.storage import resolve_engine, resolve_storage
+
+__all__ = ["convert"]
+
+_log = logging.getLogger("speedswap")
+
+Model = TypeVar("Model", bound=nn.Module)
+_Plain: TypeAlias = nn.Embedding | nn.EmbeddingBag
+_Holders: TypeAlias = defaultdict[tuple[torch.device, int], list[tuple[nn.Module, str]]]
+
+_PLAIN = (nn.Embedding, nn.EmbeddingBag)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def convert(
+    model: Model,
+    min_rows: int = 100_000,
+    *,
+    skip: Collection[str] = (),
+    storage: str = "auto",
+    engine: str = "auto",
+    path: str | os.PathLike[str] | None = None,
+    stored_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+    rounding: str | None = None,
+) -> Model:
+    """Replace the large embeddings of a model, in place, by speedswap's with the same rows.
+
+    Every ``nn.Embedding`` and ``nn.EmbeddingBag`` with at least ``min_rows`` rows becomes a
+    :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` with its values, ``padding_idx``, mode, device,
+    dtype, training mode, and whether it is trained. Their names stay, and so does what ``state_dict`` has. Each is
+    logged.
+
+    **Convert before the optimizer is made**, and before the model is wrapped or compiled: an optimizer that holds an
+    old weight would go on training that, and so would whatever else holds it where a model does not show it.
+
+    Rows are copied piece by piece, table after table, and each old weight is given back before the next is copied, if
+    nothing else holds it: beside the model there is at most one table more in memory, the largest.
+
+    Args:
+        model: any module; it may be an embedding itself.
+        min_rows: smaller embeddings are left as they are.
+        skip: dotted names of embeddings that are left as they are too.
+        storage, engine, stored_dtype, state_dtype, rounding: of the tables, as for :class:`speedswap.Embedding`.
+        path: a directory for memmap tables; each gets a directory in it, named like its module.
+
+    Returns:
+        The model; its replacement, if it is an embedding itself.
+
+    Raises:
+        ConversionError: an embedding cannot be replaced so that the model still computes the same: its weight is tied
+            to another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient,
+            is of a subclass, a setting does not fit its dtype, and so on. It names all of them; nothing was changed.
+        ValueError: ``skip`` has what is no embedding; an unknown storage or engine. Nothing was changed.
+        FileExistsError: there is something where a table would go. Nothing was changed.
+        TableFullError, TableTooLargeError: there is no room for a table: its embedding, and those after it, are as they
+            were.
+
+    Warns:
+        SpeedswapWarning: no embedding has ``min_rows`` rows; or one is ``sparse``, and its gradients will be dense ones
+            of the batch's rows, which ``torch.optim.SparseAdam`` does not take: ``torch.optim.Adam`` is its like here.
+
+    Example:
+        >>> import torch, speedswap
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Embedding(200_000, 8), nn.Linear(8, 1))
+        >>> speedswap.convert(model, storage="pageable")[0].table
+        Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+    """
+    settings = {
+        "storage": storage,
+        "engine": engine,
+        "stored_dtype": stored_dtype,
+        "state_dtype": state_dtype,
+        "rounding": rounding,
+    }
+    resolve_engine(engine, storage, resolve_storage(storage, path))
+    found = _large(model, min_rows, skip)
+    if not found:
+        _warn_of_nothing(model, min_rows)
+        return model
+    places = {names[0]: _place(path, names[0]) for _, names in found}
+    for place in places.values():
+        if place is not None and place.exists():
+            raise FileExistsError(f"path is {os.fspath(path or '')!r}, where {place.name!r} exists; remove it first")
+    _refuse(model, found, settings)
+    _warn_of_sparse([names[0] or "the model" for module, names in found if module.sparse])
+    while found:
+        old, names = found.pop(0)
+        new = _replacement(old, {**settings, "name": names[0] or "embedding", "path": places[names[0]]})
+        _log.info("%s: speedswap.%s over %r", names[0] or "the model", type(new).__name__, new.table)
+        if old is model:
+            return cast(Model, new)
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            model.get_submodule(parent)._modules[attribute] = new
+        del old  # and with it the weight, if nobody else holds it
+    return model
+
+
+def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple[_Plain, list[str]]]:
+    """The embeddings to be replaced, each with all of its dotted names."""
+    names = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, _PLAIN) and not isinstance(module, TableModule)
+    }
+    for name in skip:
+        if name not in names:
+            raise ValueError(f"skip has {name!r}, which is no embedding; the model has {', '.join(names) or 'none'}")
+    skipped = {id(names[name]) for name in skip}
+    found: dict[int, tuple[_Plain, list[str]]] = {}
+    for name, module in names.items():
+        if module.num_embeddings >= min_rows and id(module) not in skipped:
+            found.setdefault(id(module), (module, []))[1].append(name)
+    return list(found.values())
+
+
+def _place(path: str | os.PathLike[str] | None, name: str) -> Path | None:
+    """The directory of a table; names of modules may have in them what those of files may not."""
+    return None if path is None else Path(path) / quote(name or "embedding", safe=" ")
+
+
+def _replacement(old: _Plain, settings: dict[str, Any]) -> TableModule:
+    """Ours with the values and ways of torch's."""
+    place = settings["path"]
+    try:
+        new = _with_rows(old, old.weight, old.padding_idx, settings)
+    except BaseException:
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    for name in _own_attributes(old):
+        setattr(new, name, getattr(old, name))
+    for name, value in vars(old.weight).items():
+        setattr(new.weight, name, value)
+    return new.train(old.training)
+
+
+def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dict[str, Any]) -> TableModule:
+    """Ours as torch's is, with the given rows."""
+    settings = {**settings, "device": old.weight.device}
+    if isinstance(old, nn.EmbeddingBag):
+        settings |= {"mode": old.mode, "include_last_offset": old.include_last_offset}
+        return EmbeddingBag._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
+    return Embedding._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def _refuse(model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], settings: dict[str, Any]) -> None:
+    """Raise ConversionError if any of the embeddings cannot be replaced; it says why, of each."""
+    holders = _holders(model)
+    reasons = []
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        reasons.append(
+            "the model is wrapped in DistributedDataParallel, which holds the old weights; wrap it afterwards"
+        )
+    for module, names in found:
+        name = names[0] or "the model"
+        reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]
+    if reasons:
+        raise ConversionError(
+            "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings as they are with "
+            "skip=[names]"
+        )
+
+
+def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]) -> Iterator[str]:
+    """Why a module cannot be replaced, each with what to do."""
+    if type(module) not in _PLAIN:
+        yield f"is of type {type(module).__name__}, a subclass that may compute something else; use speedswap's in it"
+        return
+    weight = module._parameters.get("weight")
+    if weight is None or type(weight) is not nn.Parameter:
+        yield f"its weight is of type {type(weight).__name__}, not a plain nn.Parameter; convert the model before that"
+        return
+    if weight.is_meta:
+        yield "its weight is on the meta device and has no values; make or load them first"
+        return
+    if tuple(weight.shape) != (module.num_embeddings, module.embedding_dim):
+        yield f"its weight has shape {tuple(weight.shape)}, not ({module.num_embeddings}, {module.embedding_dim})"
+        return
+    for other, name in holders[_address(weight)]:
+        if other is not module:
+            yield f"its weight is tied to {name!r}, which needs all rows as a tensor; give that a copy of its own"
+    if module.max_norm is not None:
+        yield f"max_norm is {module.max_norm}, but a lookup does not change the table; set it to None"
+    if module.scale_grad_by_freq:
+        yield "scale_grad_by_freq is True; set it to False, and weigh the loss by how often ids occur"
+    if weight.grad is not None:
+        yield "its weight has a gradient, which would be lost; call optimizer.step() or model.zero_grad() first"
+    if weight.device.type == "cpu" and weight.is_shared():  # type: ignore[no-untyped-call]
+        yield "its weight is in memory shared between processes, which its table would not be; convert it before that"
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        yield "its weight has hooks; remove them first"
+    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+        yield "it has hooks; remove them, and register them with what replaces it"
+    more = [*module._buffers, *module._modules, *(name for name in module._parameters if name != "weight")]
+    if more:
+        yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
+    try:
+        trial = _with_rows(module, weight[:1], None, {**settings, "storage": "pageable", "engine": "auto"})
+    except (ValueError, TypeError) as error:
+        yield str(error)
+        return
+    taken = [name for name in _own_attributes(module) if hasattr(trial, name)]
+    if taken:
+        yield f"it has attributes that its replacement has too: {', '.join(taken)}; delete them"
+
+
+def _holders(model: nn.Module) -> _Holders:
+    """The modules that hold parameters and buffers, and their names there, by where these are in memory."""
+    holders: _Holders = defaultdict(list)
+    for path, module in model.named_modules():
+        if isinstance(module, TableModule):
+            continue
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not tensor.is_meta and tensor.layout == torch.strided:
+                holders[_address(tensor)].append((module, f"{path}.{name}" if path else name))
+    return holders
+
+
+def _address(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _own_attributes(module: _Plain) -> list[str]:
+    """What was set on a module beside what torch sets."""
+    kind = nn.EmbeddingBag if isinstance(module, nn.EmbeddingBag) else nn.Embedding
+    plain = kind(1, 1, device="meta")  # where no random numbers are drawn
+    return [name for name in vars(module) if name not in vars(plain)]
+
+
+# ---------------------------------------------------------------------- what is said
+
+
+def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:
+    """Say that nothing was converted, unless that was done before, or asked for."""
+    if any(isinstance(module, TableModule) for module in model.modules()):
+        return
+    rows = {name: module.num_embeddings for name, module in model.named_modules() if isinstance(module, _PLAIN)}
+    if any(count >= min_rows for count in rows.values()):
+        return
+    largest = max(rows, key=lambda name: rows[name], default=None)
+    has = "it has none" if largest is None else f"{largest or 'the model'}, the largest, has {rows[largest]:,}"
+    warnings.warn(
+        f"no embedding of the model has {min_rows:,} rows ({has}), so that nothing was converted; give min_rows=",
+        SpeedswapWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_of_sparse(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
+            "torch.optim.Adam in place of SparseAdam: it moves the batch's rows alone, too",
+            SpeedswapWarning,
+            stacklevel=3,
+        )

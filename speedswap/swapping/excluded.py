@@ -1,0 +1,165 @@
+"""Ids that a search leaves out: for every query, or for one query each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import IdError
+
+__all__ = ["Exclude", "Excluded", "excluded"]
+
+Exclude: TypeAlias = "Tensor | Sequence[Tensor] | None"
+
+
+class _Pieces(Protocol):
+    """Rows in chunks, queries in groups."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_queries(self) -> int: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+
+
+class Excluded:
+    """What is left out, found by chunk of rows and group of queries without a look at all of it.
+
+    Args:
+        pieces: the chunks and groups.
+        mask: bool, shape (num_rows,): rows that no query gets; None for none.
+        ids: int64, shape (n,), in any order: the same.
+        queries, theirs: int64, shape (m,), in any order: query ``queries[i]`` does not get row ``theirs[i]``.
+    """
+
+    def __init__(self, pieces: _Pieces, mask: Tensor | None, ids: Tensor, queries: Tensor, theirs: Tensor) -> None:
+        self._pieces = pieces
+        self._mask = mask
+        num_chunks = -(-pieces.num_rows // pieces.chunk)
+        num_groups = max(1, -(-pieces.num_queries // pieces.group))
+        self._num_groups = num_groups
+        self._ids, _ = ids.sort()
+        self._bounds = _bounds(self._ids // pieces.chunk, num_chunks)
+        # The piece that a pair belongs to.
+        keys, order = (theirs // pieces.chunk * num_groups + queries // pieces.group).sort()
+        self._queries, self._theirs = queries[order], theirs[order]
+        self._pair_bounds = _bounds(keys, num_chunks * num_groups) if len(keys) else None
+
+    def blank(self, scores: Tensor, chunk: int, group: int) -> None:
+        """Make the scores of what is left out -inf.
+
+        Args:
+            scores: of that group's queries and that chunk's rows.
+            chunk, group: their numbers.
+        """
+        start = chunk * self._pieces.chunk
+        if self._mask is not None:
+            columns = self._mask[start : start + scores.shape[1]].nonzero().squeeze(1)
+            scores.index_fill_(1, columns, -math.inf)
+        first, last = self._bounds[chunk : chunk + 2]
+        if last > first:
+            scores.index_fill_(1, self._ids[first:last] - start, -math.inf)
+        if self._pair_bounds is not None:
+            piece = chunk * self._num_groups + group
+            pairs = slice(*self._pair_bounds[piece : piece + 2])
+            if pairs.stop > pairs.start:
+                scores[self._queries[pairs] - group * self._pieces.group, self._theirs[pairs] - start] = -math.inf
+
+
+def excluded(exclude: Exclude, pieces: _Pieces, device: torch.device, padding_idx: int | None, table: str) -> Excluded:
+    """Check what is to be left out, in any of its forms.
+
+    Args:
+        exclude: bool (num_rows,); or ids (n,) for every query; or ids (q, m), padded with -1; or q tensors of ids.
+        pieces: of the search.
+        device: of the queries.
+        padding_idx: one more row that no query gets.
+        table: whose rows they are, for messages.
+
+    Raises:
+        IdError: an id is outside the table.
+        TypeError, ValueError: dtype or shape is none of those.
+    """
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    mask, ids, queries, theirs = None, none, none, none
+    if isinstance(exclude, Tensor) and exclude.dtype == torch.bool:
+        if tuple(exclude.shape) != (pieces.num_rows,):
+            raise ValueError(
+                f"exclude is a mask of shape {tuple(exclude.shape)}, but table {table!r} has {pieces.num_rows} rows; "
+                f"give ({pieces.num_rows},), or ids"
+            )
+        mask = exclude.to(device)
+    elif isinstance(exclude, Tensor) and exclude.dim() == 2:
+        queries, theirs = _padded(exclude, pieces, device, table)
+    elif isinstance(exclude, Tensor):
+        ids = _checked(exclude, "exclude", pieces.num_rows, table).to(device)
+    elif exclude is not None:
+        queries, theirs = _listed(exclude, pieces, device, table)
+    if padding_idx is not None:
+        ids = torch.cat([ids, ids.new_tensor([padding_idx])])
+    return Excluded(pieces, mask, ids, queries, theirs)
+
+
+def _padded(exclude: Tensor, pieces: _Pieces, device: torch.device, table: str) -> tuple[Tensor, Tensor]:
+    """Pairs of query and id, out of a matrix with -1 where there is no id."""
+    if len(exclude) != pieces.num_queries:
+        raise ValueError(
+            f"exclude has shape {tuple(exclude.shape)}, but there are {pieces.num_queries} queries; give a row of ids "
+            "for each, padded with -1, or one-dimensional ids for all"
+        )
+    present = exclude != -1
+    _checked(exclude.where(present, 0), "exclude", pieces.num_rows, table)
+    queries = present.nonzero()[:, 0]
+    return queries.to(device), exclude[present].long().to(device)
+
+
+def _listed(exclude: Sequence[Tensor], pieces: _Pieces, device: torch.device, table: str) -> tuple[Tensor, Tensor]:
+    """Pairs of query and id, out of a tensor of ids for each query."""
+    if isinstance(exclude, str) or not isinstance(exclude, Sequence):
+        raise TypeError(f"exclude is a {type(exclude).__name__}; pass a tensor, or a list with one for each query")
+    if len(exclude) != pieces.num_queries:
+        raise ValueError(
+            f"exclude is a list of {len(exclude)}, but there are {pieces.num_queries} queries; give ids for each, or "
+            "one tensor of ids for all"
+        )
+    found = [_checked(ids, f"exclude[{i}]", pieces.num_rows, table).to(device) for i, ids in enumerate(exclude)]
+    lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64, device=device)
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    return torch.arange(len(found), device=device).repeat_interleave(lengths), torch.cat([none, *found])
+
+
+def _checked(ids: Tensor, name: str, num_rows: int, table: str) -> Tensor:
+    """The ids as int64, once they are known to be in the table."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} is a {type(ids).__name__}; pass a tensor of ids, as torch.tensor makes one")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {ids.dtype}; give ids as int32 or int64, or a mask as bool")
+    if name != "exclude" and ids.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; give one-dimensional ids")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"{name} has shape {tuple(ids.shape)}; give ids (n,) for all queries, or (q, m), one row each")
+    ids = ids.long()
+    outside = (ids < 0) | (ids >= num_rows)
+    if outside.any():
+        position = outside.nonzero()[0].tolist()
+        value = int(ids[tuple(position)])
+        hint = "pad with -1" if ids.dim() == 2 else "leave it away"
+        raise IdError(
+            f"{name}[{', '.join(map(str, position))}] is {value}, but table {table!r} has rows 0 to {num_rows - 1}; "
+            f"{hint} where there is nothing to exclude"
+        )
+    return ids
+
+
+def _bounds(keys: Tensor, count: int) -> list[int]:
+    """Where each of the keys 0 to ``count`` begins among ascending ones."""
+    edges = torch.arange(count + 1, device=keys.device)
+    found: list[int] = torch.searchsorted(keys, edges).tolist()
+    return found
