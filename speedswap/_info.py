@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speedswap import __version__, kernels
+from speedswap import _C, __version__, kernels
 
 __all__ = ["cupy_problems", "describe", "installed_cupys", "memory_limits"]
 
@@ -44,11 +44,17 @@ def describe() -> str:
 
 def _surroundings() -> dict[str, str]:
     return {
-        "installed in": str(Path(__file__).resolve().parent),
+        "installed in": _places(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} ({f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})",
         "NumPy": np.__version__,
     }
+
+
+def _places() -> str:
+    """Where the Python files are, and the compiled part where that is elsewhere."""
+    package, compiled = Path(__file__).resolve().parent, Path(_C.__file__).resolve().parent
+    return str(package) if compiled == package else f"{package}, compiled part from {compiled}"
 
 
 def _gpus() -> dict[str, str]:
