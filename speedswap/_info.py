@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from speedswap import _C, __version__, kernels
+from speedswap._install import pip_install
 
 __all__ = ["cupy_problems", "describe", "installed_cupys", "memory_limits"]
 
@@ -105,7 +106,7 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
     >>> cupy_problems(["cupy-cuda13x"], "13.0")
     []
     >>> cupy_problems(["cupy-cuda12x"], "13.0")
-    ['cupy-cuda12x is for another CUDA than torch (13.0); pip uninstall it, then pip install speedswap[cuda13]']
+    ["cupy-cuda12x is for another CUDA than torch (13.0); pip uninstall it, then pip install 'cupy-cuda13x>=13.6'"]
     """
     problems = []
     if len(installed) > 1:
@@ -118,7 +119,7 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
     major = torch_cuda.split(".")[0]
     fitting = f"cupy-cuda{major}x"
     extra = EXTRA_OF_CUPY.get(fitting)
-    remedy = f"pip install speedswap[{extra}]" if extra else f"a torch for CUDA {' or '.join(_known_majors())}"
+    remedy = pip_install(fitting, extra=extra) if extra else f"a torch for CUDA {' or '.join(_known_majors())}"
     others = [name for name in installed if name not in (fitting, "cupy")]
     if not installed:
         problems.append(f"torch is for CUDA {torch_cuda}, but there is no CuPy to launch kernels with: {remedy}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speedswap._install import pip_install
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.point import DIRECTIONS
 
@@ -27,7 +28,8 @@ def require_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise BenchmarkError(f"a plot needs matplotlib: pip install speedswap[demo] ({error})") from error
+        remedy = pip_install("matplotlib", extra="demo")
+        raise BenchmarkError(f"a plot needs matplotlib: {remedy} ({error})") from error
 
 
 def draw(path: Path, figures: Mapping[str, Figure]) -> list[Path]:
