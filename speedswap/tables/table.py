@@ -338,10 +338,11 @@ class Table:
         """Check one-dimensional ids against the table before anything moves.
 
         Raises:
-            TypeError: not int32 or int64.
+            TypeError: not a tensor, or not int32 or int64.
             ValueError: not one-dimensional.
             IdError: an id is negative or not below ``num_embeddings``; it names the position and the value.
         """
+        kernels.require_id_dtype(ids)
         if ids.dim() != 1:
             raise ValueError(f"rows has shape {tuple(ids.shape)}; give one-dimensional ids, rows.flatten()")
         kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
