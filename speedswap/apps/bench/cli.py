@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             "step": plots.step_figure,
         }
         drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items()})
-        print("drew", ", ".join(str(path) for path in drawn))
+        print("drew", ", ".join(str(path) for path in drawn) or "nothing: what was measured has no picture")
     return 1 if any(one.get("failed") for one in found.values()) else 0
 
 
