@@ -47,6 +47,13 @@ def test_info_names_the_gpu_or_says_that_there_is_none():
         assert re.search(r"^  cuda +\S", report, flags=re.MULTILINE)
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="is about a torch without CUDA")
+def test_info_advises_no_cupy_to_a_torch_that_cannot_use_it():
+    """Nothing about the CPU is broken, and no install would change that."""
+    (line,) = re.findall(r"^  CuPy +(.*)", describe(), flags=re.MULTILINE)
+    assert "pip install" not in line
+
+
 def test_script_and_module_are_the_same_command():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="speedswap")
     assert script.load() is main

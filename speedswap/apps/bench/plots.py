@@ -22,17 +22,22 @@ __all__ = ["ceilings_figure", "draw", "require_matplotlib", "step_figure", "tran
 _AXES = {"row_bytes": "bytes of a row", "batch_rows": "rows of a batch", "table_bytes": "bytes of the table"}
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(path: Path) -> None:
     """Find out before the work whether its result can be drawn.
 
+    Args:
+        path: the picture's file, whose suffix says of which format it is.
+
     Raises:
-        BenchmarkError: matplotlib is not installed.
+        BenchmarkError: matplotlib is not installed, or does not write such files.
     """
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.backend_bases
     except ImportError as error:
         remedy = pip_install("matplotlib", extra="demo")
         raise BenchmarkError(f"a plot needs matplotlib: {remedy} ({error})") from error
+    if path.suffix[1:].lower() not in matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes():
+        raise BenchmarkError(f"plot is {str(path)!r}: give a name that ends in .png, .svg or .pdf")
 
 
 def draw(path: Path, figures: Mapping[str, Figure]) -> list[Path]:
