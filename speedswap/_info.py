@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speedswap import __version__, kernels
+from speedswap import _C, __version__, kernels
+from speedswap._install import pip_install
 
 __all__ = ["cupy_problems", "describe", "installed_cupys", "memory_limits"]
 
@@ -44,11 +45,17 @@ def describe() -> str:
 
 def _surroundings() -> dict[str, str]:
     return {
-        "installed in": str(Path(__file__).resolve().parent),
+        "installed in": _places(),
         "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": f"{torch.__version__} ({f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})",
         "NumPy": np.__version__,
     }
+
+
+def _places() -> str:
+    """Where the Python files are, and the compiled part where that is elsewhere."""
+    package, compiled = Path(__file__).resolve().parent, Path(_C.__file__).resolve().parent
+    return str(package) if compiled == package else f"{package}, compiled part from {compiled}"
 
 
 def _gpus() -> dict[str, str]:
@@ -99,7 +106,7 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
     >>> cupy_problems(["cupy-cuda13x"], "13.0")
     []
     >>> cupy_problems(["cupy-cuda12x"], "13.0")
-    ['cupy-cuda12x is for another CUDA than torch (13.0); pip uninstall it, then pip install speedswap[cuda13]']
+    ["cupy-cuda12x is for another CUDA than torch (13.0); pip uninstall it, then pip install 'cupy-cuda13x>=13.6'"]
     """
     problems = []
     if len(installed) > 1:
@@ -112,7 +119,7 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
     major = torch_cuda.split(".")[0]
     fitting = f"cupy-cuda{major}x"
     extra = EXTRA_OF_CUPY.get(fitting)
-    remedy = f"pip install speedswap[{extra}]" if extra else f"a torch for CUDA {' or '.join(_known_majors())}"
+    remedy = pip_install(fitting, extra=extra) if extra else f"a torch for CUDA {' or '.join(_known_majors())}"
     others = [name for name in installed if name not in (fitting, "cupy")]
     if not installed:
         problems.append(f"torch is for CUDA {torch_cuda}, but there is no CuPy to launch kernels with: {remedy}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -25,17 +27,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 where the command did its work; 2 where it could not, with one line on stderr that says why;
-        130 after Ctrl-C.
+        130 after Ctrl-C; 141 where what reads its output, such as ``head``, has gone.
     """
     args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except SpeedswapError as error:
         print(f"speedswap: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("speedswap: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _output_is_unread():
+            raise
+        return 141
     return status
 
 
@@ -55,3 +62,13 @@ def _parser() -> argparse.ArgumentParser:
 def _info(args: argparse.Namespace) -> int:
     print(describe())
     return 0
+
+
+def _output_is_unread() -> bool:
+    """Tell whether standard output is a pipe without a reader; if so, keep Python from failing over it at exit."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True

@@ -189,7 +189,7 @@ def _applications(python: str, more: Path) -> list[Part]:
             30,
             10,
             group="applications",
-            unsupported="pip install speedswap[demo]",
+            unsupported="the digits come with scikit-learn, which is not installed",
         ),
         script("ncf", 60, 10, "--quick"),
         script("batching", 60, 5, "--quick"),

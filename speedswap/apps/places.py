@@ -30,7 +30,8 @@ def compute_device(name: str | None) -> torch.device:
         SettingsError: there is no such device here.
     """
     available = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    wrong = f"device is {name!r}: give one of {', '.join(available)}"
+    missing = "" if "cuda" in available else "; speedswap info says why there is no cuda"
+    wrong = f"device is {name!r}: give one of {', '.join(available)}{missing}"
     try:
         device = torch.device(name or available[-1])
     except RuntimeError as error:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from speedswap._install import pip_install
+
 __all__ = ["Shown", "show_progress"]
 
 
@@ -40,7 +42,7 @@ def show_progress(total_steps: int, done: int = 0, *, shown: bool) -> Iterator[S
     try:
         from tqdm import tqdm
     except ImportError:
-        print("no progress bar without tqdm: pip install speedswap[demo]", file=sys.stderr)
+        print(f"no progress bar without tqdm: {pip_install('tqdm', extra='demo')}", file=sys.stderr)
         yield Quiet(lines=True)
         return
     seconds = 0.1 if sys.stderr.isatty() else 10.0

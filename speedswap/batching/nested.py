@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from speedswap._words import a_kind
 from speedswap.errors import BatchError
 
 __all__ = ["Batch", "PerSample", "Whole", "concatenate", "replace_tensors", "tensors_of"]
@@ -243,7 +244,7 @@ def concatenate(parts: list[Any]) -> Any:
     if fields is None:
         return first
     if any(type(part) is not type(first) or len(_fields(part) or ()) != len(fields) for part in parts):
-        raise BatchError(f"a function returned a {type(first).__name__} of another structure for each micro-batch")
+        raise BatchError(f"a function returned {a_kind(first)} of another structure for each micro-batch")
     columns = zip(*[[item for _, item in _fields(part) or ()] for part in parts], strict=True)
     return _rebuilt(first, [concatenate(list(column)) for column in columns])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
+from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.kernels.distinct import distinct
 from speedswap.kernels.threads import get_num_threads
@@ -28,7 +29,7 @@ __all__ = [
 def require_id_dtype(ids: Tensor) -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor."""
     if not isinstance(ids, Tensor):
-        raise TypeError(f"ids is a {type(ids).__name__}; pass a tensor, as torch.as_tensor(ids) makes one")
+        raise TypeError(f"ids is {a_kind(ids)}; pass a tensor, as torch.as_tensor(ids) makes one")
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
     if ids.layout is not torch.strided:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
+from speedswap._words import a_kind
 from speedswap.errors import DuplicateIdError
 from speedswap.kernels.dtypes import check_dtype
-from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences
+from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
 from speedswap.kernels.memory import empty
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
@@ -152,16 +153,17 @@ def _written(tensor: Tensor) -> None:
 
 def _require_matrix(matrix: Tensor, name: str) -> None:
     if not isinstance(matrix, Tensor):
-        raise TypeError(f"{name} is a {type(matrix).__name__}; pass a tensor of shape (rows, dim)")
+        raise TypeError(f"{name} is {a_kind(matrix)}; pass a tensor of shape (rows, dim)")
     if matrix.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(matrix.shape)}; pass one of shape (rows, dim)")
     _require_plain(matrix, name)
 
 
 def _require_vector(ids: Tensor) -> None:
-    if isinstance(ids, Tensor) and ids.ndim != 1:
+    require_id_dtype(ids)
+    if ids.ndim != 1:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; pass ids.reshape(-1)")
-    if isinstance(ids, Tensor) and ids.device.type not in ("cpu", "cuda"):
+    if ids.device.type not in ("cpu", "cuda"):
         raise TypeError(f"ids is on {ids.device}; move it to the CPU or a CUDA device")
 
 
@@ -178,7 +180,7 @@ def _require_plain(tensor: Tensor, name: str) -> None:
 
 def _require_rows(rows: Tensor, name: str, shape: tuple[int, int], matrix: Tensor, matrix_name: str) -> None:
     if not isinstance(rows, Tensor):
-        raise TypeError(f"{name} is a {type(rows).__name__}; pass a tensor of shape {shape}")
+        raise TypeError(f"{name} is {a_kind(rows)}; pass a tensor of shape {shape}")
     if rows.dtype != matrix.dtype:
         raise TypeError(f"{name} has dtype {rows.dtype}, but {matrix_name} has {matrix.dtype}; convert one of them")
     if tuple(rows.shape) != shape:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap._words import a_kind
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 
 __all__ = ["Change", "ChangeObserver"]
@@ -166,4 +167,4 @@ def _shown(trait: Any) -> Any:
 
 
 def _title(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else a_kind(value)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from speedswap._words import a_kind
+
 __all__ = ["CsvWriter", "JsonLinesWriter", "ScalarWriter", "Writer", "make_writer", "write_csv"]
 
 
@@ -137,7 +139,7 @@ def make_writer(target: str | Path | Writer | TakesScalars) -> Writer:
         return target
     if not isinstance(target, (str, Path)):
         if not callable(getattr(target, "add_scalar", None)):
-            raise ValueError(f"target is a {type(target).__name__}; it must be a path, a Writer, or have add_scalar")
+            raise ValueError(f"target is {a_kind(target)}; it must be a path, a Writer, or have add_scalar")
         return ScalarWriter(target)
     suffix = Path(target).suffix
     if suffix == ".jsonl":

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap._words import a_kind
+
 __all__ = ["Bags", "Keyed", "bags_of", "keyed_bags"]
 
 _INDEX = (torch.int32, torch.int64)
@@ -73,7 +75,7 @@ def keyed_bags(keyed: Any, offsets: Tensor | None, weights: Tensor | None) -> Ke
     callables = [name for name in ("keys", "values", "stride", "offsets", "lengths") if _has(keyed, name)]
     if callables[:3] != ["keys", "values", "stride"] or len(callables) == 3:
         raise TypeError(
-            f"input is a {type(keyed).__name__}; pass a tensor of ids, or a KeyedJaggedTensor: something with keys(), "
+            f"input is {a_kind(keyed)}; pass a tensor of ids, or a KeyedJaggedTensor: something with keys(), "
             "values(), stride(), and offsets() or lengths()"
         )
     if offsets is not None or weights is not None:
@@ -105,7 +107,7 @@ def _has(thing: Any, name: str) -> bool:
 
 def _require_tensor(thing: Any, name: str) -> None:
     if not isinstance(thing, Tensor):
-        raise TypeError(f"{name} is a {type(thing).__name__}; pass a tensor")
+        raise TypeError(f"{name} is {a_kind(thing)}; pass a tensor")
 
 
 def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:

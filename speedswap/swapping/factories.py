@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap._words import a_kind
 from speedswap.errors import OptimizerError, SpeedswapWarning
 from speedswap.swapping import arrays
 from speedswap.swapping.collection import Collection
@@ -244,7 +245,7 @@ class OptimizerFactory(Collection):
         width = count("embed_dimension", embed_dimension)
         weight_dtype = _trainable_dtype(dtype, "dtype")
         if not isinstance(given_optimizer, Optimizer):
-            raise TypeError(f"given_optimizer is a {type(given_optimizer).__name__}; give a torch.optim.Optimizer")
+            raise TypeError(f"given_optimizer is {a_kind(given_optimizer)}; give a torch.optim.Optimizer")
         self._weight = _find(model, variable_name, width)
         if not holds(given_optimizer, self._weight):
             raise ValueError(
@@ -433,7 +434,7 @@ def _weight_of(model_variable: nn.Module) -> Tensor:
     weight = getattr(model_variable, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise TypeError(
-            f"model_variable is a {type(model_variable).__name__} without a 2-D weight; give the model's nn.Embedding"
+            f"model_variable is {a_kind(model_variable)} without a 2-D weight; give the model's nn.Embedding"
         )
     return weight
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._words import a_kind
 from speedswap.swapping.announced import Announced, announce
 from speedswap.swapping.table_module import TableModule
 
@@ -77,18 +78,16 @@ class Lookahead(Generic[Batch]):
 
     def __init__(self, loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], depth: int) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-            raise TypeError(f"loader is a {type(loader).__name__}; give an iterable of batches")
+            raise TypeError(f"loader is {a_kind(loader)}; give an iterable of batches")
         if not ids:
             raise ValueError("ids is empty; give a function from a batch to its ids for each embedding")
         for module, function in ids.items():
             if not isinstance(module, TableModule):
                 raise TypeError(
-                    f"a key of ids is a {type(module).__name__}; give a speedswap.Embedding or speedswap.EmbeddingBag"
+                    f"a key of ids is {a_kind(module)}; give a speedswap.Embedding or speedswap.EmbeddingBag"
                 )
             if not callable(function):
-                raise TypeError(
-                    f"ids[{module}] is a {type(function).__name__}; give a function from a batch to its ids"
-                )
+                raise TypeError(f"ids[{module}] is {a_kind(function)}; give a function from a batch to its ids")
         self.depth = operator.index(depth)
         if self.depth < 0:
             raise ValueError(f"depth is {depth}; give 0 or more")

@@ -8,13 +8,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableTooLargeError
+from speedswap.errors import DuplicateIdError, IdError, TableClosedError
+from speedswap.tables import export
 from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
@@ -23,6 +24,11 @@ from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
 from speedswap.tables.traffic import Later, Traffic
+
+if TYPE_CHECKING:
+    import enum
+
+    from numpy.typing import DTypeLike, NDArray
 
 __all__ = ["Table"]
 
@@ -334,10 +340,11 @@ class Table:
         """Check one-dimensional ids against the table before anything moves.
 
         Raises:
-            TypeError: not int32 or int64.
+            TypeError: not a tensor, or not int32 or int64.
             ValueError: not one-dimensional.
             IdError: an id is negative or not below ``num_embeddings``; it names the position and the value.
         """
+        kernels.require_id_dtype(ids)
         if ids.dim() != 1:
             raise ValueError(f"rows has shape {tuple(ids.shape)}; give one-dimensional ids, rows.flatten()")
         kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
@@ -354,12 +361,7 @@ class Table:
         start, stop, _ = slice(start, stop).indices(self.num_embeddings)
         segment = self._segments.of(column)
         nbytes = max(0, stop - start) * self.columns[column].width * self.columns[column].dtype.itemsize
-        free = storages.available_bytes()
-        if nbytes > 0.9 * free:
-            raise TableTooLargeError(
-                f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r} are {nbytes / 2**30:.2f} GiB, "
-                f"and {free / 2**30:.2f} GiB of memory are free; read fewer rows, or use Table.save(path)"
-            )
+        export.require_memory(nbytes, f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}")
         self._traffic.land()
         segment.memory.settle()
         values = segment.read(column, start, max(start, stop))
@@ -381,6 +383,38 @@ class Table:
         self._traffic.land()
         segment.memory.settle()
         return segment.view("weight")[start:stop]
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        """Copy all weights into an array: what ``np.asarray(table)`` gives.
+
+        Args:
+            dtype: of the array; by default that of the weights.
+            copy: False is refused, since nothing but :meth:`view` shares the table's memory.
+
+        Returns:
+            An array (num_embeddings, embedding_dim).
+
+        Raises:
+            TableTooLargeError: it does not fit into the memory that is free.
+            TypeError: NumPy has no such dtype (bfloat16), and no other was asked for.
+            ValueError: ``copy`` is False.
+        """
+        return export.to_numpy(self, dtype, copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Copy all weights into a DLPack capsule in host memory: what ``torch.as_tensor(table)`` gives.
+
+        Raises:
+            TableTooLargeError: they do not fit into the memory that is free.
+            BufferError: ``copy`` is False.
+        """
+        if options.get("copy") is False:
+            raise BufferError(f"copy is False, but the rows of table {self.name!r} are always copied; use Table.view()")
+        return self.read().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[enum.IntEnum, int]:
+        """Name host memory as the place of what :meth:`__dlpack__` gives."""
+        return torch.empty(0).__dlpack_device__()
 
     def write(self, start: int, values: Tensor, *, column: str = "weight") -> None:
         """Overwrite rows of a column from ``start`` on.

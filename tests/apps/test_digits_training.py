@@ -29,7 +29,7 @@ def test_every_image_is_trained_on_or_tested_once():
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(ImagesError, match=r"pip install speedswap\[demo\]"):
+    with pytest.raises(ImagesError, match=r"pip install 'scikit-learn>=[\d.]+'$"):
         read_split()
 
 

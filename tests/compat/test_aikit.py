@@ -333,10 +333,10 @@ LINES = [
 ]
 
 
-def test_without_keras_the_tensorflow_half_names_the_extra():
+def test_without_keras_the_tensorflow_half_says_what_to_install():
     attempts = [f"try:\n    {line}\nexcept ImportError as error:\n    print(error)\n" for line in LINES]
     done = python(WITHOUT_KERAS + "".join(attempts))
-    said = "aikit's TensorFlow half works on Keras 3, which is not installed: pip install 'speedswap[keras]'"
+    said = "aikit's TensorFlow half works on Keras 3, which is not installed: pip install 'keras>=3.6'"
     assert done.stdout.splitlines() == [said] * len(LINES), done.stderr
 
 

@@ -524,7 +524,7 @@ def test_the_loop_may_be_run_again_and_knows_its_length() -> None:
 
 def test_what_is_wrong_with_the_arguments_is_said() -> None:
     items = embedding()
-    with pytest.raises(TypeError, match="loader is a int"):
+    with pytest.raises(TypeError, match="loader is an int"):
         speedswap.lookahead(3, {items: lambda ids: ids})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="ids is empty"):
         speedswap.lookahead([], {})

@@ -17,6 +17,15 @@ from speedswap.apps.bench.measure import write_json
 
 __all__ = ["add_parser", "run"]
 
+# Which benchmarks read an option that others do not.
+_READ_BY = {
+    "compute": ("step", "all"),
+    "engine": ("tables",),
+    "seconds": ("tables",),
+    "profile": ("step", "tables", "all"),
+    "folder": ("transfer", "all"),
+}
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to a parser's commands."""
@@ -43,9 +52,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="RATIOS",
         help="step: compute beside the swap, over the swap's time, separated by commas (default: 1,2,4)",
     )
-    parser.add_argument(
-        "--engine", default="auto", choices=kernels.ENGINES, help="tables: how rows go to a GPU (default: auto)"
-    )
+    parser.add_argument("--engine", choices=kernels.ENGINES, help="tables: how rows go to a GPU (default: auto)")
     parser.add_argument("--seconds", type=float, help="tables: be done in this time, with fewer rows if need be")
     parser.add_argument(
         "--profile",
@@ -53,7 +60,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="FOLDER",
         help="step, tables: write torch.profiler's trace of a few steps with lookahead here, and its picture",
     )
-    parser.add_argument("--folder", type=Path, help="where memmap tables are put meanwhile (default: the system's)")
+    parser.add_argument(
+        "--folder", type=Path, help="transfer: where memmap tables are put meanwhile (default: the system's)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them here, PNG or SVG by the name")
     parser.set_defaults(run=run)
@@ -62,16 +71,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write what was asked for; returns the exit status."""
     device = _device(args.device)
+    _check_used(args)
     for path in (args.json, args.plot):
         _check_writable(path)
     if args.folder is not None and not args.folder.is_dir():
         raise BenchmarkError(f"folder is {str(args.folder)!r}, which is no directory: give one")
-    if args.plot is not None and args.which == "tables":
-        raise BenchmarkError("plot: there is no picture of the figures of tables; --profile draws its steps")
     if args.profile is not None and args.profile.exists() and not args.profile.is_dir():
         raise BenchmarkError(f"profile is {str(args.profile)!r}, which is a file: give a folder")
+    if args.seconds is not None and not args.seconds > 0:
+        raise BenchmarkError(f"seconds is {args.seconds:g}: give a number above 0")
     if args.plot is not None:
-        plots.require_matplotlib()
+        plots.require_matplotlib(args.plot)
     if args.threads is not None:
         if args.threads < 1:
             raise BenchmarkError(f"threads is {args.threads}: give 1 or more")
@@ -94,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
             "step": plots.step_figure,
         }
         drawn = plots.draw(args.plot, {name: figures[name](one) for name, one in found.items()})
-        print("drew", ", ".join(str(path) for path in drawn))
+        print("drew", ", ".join(str(path) for path in drawn) or "nothing: what was measured has no picture")
     return 1 if any(one.get("failed") for one in found.values()) else 0
 
 
@@ -102,7 +112,7 @@ def _tables(device: str, args: argparse.Namespace) -> dict[str, Any]:
     plan = tables.Plan.of(device, args.quick)
     if args.seconds is not None:
         plan = replace(plan, seconds=args.seconds)
-    return tables.run(device, plan=plan, profile_to=args.profile, engine=args.engine)
+    return tables.run(device, plan=plan, profile_to=args.profile, engine=args.engine or "auto")
 
 
 def _device(asked: str | None) -> str:
@@ -115,6 +125,15 @@ def _device(asked: str | None) -> str:
     return asked
 
 
+def _check_used(args: argparse.Namespace) -> None:
+    """Refuse options that nothing of what is measured would read."""
+    if args.plot is not None and args.which == "tables":
+        raise BenchmarkError("plot: there is no picture of the figures of tables; --profile draws its steps")
+    for name, readers in _READ_BY.items():
+        if getattr(args, name) is not None and args.which not in readers:
+            raise BenchmarkError(f"{name} is for {' and '.join(readers)}, not for {args.which}: leave it out")
+
+
 def _check_writable(path: Path | None) -> None:
     """Find out before the work whether its result can be written."""
     if path is not None and path.is_dir():
@@ -124,7 +143,11 @@ def _check_writable(path: Path | None) -> None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    numbers = tuple(float(word) for word in text.replace(",", " ").split())
+    wrong = argparse.ArgumentTypeError(f"{text!r} is not one or more numbers above 0, separated by commas")
+    try:
+        numbers = tuple(float(word) for word in text.replace(",", " ").split())
+    except ValueError:
+        raise wrong from None
     if not numbers or min(numbers) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one or more numbers above 0, separated by commas")
+        raise wrong
     return numbers

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from speedswap import kernels
+from speedswap._install import pip_install
 
 __all__ = ["Peer", "batching_peers", "step_peers", "transfer_peers"]
 
@@ -38,7 +39,9 @@ def transfer_peers(device: str) -> dict[str, Peer]:
 
 def step_peers(device: str) -> dict[str, Peer]:
     """The libraries that train an embedding."""
-    remedy = "pip install speedswap[benchmarks]" if device == "cpu" else "pip install the fbgemm-gpu of this torch"
+    # FBGEMM is built for one torch and says so nowhere: the extra names both.
+    for_cpu = pip_install("fbgemm-gpu-cpu", "torch", extra="benchmarks")
+    remedy = for_cpu if device == "cpu" else "pip install the fbgemm-gpu of this torch"
     return {
         "torch": Peer(torch.__version__),
         "FBGEMM": _imported(
@@ -51,8 +54,7 @@ def step_peers(device: str) -> dict[str, Peer]:
 
 def batching_peers() -> dict[str, Peer]:
     """The libraries that accumulate gradients, or try again with less when memory runs out."""
-    remedy = "pip install speedswap[benchmarks]"
-    return {name: _imported(name, name, remedy) for name in ("accelerate", "toma")}
+    return {name: _imported(name, name, pip_install(name, extra="benchmarks")) for name in ("accelerate", "toma")}
 
 
 def _only_on(kind: str, device: str, peer: Peer) -> Peer:

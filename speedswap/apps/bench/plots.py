@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from speedswap._install import pip_install
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.point import DIRECTIONS
 
@@ -13,49 +15,93 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    Panel: TypeAlias = Callable[[Axes], None]
+
 __all__ = ["ceilings_figure", "draw", "require_matplotlib", "step_figure", "transfer_figure"]
 
 _AXES = {"row_bytes": "bytes of a row", "batch_rows": "rows of a batch", "table_bytes": "bytes of the table"}
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(path: Path) -> None:
     """Find out before the work whether its result can be drawn.
 
+    Args:
+        path: the picture's file, whose suffix says of which format it is.
+
     Raises:
-        BenchmarkError: matplotlib is not installed.
+        BenchmarkError: matplotlib is not installed, or does not write such files.
     """
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.backend_bases
     except ImportError as error:
-        raise BenchmarkError(f"a plot needs matplotlib: pip install speedswap[demo] ({error})") from error
+        remedy = pip_install("matplotlib", extra="demo")
+        raise BenchmarkError(f"a plot needs matplotlib: {remedy} ({error})") from error
+    if path.suffix[1:].lower() not in matplotlib.backend_bases.FigureCanvasBase.get_supported_filetypes():
+        raise BenchmarkError(f"plot is {str(path)!r}: give a name that ends in .png, .svg or .pdf")
 
 
 def draw(path: Path, figures: Mapping[str, Figure]) -> list[Path]:
-    """Save the figures: one under the given name, several with their own names added to it."""
+    """Save the figures that have panels: one under the given name, several with their own names added to it.
+
+    Returns:
+        The files written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():
-        paths.append(path if len(figures) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}"))
-        figure.savefig(paths[-1], dpi=120)
+        if figure.axes:
+            paths.append(path if len(figures) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}"))
+            figure.savefig(paths[-1], dpi=120)
     return paths
 
 
-def transfer_figure(found: Mapping[str, Any]) -> Figure:
-    """GB/s of every store to and from the device, and of the sweeps; the floor is the dotted line.
-
-    Args:
-        found: what :func:`speedswap.apps.bench.transfer.run` returns.
-    """
+def _in_rows(rows: Sequence[Sequence[Panel]]) -> Figure:
+    """Draw rows of panels below each other, each as wide as the figure; a row without panels takes no room."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 8.5), layout="constrained")
-    grid = figure.add_gridspec(2, 6)
-    for column, way in enumerate(DIRECTIONS):
-        _stores(figure.add_subplot(grid[0, 3 * column : 3 * column + 3]), found["table"], way)
-    for column, (axis, points) in enumerate(found["sweeps"].items()):
-        axes = figure.add_subplot(grid[1, 2 * column : 2 * column + 2])
-        _sweep(axes, axis, [point for point in points if "skipped" not in point])
+    rows = [row for row in rows if row]
+    figure = Figure(figsize=(12, 4.25 * max(1, len(rows))), layout="constrained")
+    if rows:
+        for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+            for axes, panel in zip(part.subplots(1, len(row), squeeze=False)[0], row, strict=True):
+                panel(axes)
     return figure
+
+
+def _in_columns(columns: Sequence[Sequence[Panel]]) -> Figure:
+    """Draw columns of panels beside each other, each as high as the figure; one without panels takes no room."""
+    from matplotlib.figure import Figure
+
+    columns = [column for column in columns if column]
+    height = 2.85 * max((len(column) for column in columns), default=1)
+    figure = Figure(figsize=(6 * max(1, len(columns)), max(4, height)), layout="constrained")
+    if columns:
+        for part, column in zip(figure.subfigures(1, len(columns), squeeze=False)[0], columns, strict=True):
+            for axes, panel in zip(part.subplots(len(column), 1, squeeze=False)[:, 0], column, strict=True):
+                panel(axes)
+    return figure
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def transfer_figure(found: Mapping[str, Any]) -> Figure:
+    """Draw GB/s of every store to and from the device, and of the sweeps; the floor is the dotted line.
+
+    Args:
+        found: what :func:`speedswap.apps.bench.transfer.run` returns; what was left out of it has no panel.
+    """
+    stores = [partial(_stores, point=found["table"], way=way) for way in DIRECTIONS if _measured(found["table"], way)]
+    sweeps = {
+        axis: [point for point in points if "skipped" not in point and point["stores"]]
+        for axis, points in found["sweeps"].items()
+    }
+    return _in_rows([stores, [partial(_sweep, axis=axis, points=points) for axis, points in sweeps.items() if points]])
+
+
+def _measured(point: Mapping[str, Any], way: str) -> bool:
+    return any(way in store for store in point["stores"].values())
 
 
 def _stores(axes: Axes, point: Mapping[str, Any], way: str) -> None:
@@ -71,7 +117,7 @@ def _stores(axes: Axes, point: Mapping[str, Any], way: str) -> None:
 
 def _sweep(axes: Axes, axis: str, points: Sequence[Any]) -> None:
     at = [point[axis] for point in points]
-    names = points[0]["stores"] if points else {}
+    names = points[0]["stores"]
     for name in names:
         for way, style in zip(DIRECTIONS, ("-", "--"), strict=True):
             speeds = [point["stores"][name][way]["gb_per_second"] for point in points]
@@ -82,35 +128,40 @@ def _sweep(axes: Axes, axis: str, points: Sequence[Any]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel(_AXES[axis])
     axes.set_ylabel("GB/s; dashed: from the device")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     axes.legend(fontsize="x-small")
     axes.grid(alpha=0.3)
 
 
 def ceilings_figure(found: Mapping[str, Any]) -> Figure:
-    """GB/s by the bytes of a row: engines, others' ways and what the machine can do, each direction and size of table.
+    """Draw GB/s by the bytes of a row: engines, others' ways and what the machine can do, by direction and table size.
 
     Args:
-        found: what :func:`speedswap.apps.bench.ceilings.run` returns; without a GPU, the CPU's threads are drawn.
+        found: what :func:`speedswap.apps.bench.ceilings.run` returns; without a GPU, the CPU's threads are drawn. What
+            was left out of it has no panel.
     """
-    from matplotlib.figure import Figure
+    points = sorted(found.get("rows", []), key=lambda point: int(point["row_bytes"]))
+    if not points:
+        return _in_rows([[partial(_threads, found=found)] if found["cpu"] else []])
+    of_size = {
+        size: [point for point in points if point["footprint_bytes"] == size]
+        for size in sorted({point["footprint_bytes"] for point in points})
+    }
+    return _in_rows(
+        [
+            [
+                partial(_ways, points=some, way=way, size=size)
+                for way in DIRECTIONS
+                if any(point["rates"][way] for point in some)
+            ]
+            for size, some in of_size.items()
+        ]
+    )
 
-    points = found.get("rows", [])
-    sizes = sorted({point["footprint_bytes"] for point in points})
-    figure = Figure(figsize=(12, 4 * max(1, len(sizes))), layout="constrained")
-    if not sizes:
-        _threads(figure.add_subplot(), found)
-    for row, size in enumerate(sizes):
-        some = sorted((p for p in points if p["footprint_bytes"] == size), key=lambda point: int(point["row_bytes"]))
-        for column, way in enumerate(DIRECTIONS):
-            axes = figure.add_subplot(len(sizes), 2, 2 * row + column + 1)
-            axes.set_title(f"{way.replace('_', ' the ')}, {size / 2**30:.1f} GiB")
-            _ways(axes, some, way)
-    return figure
 
-
-def _ways(axes: Axes, points: Sequence[Any], way: str) -> None:
-    for name in points[0]["rates"][way]:
+def _ways(axes: Axes, points: Sequence[Any], way: str, size: int) -> None:
+    axes.set_title(f"{way.replace('_', ' the ')}, {size / 2**30:.1f} GiB")
+    for name in dict.fromkeys(name for point in points for name in point["rates"][way]):
         there = [point for point in points if name in point["rates"][way]]
         speeds = [point["rates"][way][name] / 1e9 for point in there]
         ceiling = name in ("kernel", "kernel, unsorted", "copy engine")
@@ -118,7 +169,7 @@ def _ways(axes: Axes, points: Sequence[Any], way: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("bytes of a row")
     axes.set_ylabel("GB/s; dotted: what the machine can do")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     axes.legend(fontsize="x-small")
     axes.grid(alpha=0.3)
 
@@ -129,34 +180,43 @@ def _threads(axes: Axes, found: Mapping[str, Any]) -> None:
         for what, style in (("gather", "-"), ("scatter", "--")):
             speeds = [entry[what] / 1e9 for entry in some]
             axes.plot([e["threads"] for e in some], speeds, style, marker=".", label=f"{what}, {row_bytes} B")
+    axes.set_xticks(sorted({entry["threads"] for entry in found["cpu"]}))
     axes.set_xlabel("threads of the CPU")
     axes.set_ylabel("GB/s")
-    axes.set_ylim(bottom=0)
-    if axes.has_data():
-        axes.legend(fontsize="x-small")
+    _from_zero(axes)
+    axes.legend(fontsize="x-small")
     axes.grid(alpha=0.3)
 
 
 def step_figure(found: Mapping[str, Any]) -> Figure:
-    """Milliseconds of a step by optimizer and trainer, over the size of the table, and what lookahead hides.
+    """Draw milliseconds of a step by optimizer and trainer, over the size of the table, and what lookahead hides.
 
     Args:
-        found: what :func:`speedswap.apps.bench.step.run` returns.
+        found: what :func:`speedswap.apps.bench.step.run` returns; what was left out of it has no panel.
     """
-    from matplotlib.figure import Figure
+    trainers = {optimizer: _timed(result["trainers"].values()) for optimizer, result in found["optimizers"].items()}
+    sizes = [entry for entry in found["sizes"] if _timed(entry["tables"])]
+    return _in_columns(
+        [
+            [
+                partial(_trainers, optimizer=optimizer, trainers=found["optimizers"][optimizer]["trainers"])
+                for optimizer, timed in trainers.items()
+                if timed
+            ],
+            [
+                *([partial(_sizes, found=sizes)] if sizes else []),
+                *([partial(_overlap, found=found["overlap"])] if found["overlap"] else []),
+            ],
+        ]
+    )
 
-    figure = Figure(figsize=(12, 8.5), layout="constrained")
-    grid = figure.add_gridspec(6, 2)
-    for row, (optimizer, result) in enumerate(found["optimizers"].items()):
-        axes = figure.add_subplot(grid[2 * row : 2 * row + 2, 0])
-        axes.set_title(optimizer)
-        _trainers(axes, result["trainers"])
-    _sizes(figure.add_subplot(grid[:3, 1]), found["sizes"])
-    _overlap(figure.add_subplot(grid[3:, 1]), found["overlap"])
-    return figure
+
+def _timed(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in entries if "seconds" in entry]
 
 
-def _trainers(axes: Axes, trainers: Mapping[str, Any]) -> None:
+def _trainers(axes: Axes, optimizer: str, trainers: Mapping[str, Any]) -> None:
+    axes.set_title(optimizer)
     timed = {name: entry for name, entry in trainers.items() if "seconds" in entry}
     colors = ["tab:blue" if entry["package"] == "speedswap" else "tab:gray" for entry in timed.values()]
     axes.barh(list(timed), [1000 * entry["seconds"] for entry in timed.values()], color=colors)
@@ -168,17 +228,14 @@ def _trainers(axes: Axes, trainers: Mapping[str, Any]) -> None:
 
 def _sizes(axes: Axes, found: Sequence[Mapping[str, Any]]) -> None:
     for sizes in found:
-        timed = [entry for entry in sizes["tables"] if "seconds" in entry]
-        if not timed:
-            continue
+        timed = _timed(sizes["tables"])
         rows, milliseconds = [entry["rows"] for entry in timed], [1000 * entry["seconds"] for entry in timed]
         axes.plot(rows, milliseconds, marker="o", label=f"{sizes['optimizer']}, {sizes['dim']} wide")
     axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     axes.set_xlabel("rows of the table")
     axes.set_ylabel("ms a step")
-    if axes.has_data():
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
 

@@ -272,7 +272,7 @@ def draw(path: Path, found: Sequence[Lane], result: Mapping[str, Any]) -> None:
     """
     from speedswap.apps.bench.plots import require_matplotlib
 
-    require_matplotlib()
+    require_matplotlib(path)
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedswap._install import pip_install
 from speedswap.apps.digits.errors import ImagesError
 
 __all__ = ["CLASSES", "Images", "Split", "read_split"]
@@ -60,8 +61,8 @@ def read_split(seed: int = 0) -> Split:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImagesError(
-            "the digits come with scikit-learn, which is not installed: pip install speedswap[demo]"
-        ) from (error)
+            f"the digits come with scikit-learn, which is not installed: {pip_install('scikit-learn', extra='demo')}"
+        ) from error
     found = load_digits()
     images = Images(
         torch.from_numpy(found.images / BRIGHTEST - 0.5).float().unsqueeze(1), torch.from_numpy(found.target).long()

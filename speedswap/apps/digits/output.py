@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import speedswap
+from speedswap._install import pip_install
 from speedswap.apps.digits.training import Result
 
 __all__ = ["figures", "memory_report", "save"]
@@ -78,7 +79,7 @@ def draw(result: Result, path: Path) -> bool:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no training.png without matplotlib: pip install speedswap[demo]")
+        print(f"no training.png without matplotlib: {pip_install('matplotlib', extra='demo')}")
         return False
     figure = Figure(figsize=(12, 4), layout="constrained")
     losses, sizes, memory = figure.subplots(1, 3)

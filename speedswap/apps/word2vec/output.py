@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import speedswap
+from speedswap._install import pip_install
 from speedswap.apps.word2vec.training import Result
 from speedswap.apps.word2vec.vectors import Similarity
 
@@ -71,7 +72,7 @@ def draw_loss(result: Result, path: Path) -> bool:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no loss.png without matplotlib: pip install speedswap[demo]")
+        print(f"no loss.png without matplotlib: {pip_install('matplotlib', extra='demo')}")
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from speedswap._install import pip_install
 from speedswap.apps.word2vec.errors import CorpusError
 
 __all__ = ["SENTENCE_END", "demo_corpus", "read_words"]
@@ -83,4 +84,7 @@ def demo_corpus() -> Path:
         path = Path(folder, "test", "test_data", "lee_background.cor")
         if path.is_file():
             return path
-    raise CorpusError("no corpus given, and the demo corpus comes with gensim: pip install speedswap[demo]")
+    raise CorpusError(
+        f"no corpus given, and the demo corpus comes with gensim: {pip_install('gensim', extra='demo')}; "
+        "or give a text file"
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
+from speedswap._install import pip_install
 from speedswap.apps.interrupts import stop_on_interrupt
 from speedswap.apps.word2vec.blocks import BLOCK, Batch, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
@@ -242,7 +243,7 @@ def show_progress(total_words: int, *, shown: bool) -> Iterator[Callable[[Result
     try:
         from tqdm import tqdm
     except ImportError:
-        print("no progress bar without tqdm: pip install speedswap[demo]", file=sys.stderr)
+        print(f"no progress bar without tqdm: {pip_install('tqdm', extra='demo')}", file=sys.stderr)
         yield lambda result: None
         return
     seconds = 0.1 if sys.stderr.isatty() else 10.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedswap._words import a_kind
 from speedswap.batching.accumulating.window import Replayable, Window
 from speedswap.batching.accumulating.wrapped import WrappedOptimizer
 from speedswap.errors import BatchError, OptimizerError
@@ -96,7 +97,7 @@ class AccumulatingOptimizer(WrappedOptimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise OptimizerError(f"optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+            raise OptimizerError(f"optimizer is {a_kind(optimizer)}; give a torch.optim.Optimizer")
         if isinstance(optimizer, AccumulatingOptimizer):
             raise OptimizerError("optimizer accumulates already; multiply its accumulation_steps instead")
         if reduction not in ("mean", "sum"):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from speedswap._words import a_kind
 from speedswap.batching.estimating.timeline import Recorder, Timeline, record
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.rollback import Buffers, Gradients, RandomState, leaves_of
@@ -221,7 +222,7 @@ def _replaced(module: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator
 
 
 def _described(result: Any) -> str:
-    return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else f"a {type(result).__name__}"
+    return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else a_kind(result)
 
 
 def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:

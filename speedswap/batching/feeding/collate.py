@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from speedswap._words import a_kind
 from speedswap.errors import BatchError
 
 __all__ = ["Stack", "nbytes_of"]
@@ -105,5 +106,5 @@ def _kind(value: Any) -> str:
     if type(value) in _NUMBERS:
         value = _NUMBERS[type(value)](value)
     if not hasattr(value, "shape"):
-        return f"a {type(value).__name__}"
+        return a_kind(value)
     return f"shape {tuple(value.shape)} and dtype {value.dtype}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedswap._words import a_kind
 from speedswap.batching.nested import Batch, concatenate, replace_tensors, tensors_of
 from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError
@@ -157,5 +158,5 @@ def _rows_per_sample(output: Any, size: int) -> list[int]:
             )
         rows.append(len(tensor) // size)
     if not rows:
-        raise BatchError(f"the function returned a {type(output).__name__}, which holds no tensor")
+        raise BatchError(f"the function returned {a_kind(output)}, which holds no tensor")
     return rows

@@ -7,9 +7,11 @@ import os
 import sys
 from typing import Any
 
+from speedswap._install import pip_install
+
 __all__ = ["keras"]
 
-_REMEDY = "pip install 'speedswap[keras]'"
+_REMEDY = pip_install("keras", extra="keras")
 
 
 def _import() -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from speedswap._words import a_kind
 from speedswap.batching.nested import replace_tensors
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
 
@@ -50,7 +51,7 @@ def unpack(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) > 1:
         return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
     raise InfinityBatchError(
-        f"a batch is a {type(batch).__name__}, not inputs and targets; give InfinityBatch unpack=, which returns both"
+        f"a batch is {a_kind(batch)}, not inputs and targets; give InfinityBatch unpack=, which returns both"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from speedswap import _C
+from speedswap._install import pip_install
 from speedswap.errors import SpeedswapWarning
 
 __all__ = ["Kernels", "cupy", "fatbin", "load", "on_device", "source", "unavailable", "used_devices"]
@@ -53,9 +54,8 @@ def cupy() -> Any:
         return importlib.import_module("cupy")
     except ImportError as error:
         major = (torch.version.cuda or "13").split(".")[0]
-        raise ImportError(
-            f"moving rows to a GPU needs CuPy, which cannot be imported ({error}); pip install speedswap[cuda{major}]"
-        ) from error
+        remedy = pip_install(f"cupy-cuda{major}x", extra=f"cuda{major}")
+        raise ImportError(f"moving rows to a GPU needs CuPy, which cannot be imported ({error}); {remedy}") from error
 
 
 _lock = threading.Lock()

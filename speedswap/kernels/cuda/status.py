@@ -30,17 +30,20 @@ def info() -> dict[str, str]:
         kernels = f"{loaded.origin} ({loaded.why})" if loaded.why else loaded.origin
     else:
         kernels = f"none: {reason}"
-    try:
-        version = str(modules.cupy().__version__)
-    except ImportError as error:
-        version = str(error)
     found = {
         "fatbin": built,
         "CUDA kernels": kernels,
-        "CuPy": version,
+        "CuPy": _cupy(),
         "CUDA": torch.version.cuda or "torch was built without CUDA",
     }
     if reason is None:
         rates = choice.measured(torch.cuda.current_device())
         found |= choice.describe(rates) if rates is not None else {"engines": "could not be measured"}
     return found
+
+
+def _cupy() -> str:
+    try:
+        return str(modules.cupy().__version__)
+    except ImportError as error:
+        return str(error) if torch.version.cuda else "none, which a torch without CUDA does not need"

@@ -172,6 +172,16 @@ MISTAKES = {
     "no such folder": (["--folder", "nowhere"], "folder is 'nowhere', which is no directory"),
     "json into nowhere": (["--json", "nowhere/x.json"], "there is no directory"),
     "plot is a directory": (["--plot", "."], "'.' is a directory"),
+    "plot of an unknown format": (["--plot", "x.xyz"], "plot is 'x.xyz': give a name that ends in .png, .svg or .pdf"),
+    "plot without a format": (["--plot", "picture"], "plot is 'picture': give a name that ends in"),
+    "time that is over": (["tables", "--seconds", "-1"], "seconds is -1: give a number above 0"),
+    "time where none is kept": (
+        ["transfer", "--seconds", "5"],
+        "seconds is for tables, not for transfer: leave it out",
+    ),
+    "engine where none is chosen": (["--engine", "staged"], "engine is for tables, not for all"),
+    "compute without a step": (["transfer", "--compute", "1"], "compute is for step and all, not for transfer"),
+    "picture of tables": (["tables", "--plot", "x.png"], "there is no picture of the figures of tables"),
 }
 
 
@@ -195,7 +205,8 @@ def test_ratios_that_are_no_numbers(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "step", "--compute", "1,fast"])
     assert ended.value.code == 2
-    assert "--compute" in capsys.readouterr().err
+    said = "--compute: '1,fast' is not one or more numbers above 0, separated by commas"
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_sizes_without_room_are_left_out():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from speedswap._words import a_kind
 from speedswap.compat.aikit import elastic
 from speedswap.compat.aikit.ga.TF import hooks, optimizers
 from speedswap.compat.aikit.keras_extra import keras
@@ -24,7 +25,7 @@ class Model:
 
     def __init__(self, model: Any) -> None:
         if not isinstance(model, keras.Model):
-            raise TypeError(f"model is a {type(model).__name__}; give a keras.Model")
+            raise TypeError(f"model is {a_kind(model)}; give a keras.Model")
         self.model = model
 
     def compile(self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> None:

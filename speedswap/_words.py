@@ -1,0 +1,22 @@
+"""Words of messages."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["a_kind"]
+
+# Read aloud: "an int", "an SGD", "an ndarray"; but "a UNet", "a UserDict", "a UnionFind".
+_STARTS_WITH_A_VOWEL = re.compile(r"_*(?:[AEIOaeio]|[Uu]n(?!i)|[Uu][mlp]|[FHLMNRSX][A-Z]|ndarray)")
+
+
+def a_kind(value: object) -> str:
+    """Return the name of a value's type with its indefinite article.
+
+    Example:
+        >>> import torch
+        >>> a_kind(torch.optim.Adam([torch.ones(1)])), a_kind([1])
+        ('an Adam', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if _STARTS_WITH_A_VOWEL.match(name) else 'a'} {name}"
