@@ -11,6 +11,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import speedswap
@@ -152,14 +153,20 @@ class NCF(nn.Module):
         scores: Tensor = self.score(torch.cat(halves, dim=-1))
         return scores.squeeze(-1)
 
-    def recommend(self, user_ids: Sequence[int | str], k: int = 10, exclude_seen: bool = True) -> Recommendations:
+    def recommend(
+        self,
+        user_ids: Sequence[int | str] | Tensor | NDArray[np.generic],
+        k: int = 10,
+        exclude_seen: bool = True,
+    ) -> Recommendations:
         """Find the items with the highest scores for users, among all items.
 
-        Items are scored in chunks: memory holds a quarter of a million pairs at a time, wherever the tables live.
+        Items are scored in chunks: memory holds a quarter of a million pairs at a time, wherever the tables live. Of
+        equal scores the first row wins.
 
         Args:
-            user_ids: what the ratings call the users, numbers or text (12 and "12" are the same); rows of the table
-                where interactions were made up.
+            user_ids: what the ratings call the users, numbers or text (12 and "12" are the same), in a list, array or
+                tensor; rows of the table where interactions were made up.
             k: items for each user.
             exclude_seen: leave out what the ratings say a user took, the latest item that was set apart too.
 
@@ -171,6 +178,12 @@ class NCF(nn.Module):
             UnknownUserError: a user was not in the ratings; the message names them.
             SettingsError: ``k`` is below 1, or ``user_ids`` is no list.
             CheckpointError: what users have seen is not known, as in checkpoints of old versions.
+
+        Example:
+            >>> model = NCF(3, 4, model="gmf", factors=2)
+            >>> items, scores = model.recommend([0, 2], k=2, exclude_seen=False)
+            >>> [len(best) for best in items]
+            [2, 2]
         """
         return best_items(self, user_ids, k=k, exclude_seen=exclude_seen)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap.apps.ncf.errors import CheckpointError, SettingsError, UnknownUserError
@@ -32,8 +33,11 @@ class Recommendations(NamedTuple):
     """What the model gives for them, before the sigmoid."""
 
 
-def best_items(model: NCF, user_ids: Sequence[int | str], *, k: int, exclude_seen: bool) -> Recommendations:
+def best_items(
+    model: NCF, user_ids: Sequence[int | str] | Tensor | NDArray[np.generic], *, k: int, exclude_seen: bool
+) -> Recommendations:
     """Do what ``NCF.recommend`` says."""
+    user_ids = user_ids.tolist() if isinstance(user_ids, Tensor | np.ndarray) else user_ids
     if isinstance(user_ids, str | bytes) or not isinstance(user_ids, Iterable):
         raise SettingsError(f"user_ids is {user_ids!r}: give a list of ids")
     if k < 1:

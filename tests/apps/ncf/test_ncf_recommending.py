@@ -106,7 +106,9 @@ def test_a_user_who_is_not_known_is_named():
     with pytest.raises(UnknownUserError, match=message):
         model.recommend(["own3", "eve"])
     model = some_model(some_split(ids=False))
-    assert model.recommend(["29", 29]).items[0] == model.recommend([29]).items[0]
+    expected = model.recommend([29, 3])
+    for same in (["29", "3"], np.array([29, 3]), np.array(["29", "3"]), torch.tensor([29, 3])):
+        assert model.recommend(same) == expected
     for user in (30, -1, "own3", 1.5, None):
         with pytest.raises(UnknownUserError, match="users are the rows 0 to 29"):
             model.recommend([user])

@@ -7,6 +7,7 @@ import math
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 
@@ -204,14 +205,15 @@ def test_the_best_epoch_and_the_last_are_kept(tmp_path):
     assert content["progress"]["epochs"][-1] == best
 
 
-def test_a_save_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch, cut_short):
+@pytest.mark.parametrize("module_, name", [(torch, "save"), (np, "savez")])
+def test_a_save_cut_short_leaves_the_checkpoint_before(module_, name, tmp_path, monkeypatch, cut_short):
     cut_short(small(), tmp_path, 13)
 
-    def full(*args):
+    def full(*args, **more):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)
+        patched.setattr(module_, name, full)
         with pytest.raises(OSError, match="No space left"):
             run(small(), output=tmp_path, resume=True)
     assert Checkpoint.latest(tmp_path).place == (1, 0)
