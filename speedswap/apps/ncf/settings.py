@@ -33,8 +33,6 @@ class Settings:
 
     Args:
         ratings: a file of ratings, as for ``read_split``; without one, interactions are made up.
-        columns: which column is the user, item, rating or time where the heading does not tell, as for ``read_split``.
-        missing: what becomes of lines that lack a value: ``skip`` or ``error``.
         users, items, interactions: how many of each are made up.
         model: ``gmf``, ``mlp`` or ``neumf``.
         factors: width of a row's GMF part.
@@ -53,14 +51,14 @@ class Settings:
         seed: of everything random; on one machine, the same seed gives the same model.
         scratch: the directory for memmap tables, which are temporary; the system's by default.
         lookahead: how many batches ahead rows are fetched; 0 for a plain loop. The model is the same.
+        columns: which column is the user, item, rating or time where the heading does not tell, as for ``read_split``.
+        missing: what becomes of lines that lack a value: ``skip`` or ``error``.
 
     Raises:
         SettingsError: a value is out of range or unknown.
     """
 
     ratings: Path | None = None
-    columns: Mapping[str, str] | None = None
-    missing: str = "skip"
     users: int = 2_000
     items: int = 1_000
     interactions: int = 100_000
@@ -80,6 +78,8 @@ class Settings:
     seed: int = 0
     scratch: Path | None = None
     lookahead: int = 1
+    columns: Mapping[str, str] | None = None
+    missing: str = "skip"
 
     def __post_init__(self) -> None:
         for name in ("interactions", "factors", "negatives", "epochs", "batch", "test_negatives", "test_users"):

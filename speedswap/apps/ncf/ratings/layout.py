@@ -10,7 +10,7 @@ from pathlib import Path
 from speedswap.apps.ncf.errors import RatingsError, SettingsError
 from speedswap.apps.ncf.ratings.lines import shown
 
-__all__ = ["ROLES", "Layout", "check_columns", "find_layout", "split_line"]
+__all__ = ["FORM", "NEEDED", "ROLES", "Layout", "check_columns", "find_layout", "split_line"]
 
 ROLES = ("user", "item", "rating", "time")
 NEEDED = ("user", "item")

@@ -13,9 +13,9 @@ import numpy as np
 from speedswap.apps.ncf.errors import RatingsError, SettingsError
 from speedswap.apps.ncf.interactions import Interactions, Split, leave_one_out
 from speedswap.apps.ncf.ratings.fields import Rows, read_rows
-from speedswap.apps.ncf.ratings.layout import FORM, ROLES, Layout, check_columns, find_layout
+from speedswap.apps.ncf.ratings.layout import FORM, NEEDED, ROLES, Layout, check_columns, find_layout
 from speedswap.apps.ncf.ratings.lines import Piece, read_pieces, shown
-from speedswap.apps.ncf.ratings.values import IdColumn, RatingColumn, TimeColumn, WrongValue
+from speedswap.apps.ncf.ratings.values import IdColumn, Parsed, RatingColumn, TimeColumn, WrongValue
 
 __all__ = ["MISSING", "Source", "read_split"]
 
@@ -161,11 +161,26 @@ def take(rows: Rows, parsers: Mapping[str, Any], layout: Layout, path: Path, mis
                 "missing=skip"
             )
         present &= parsed[role].present
+    check_no_heading(parsed, rows, parsers, layout, path)
     for role in parsed:
         if role != "rating":
             values = parsed[role].values
             parsers[role].keep(values if present.all() else values[present])
     return left_out
+
+
+def check_no_heading(
+    parsed: Mapping[str, Parsed], rows: Rows, parsers: Mapping[str, Any], layout: Layout, path: Path
+) -> None:
+    """Refuse the heading in the middle, as files that were put together have it; where all is text it fits anywhere."""
+    if layout.heading is None:
+        return
+    again = np.ones(len(rows.line_numbers), np.bool_)
+    for role in NEEDED:
+        again &= parsed[role].values == parsers[role].value_of(layout.heading[layout.places[role]])
+    if again.any():
+        line = rows.line_numbers[again.argmax()]
+        raise RatingsError(f"ratings {path}, line {line} is the heading again: take it out, and all others")
 
 
 def split_of(parsers: Mapping[str, Any], layout: Layout, path: Path, lines: int, left_out: dict[str, int]) -> Split:

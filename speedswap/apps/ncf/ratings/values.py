@@ -75,6 +75,10 @@ class IdColumn:
         """Take these for good."""
         self._kept.append(values.astype(np.int64, copy=False))
 
+    def value_of(self, text: str) -> int | None:
+        """What ``parse`` gives for a text that it has seen, None for one that it has not."""
+        return None if self._numbering is None else self._numbering.get(text.encode())
+
     def finish(self) -> tuple[IdMap, NDArray[np.int64]]:
         """The ids, and each line's row."""
         values, numbering = np.concatenate(self._kept), self._numbering
