@@ -13,6 +13,7 @@ from speedswap._info import describe
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.ncf import cli as ncf
+from speedswap.apps.ncf import recommend_cli as recommend
 from speedswap.apps.word2vec import cli as word2vec
 from speedswap.errors import SpeedswapError
 
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
     word2vec.add_parser(commands)
     ncf.add_parser(commands)
+    recommend.add_parser(commands)
     digits.add_parser(commands)
     bench.add_parser(commands)
     return parser

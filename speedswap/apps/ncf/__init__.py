@@ -7,21 +7,25 @@ As a command, ``speedswap ncf RATINGS --output DIR``; as a function::
     result = train(Settings(ratings=Path("ml-100k/u.data"), epochs=20))
     print(result.best)
 
+and afterwards ``load(output).recommend(user_ids)``, or ``speedswap recommend DIR --user ID``.
+
 A run reads ratings (``ratings``) or makes some up (``generated``), sets each user's latest one apart
 (``interactions``), draws batches with negatives (``batches``), trains two embeddings and a small network (``model``,
 ``training``), ranks the items set apart (``evaluation``) and keeps the last and the best epoch (``checkpoint``,
-``output``).
+``output``). A saved model names the best items for users in their own ids (``recommending``).
 """
 
 from speedswap.apps.ncf.batches import Batch, Batches
 from speedswap.apps.ncf.checkpoint import load
-from speedswap.apps.ncf.errors import CheckpointError, RatingsError, SettingsError
+from speedswap.apps.ncf.errors import CheckpointError, RatingsError, SettingsError, UnknownUserError
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate
 from speedswap.apps.ncf.generated import generate_split
+from speedswap.apps.ncf.idmap import IdMap
 from speedswap.apps.ncf.interactions import Interactions, Split, leave_one_out
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.output import figures, save
-from speedswap.apps.ncf.ratings import read_split
+from speedswap.apps.ncf.ratings import Source, read_split
+from speedswap.apps.ncf.recommending import Recommendations
 from speedswap.apps.ncf.settings import Settings
 from speedswap.apps.ncf.training import Epoch, Result, train, train_step
 
@@ -32,13 +36,17 @@ __all__ = [
     "Candidates",
     "CheckpointError",
     "Epoch",
+    "IdMap",
     "Interactions",
     "Ranking",
     "RatingsError",
+    "Recommendations",
     "Result",
     "Settings",
     "SettingsError",
+    "Source",
     "Split",
+    "UnknownUserError",
     "evaluate",
     "figures",
     "generate_split",

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.apps.ncf.errors import CheckpointError
+from speedswap.apps.ncf.idmap import IdMap
 from speedswap.apps.ncf.interactions import Split
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.settings import Settings
+from speedswap.apps.ncf.splits import load_split, save_split
 
 __all__ = ["Checkpoint", "Place", "load"]
 
 FOLDER = "checkpoints"
+SPLIT = "interactions.npz"
 DECIDING = (
     *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users", "seed"),
     "state_dtype",
@@ -47,7 +50,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory under ``checkpoints``: ``users`` and ``items`` are tables, ``training.pt`` has everything else.
+    """A directory under ``checkpoints``: ``users`` and ``items`` are tables, ``interactions.npz`` has who took what and
+    what users and items are called, ``training.pt`` everything else.
 
     It is written under another name and gets its own when it is complete and durable.
     """
@@ -77,6 +81,7 @@ class Checkpoint:
         unfinished.mkdir(parents=True)
         model.user.table.save(unfinished / "users")
         model.item.table.save(unfinished / "items")
+        save_split(split, unfinished / SPLIT)
         content = {
             "settings": {
                 name: value if isinstance(value, int | float | None) else str(value)
@@ -85,9 +90,8 @@ class Checkpoint:
             "layers": list(settings.layers),
             "num_users": split.train.num_users,
             "num_items": split.train.num_items,
-            "user_ids": as_tensor(split.user_ids),
-            "item_ids": as_tensor(split.item_ids),
             "ratings_checksum": split.train.checksum,
+            "ids_checksum": ids_checksum(split),
             "model": {name: parameter.detach().cpu() for name, parameter in model.dense().items()},
             "optimizer": {name: optimizer.state.get(parameter, {}) for name, parameter in model.dense().items()},
             "progress": progress,
@@ -104,7 +108,7 @@ class Checkpoint:
                 shutil.rmtree(folder, ignore_errors=True)
 
     @classmethod
-    def latest(cls, output: Path | None) -> Checkpoint:
+    def latest(cls, output: Path | None, remedy: str = "start without resume") -> Checkpoint:
         """The checkpoint of a run that is the furthest.
 
         Raises:
@@ -112,7 +116,7 @@ class Checkpoint:
         """
         places = sorted(places_in(output)) if output is not None else []
         if not places:
-            raise CheckpointError(f"output {output} has no checkpoint to go on from: start without resume")
+            raise CheckpointError(f"output {output} has no checkpoint to go on from: {remedy}")
         return cls.read(Path(output or "") / FOLDER, places[-1])
 
     @classmethod
@@ -127,14 +131,13 @@ class Checkpoint:
         return cls(folder, place, content)
 
     def check(self, settings: Settings, split: Split) -> None:
-        """Refuse to go on with other settings or ratings than before.
+        """Refuse to go on with other settings or ratings than before, or to fewer epochs than there were.
 
         Raises:
             CheckpointError: it says what differs.
         """
         before = self.content["settings"]
-        falls = settings.lr_left(0.5) < 1  # over the epochs that there will be
-        for name in (*DECIDING, *(["epochs"] if falls else [])):
+        for name in DECIDING:
             value = getattr(settings, name)
             value = value if isinstance(value, int | float | None) else str(value)
             if value != before[name]:
@@ -142,10 +145,28 @@ class Checkpoint:
                     f"{name} is {value}, but the checkpoint {self.folder} is of a run with {before[name]}: give the "
                     "same, or start without resume"
                 )
-        if split.train.checksum != self.content["ratings_checksum"]:
+        begun = self.place.epoch + (self.place.step > 0)
+        if settings.epochs < begun:
+            raise CheckpointError(
+                f"epochs is {settings.epochs}, but the checkpoint {self.folder} is in epoch {begun}: give {begun} or "
+                "more, or start without resume"
+            )
+        same_ids = self.content.get("ids_checksum", ids_checksum(split)) == ids_checksum(split)
+        if split.train.checksum != self.content["ratings_checksum"] or not same_ids:
             raise CheckpointError(
                 f"the ratings are not those of the checkpoint {self.folder}: give the same, or start without resume"
             )
+
+    def change_of_schedule(self, settings: Settings) -> str | None:
+        """Why the run will not end as if it had never been cut short; None where it will."""
+        before, falls = self.content["settings"]["epochs"], settings.lr_left(0.5) < 1
+        if not falls or settings.epochs == before:
+            return None
+        less = "less" if settings.epochs > before else "more"
+        return (
+            f"the learning rate was to fall to nothing over {before} epochs and now does over {settings.epochs}: what "
+            f"came before had {less} of it, so that the result is not exactly that of {settings.epochs} epochs at once"
+        )
 
     def restore(self, model: NCF, optimizer: Optimizer) -> dict[str, Any]:
         """Put dense parameters and their optimizer state back; the tables are there already. Returns the progress."""
@@ -162,7 +183,7 @@ class Checkpoint:
 
 
 def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path | None = None) -> NCF:
-    """The best epoch's model of a run.
+    """The best epoch's model of a run, which knows the ids of the ratings.
 
     Args:
         output: the run's output directory.
@@ -171,8 +192,14 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
 
     Raises:
         CheckpointError: there is no completed epoch, or it is damaged.
+
+    Example::
+
+        model = load("ncf-output")
+        items, scores = model.recommend(["anna", "bob"], k=5)
     """
-    progress = Checkpoint.latest(Path(output)).content["progress"]
+    remedy = "give the output directory of a run"
+    progress = Checkpoint.latest(Path(output), remedy).content["progress"]
     if not progress["epochs"]:
         raise CheckpointError(f"output {output} has no completed epoch: let the run go on with resume")
     number, *_ = max(progress["epochs"], key=lambda epoch: (epoch[2], epoch[3], -epoch[0]))
@@ -191,6 +218,10 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
     with torch.no_grad():
         for name, parameter in model.dense().items():
             parameter.copy_(content["model"][name])
+    if "ids_checksum" in content:
+        model.know(load_split(checkpoint.folder / SPLIT))
+    else:  # of a version that kept the ids alone
+        model.user_ids, model.item_ids = old_ids(content["user_ids"]), old_ids(content["item_ids"])
     return model
 
 
@@ -208,8 +239,12 @@ def moved(value: Any, like: Any, parameter: Tensor) -> Any:
     return value.to(parameter.device) if value.shape == parameter.shape else value
 
 
-def as_tensor(ids: Any) -> Tensor | None:
-    return None if ids is None else torch.from_numpy(ids)
+def old_ids(ids: Tensor | None) -> IdMap | None:
+    return None if ids is None else IdMap(ids.numpy())
+
+
+def ids_checksum(split: Split) -> list[int | None]:
+    return [ids.checksum if ids is not None else None for ids in (split.user_ids, split.item_ids)]
 
 
 def sync_folder(folder: Path) -> None:

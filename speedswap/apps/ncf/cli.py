@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from speedswap.apps.interrupts import INTERRUPTED
+from speedswap.apps.ncf.errors import SettingsError
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.output import save
 from speedswap.apps.ncf.settings import Settings
@@ -40,8 +41,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         nargs="?",
         metavar="RATINGS",
-        help="MovieLens' u.data, ratings.dat or ratings.csv, plain or gzip (default: interactions are made up)",
+        help="lines of user, item, rating and time, divided by tabs, '::', ';', '|' or commas, with a heading or "
+        "without, plain or gzip, as MovieLens' u.data, ratings.dat and ratings.csv (default: interactions are made up)",
     )
+    parser.add_argument(
+        "--columns",
+        metavar="ROLE=COLUMN,…",
+        help="which column is the user, item, rating or time, by its name or number, - for none: "
+        "user=customer,item=sku,time=- (default: by the heading's names, such as user_id, movieId, stars, timestamp)",
+    )
+    add("missing", str, "lines that lack a value: skip leaves them out and counts them, error refuses the first")
     add("users", int, "without RATINGS, how many users are made up")
     add("items", int, "without RATINGS, how many items are made up")
     add("interactions", int, "without RATINGS, how many interactions are made up")
@@ -65,15 +74,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint in the output directory; without this a run starts over, and its "
-        "checkpoints replace those there",
+        help="go on from the last checkpoint in the output directory, also of a finished run to more --epochs; without "
+        "this a run starts over, and its checkpoints replace those there",
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, test, save, and print what came of it; returns the exit status."""
-    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    given = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    settings = Settings(**given | {"columns": None if args.columns is None else columns(args.columns)})
     check_output(args.output)
     result = train(settings, output=args.output, resume=args.resume)
     files = save(result, args.output)
@@ -94,3 +104,13 @@ def run(args: argparse.Namespace) -> int:
 
 def widths(text: str) -> tuple[int, ...]:
     return tuple(int(width) for width in text.split(","))
+
+
+def columns(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        role, equals, name = part.partition("=")
+        if not equals or role.strip() in found:
+            raise SettingsError(f"columns is {text!r}: give each column once, as in user=customer,item=sku,time=-")
+        found[role.strip()] = name.strip()
+    return found

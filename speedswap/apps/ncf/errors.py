@@ -5,7 +5,7 @@ from __future__ import annotations
 from speedswap.apps.errors import SettingsError
 from speedswap.errors import SpeedswapError
 
-__all__ = ["CheckpointError", "RatingsError", "SettingsError"]
+__all__ = ["CheckpointError", "RatingsError", "SettingsError", "UnknownUserError"]
 
 
 class RatingsError(SpeedswapError, ValueError):
@@ -14,3 +14,7 @@ class RatingsError(SpeedswapError, ValueError):
 
 class CheckpointError(SpeedswapError, ValueError):
     """There is no checkpoint to go on from, or it belongs to another run."""
+
+
+class UnknownUserError(SpeedswapError, LookupError):
+    """A user was asked for whom the ratings do not have."""

@@ -5,9 +5,15 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+from speedswap.apps.ncf.idmap import IdMap
+
+if TYPE_CHECKING:
+    from speedswap.apps.ncf.ratings import Source
 
 __all__ = ["Interactions", "Split", "leave_one_out"]
 
@@ -67,6 +73,21 @@ class Interactions:
         before = users * self.num_items - self._first[users] + numbers
         return numbers - self._first[users] + np.searchsorted(self._unseen_before, before, side="right")
 
+    def seen(self, users: Ids) -> tuple[Ids, Ids]:
+        """All items that these users have a pair with.
+
+        Args:
+            users: shape (n,).
+
+        Returns:
+            For each pair the place of its user in ``users``, ascending, and its item, ascending for each user.
+        """
+        first, counts = self._first[users], self._first[users + 1] - self._first[users]
+        places = np.repeat(np.arange(len(users)), counts)
+        ends = np.cumsum(counts)
+        positions = np.arange(len(places)) + np.repeat(first - (ends - counts), counts)
+        return places, self._unseen_before[positions] + positions - users[places] * self.num_items
+
     @cached_property
     def checksum(self) -> int:
         """Of the pairs, to tell one data set from another."""
@@ -82,9 +103,11 @@ class Split:
     """Ascending."""
     test_items: Ids
     """Of each test user; no pair of the two is in ``train``."""
-    user_ids: Ids | None = None
-    """What the users are called in the ratings, ascending; None where they are simply numbered."""
-    item_ids: Ids | None = None
+    user_ids: IdMap | None = None
+    """What the users are called in the ratings; None where they are simply numbered."""
+    item_ids: IdMap | None = None
+    source: Source | None = None
+    """What was read from which file; None where it was not."""
 
 
 def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items: int) -> tuple[Ids, Ids]:
@@ -103,7 +126,8 @@ def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items:
     keys = (users * num_items + items)[order]
     latest = np.append(keys[1:] // num_items != keys[:-1] // num_items, True) if len(keys) else np.zeros(0, bool)
     test = keys[latest]
-    unique = np.unique(keys)
+    unique = np.sort(keys)
+    unique = unique[np.append(True, unique[1:] != unique[:-1])[: len(unique)]]
     of_user = unique // num_items
     pairs = np.searchsorted(of_user, test // num_items, side="right") - np.searchsorted(of_user, test // num_items)
     test = test[pairs > 1]

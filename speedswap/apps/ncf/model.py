@@ -11,9 +11,13 @@ from tempfile import mkdtemp
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import speedswap
+from speedswap.apps.ncf.idmap import IdMap
+from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf.recommending import Recommendations, best_items
 
 __all__ = ["MODELS", "NCF"]
 
@@ -70,6 +74,11 @@ class NCF(nn.Module):
         source: Path | None = None,
     ) -> None:
         super().__init__()
+        self.user_ids: IdMap | None = None
+        """What rows are called, for ``recommend``; None where they are simply numbered."""
+        self.item_ids: IdMap | None = None
+        self.split: Split | None = None
+        """What users have taken."""
         self._gmf_width = factors if model != "mlp" else 0
         self._mlp_width = layers[0] // 2 if model != "gmf" else 0
         folder = None
@@ -111,6 +120,10 @@ class NCF(nn.Module):
                 nn.init.xavier_uniform_(layer.weight, generator=generator)
                 nn.init.zeros_(layer.bias)
 
+    def know(self, split: Split) -> None:
+        """Take over what the rows are called and what users have taken, for ``recommend``."""
+        self.user_ids, self.item_ids, self.split = split.user_ids, split.item_ids, split
+
     def dense(self) -> dict[str, nn.Parameter]:
         """The parameters that are no tables, by name."""
         return {
@@ -127,14 +140,52 @@ class NCF(nn.Module):
         Returns:
             Shape (users, n).
         """
+        return self.score_rows(self.user(users).unsqueeze(1), self.item(items))
+
+    def score_rows(self, p: Tensor, q: Tensor) -> Tensor:
+        """Scores of rows that were looked up: (users, 1, width) and (users or 1, n, width) give (users, n)."""
         widths = [self._gmf_width, self._mlp_width]
-        p_gmf, p_mlp = self.user(users).unsqueeze(1).split(widths, dim=-1)
-        q_gmf, q_mlp = self.item(items).split(widths, dim=-1)
+        (p_gmf, p_mlp), (q_gmf, q_mlp) = torch.split(p, widths, dim=-1), torch.split(q, widths, dim=-1)
         halves = [p_gmf * q_gmf] if self._gmf_width else []
         if self._mlp_width:
-            halves.append(self.tower(torch.cat([p_mlp.expand_as(q_mlp), q_mlp], dim=-1)))
+            pairs = (len(p), q.shape[1], self._mlp_width)
+            halves.append(self.tower(torch.cat([p_mlp.expand(pairs), q_mlp.expand(pairs)], dim=-1)))
         scores: Tensor = self.score(torch.cat(halves, dim=-1))
         return scores.squeeze(-1)
+
+    def recommend(
+        self,
+        user_ids: Sequence[int | str] | Tensor | NDArray[np.generic],
+        k: int = 10,
+        exclude_seen: bool = True,
+    ) -> Recommendations:
+        """Find the items with the highest scores for users, among all items.
+
+        Items are scored in chunks: memory holds a quarter of a million pairs at a time, wherever the tables live. Of
+        equal scores the first row wins.
+
+        Args:
+            user_ids: what the ratings call the users, numbers or text (12 and "12" are the same), in a list, array or
+                tensor; rows of the table where interactions were made up.
+            k: items for each user.
+            exclude_seen: leave out what the ratings say a user took, the latest item that was set apart too.
+
+        Returns:
+            ``items``, for each user a list of up to ``k`` ids as the ratings have them, best first, and ``scores``, as
+            many numbers before the sigmoid. A user who has fewer items left gets fewer.
+
+        Raises:
+            UnknownUserError: a user was not in the ratings; the message names them.
+            SettingsError: ``k`` is below 1, or ``user_ids`` is no list.
+            CheckpointError: what users have seen is not known, as in checkpoints of old versions.
+
+        Example:
+            >>> model = NCF(3, 4, model="gmf", factors=2)
+            >>> items, scores = model.recommend([0, 2], k=2, exclude_seen=False)
+            >>> [len(best) for best in items]
+            [2, 2]
+        """
+        return best_items(self, user_ids, k=k, exclude_seen=exclude_seen)
 
     def close(self) -> None:
         """Close the tables, and remove those that were made in a temporary directory."""

@@ -30,7 +30,7 @@ def save(result: Result, folder: Path) -> list[Path]:
 
 def figures(result: Result) -> dict[str, Any]:
     """The run's settings and figures, as JSON can hold them."""
-    settings, train = result.settings, result.split.train
+    settings, train, source = result.settings, result.split.train, result.split.source
     return {
         "settings": {
             **{name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()},
@@ -38,6 +38,7 @@ def figures(result: Result) -> dict[str, Any]:
             "lr": result.lr,
             "device": str(settings.compute_device()),
         },
+        "source": {**asdict(source), "path": str(source.path)} if source is not None else None,
         "users": train.num_users,
         "items": train.num_items,
         "interactions": len(train),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from speedswap.apps.ncf.errors import SettingsError
 from speedswap.apps.ncf.model import MODELS
+from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.optimizers import named_optimizer, optimizer_of, plain
 from speedswap.apps.places import check_scratch, check_state_dtype, check_storage, compute_device
 
@@ -30,8 +32,7 @@ class Settings:
     """What to learn preferences from, and how.
 
     Args:
-        ratings: MovieLens' ``u.data``, ``ratings.dat`` or ``ratings.csv``, plain or gzip; without one, interactions are
-            made up.
+        ratings: a file of ratings, as for ``read_split``; without one, interactions are made up.
         users, items, interactions: how many of each are made up.
         model: ``gmf``, ``mlp`` or ``neumf``.
         factors: width of a row's GMF part.
@@ -50,6 +51,8 @@ class Settings:
         seed: of everything random; on one machine, the same seed gives the same model.
         scratch: the directory for memmap tables, which are temporary; the system's by default.
         lookahead: how many batches ahead rows are fetched; 0 for a plain loop. The model is the same.
+        columns: which column is the user, item, rating or time where the heading does not tell, as for ``read_split``.
+        missing: what becomes of lines that lack a value: ``skip`` or ``error``.
 
     Raises:
         SettingsError: a value is out of range or unknown.
@@ -75,6 +78,8 @@ class Settings:
     seed: int = 0
     scratch: Path | None = None
     lookahead: int = 1
+    columns: Mapping[str, str] | None = None
+    missing: str = "skip"
 
     def __post_init__(self) -> None:
         for name in ("interactions", "factors", "negatives", "epochs", "batch", "test_negatives", "test_users"):
@@ -83,10 +88,15 @@ class Settings:
         for name in ("users", "items"):
             if getattr(self, name) < 2:
                 raise SettingsError(f"{name} is {getattr(self, name)}: give a whole number of 2 or more")
+        if self.columns is not None:
+            object.__setattr__(self, "columns", dict(self.columns))
+            check_columns(self.columns)
+        if self.columns and self.ratings is None:
+            raise SettingsError("columns is given, but no ratings: give a file, or leave columns out")
+        check_choice("missing", self.missing, MISSING)
         if self.lookahead < 0:
             raise SettingsError(f"lookahead is {self.lookahead}: give a whole number of 0 or more")
-        if self.model not in MODELS:
-            raise SettingsError(f"model is {self.model!r}: give one of {', '.join(MODELS)}")
+        check_choice("model", self.model, MODELS)
         if not self.layers or min(self.layers) < 1 or self.layers[0] % 2:
             raise SettingsError(
                 f"layers is {','.join(map(str, self.layers))}: give widths such as 64,32,16,8, the first of them even"
@@ -116,3 +126,8 @@ class Settings:
             SettingsError: it does not take them, or the learning rate.
         """
         return optimizer_of(model, self.optimizer, self.lr or SUITED_LR.get(plain(self.optimizer)))
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingsError(f"{name} is {value!r}: give one of {', '.join(choices)}")

@@ -98,9 +98,12 @@ def train(
     Args:
         settings: what to learn from, and how.
         output: where checkpoints go: of the last and of the best epoch. Without one there are none.
-        resume: go on from the last checkpoint there, to the same result as without the interruption. Without this a
-            run starts over, and its first checkpoint takes the place of those that are there.
-        progress: show a progress bar on standard error (needs tqdm), and a line for each epoch.
+        resume: go on from the last checkpoint there, to the same result as without the interruption. A finished run
+            takes more epochs too: with a constant learning rate (Adagrad's) exactly as if it had had them at once; else
+            the rate goes on as that of a run of so many epochs, of which the first ones had less, and a line says so.
+            Without ``resume`` a run starts over, and its first checkpoint takes the place of those that are there.
+        progress: show what was read from the ratings, a line for each epoch, and a progress bar on standard error
+            (needs tqdm).
 
     Raises:
         RatingsError: the ratings cannot be read, or have nothing to learn from or to test on.
@@ -114,12 +117,16 @@ def train(
     folder = Path(output) if output is not None else None
     checkpoint = Checkpoint.latest(folder) if resume else None
     split = (
-        read_split(settings.ratings)
+        read_split(settings.ratings, settings.columns, missing=settings.missing)
         if settings.ratings is not None
         else generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
     )
+    if progress and split.source is not None:
+        print(split.source, flush=True)
     if checkpoint is not None:
         checkpoint.check(settings, split)
+        if progress and (change := checkpoint.change_of_schedule(settings)) is not None:
+            print(change, flush=True)
     candidates = Candidates.draw(
         split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
     )
@@ -135,6 +142,7 @@ def train(
         seed=settings.seed,
         source=checkpoint.folder if checkpoint is not None else None,
     ).to(device)
+    model.know(split)
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
     lr = float(optimizer.param_groups[0]["lr"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from speedswap.apps.ncf import RatingsError, read_split
-from speedswap.apps.ncf import ratings as module
+from speedswap.apps.ncf.ratings import lines as module
 
 ROWS = [(196, 242, 3, 881250949), (7, 2**40, 5, 5), (196, 9, 1, 881250950), (7, 9, 4.5, 6), (7, 242, 2, 4)]
 HEADING = "userId,movieId,rating,timestamp\n"
@@ -61,18 +61,30 @@ def test_a_file_is_read_in_pieces(tmp_path, monkeypatch):
 MISTAKES = {
     "missing": (None, "cannot be read: No such file"),
     "empty": (b"", "is empty: give lines of user, item"),
-    "blank": (b"\n\n", r"line 1: '' is not user, item"),
+    "blank": (b"\n\n", "is empty"),
     "heading alone": (HEADING.encode(), "is empty"),
     "text": (b"call me Ishmael\n", "line 1: 'call me Ishmael' is not user, item, rating and timestamp"),
-    "heading of other columns": (b"movieId,userId,rating,timestamp\n1,2,3,4\n", "put the columns in this order"),
-    "letters": (b"1\t2\t3\t4\n5\tx\t3\t4\n", r"line 2: '5\\tx\\t3\\t4' is not .* as the first line has them: correct"),
+    "letters for a rating": (b"1\t2\t3\t4\n5\t6\tx\t4\n", r"line 2: rating \(column 3\) is 'x', not a number: correct"),
+    "letters for a time": (
+        b"1\t2\t3\t4\n5\t6\t3\tx\n",
+        r"line 2: time \(column 4\) is 'x', neither a number nor a date",
+    ),
     "too few fields": (b"1::2::3::4\n1::2::3\n", "line 2: '1::2::3' is not"),
-    "too many fields": (b"1,2,3,4\n1,2,3,4,5\n", "line 2"),
+    "too many fields": (b"1,2,3,4\n1,2,3,4,5\n", "line 2: '1,2,3,4,5' .*: 5 fields where that has 4"),
     "other separator": (b"1::2::3::4\n\n1\t2\t3\t4\n", "line 3"),
-    "after a heading": (HEADING.encode() + b"1,2,3,4\n1,2,,4\n", "line 3: '1,2,,4'"),
-    "id with a fraction": (b"1,2,3,4\n1.5,2,3,4\n", "line 2"),
-    "id too large": (b"1,2,3,4\n99999999999999999999,2,3,4\n", "line 2"),
-    "binary": (b"1\t2\t3\t4\n\xff\xfe\t2\t3\t4\n", "line 2"),
+    "after a heading": (HEADING.encode() + b"1,2,3,4\n1,2,4\n", "line 3: '1,2,4'"),
+    "after blank lines": (b"\n\n" + HEADING.encode() + b"\n1,2,3,4\n1,2,4\n", "line 6: '1,2,4'"),
+    "a heading again": (
+        HEADING.encode() + b"1,2,3,4\n" + HEADING.encode(),
+        "line 3: rating .column 3 'rating'. is 'rating'",
+    ),
+    "not UTF-8": (b"1\t2\t3\t4\n\xff\xfe\t2\t3\t4\n", "line 2: .* is not UTF-8: save the file as UTF-8"),
+    "UTF-16": ("user,item\n1,2\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
+    "binary": (b"1\t2\t3\t4\n1\t\0\t3\t4\n", "line 2 has a byte of zero"),
+    "a date that is none": (b"1,2,3,2024-02-01\n1,2,3,2024-02-30\n", "line 2: time .* is '2024-02-30', neither"),
+    "dates and numbers": (b"1,2,3,2024-02-01\n1,2,3,17\n", "line 2: time .* is '17', a number, where others are dates"),
+    "a quote that does not end": (b'1,2,3,4\n1,"2,3,4\n1,2,3,4\n', "line 2: a quoted field is not right"),
+    "a quote within a field": (b'user,item\n1,"2"3\n', "line 2: a quoted field is not right"),
     "cut gzip": (gzip.compress(text_of("\t").encode() * 500)[:-20], "is not a whole gzip file"),
     "gzip by name only": (text_of("\t").encode(), "is not a whole gzip file"),
 }

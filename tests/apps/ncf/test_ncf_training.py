@@ -7,13 +7,14 @@ import math
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 import speedswap
 from speedswap.apps.ncf import CheckpointError, RatingsError, Settings, SettingsError, evaluate, load, save, train
 from speedswap.apps.ncf import training as module
-from speedswap.apps.ncf.checkpoint import Checkpoint
+from speedswap.apps.ncf.checkpoint import Checkpoint, Place
 from speedswap.apps.ncf.evaluation import Candidates
 
 
@@ -85,7 +86,7 @@ def test_both_tables_hold_the_optimizers_state():
 def cut_short(monkeypatch):
     """A run that gets Ctrl-C during one of its steps."""
 
-    def cut_short(settings, output, steps):
+    def cut_short(settings, output, steps, **more):
         real, taken = module.train_step, []
 
         def interrupted(*args):
@@ -96,7 +97,7 @@ def cut_short(monkeypatch):
 
         with monkeypatch.context() as patched:
             patched.setattr(module, "train_step", interrupted)
-            return run(settings, output=output)
+            return run(settings, output=output, **more)
 
     return cut_short
 
@@ -135,6 +136,53 @@ def test_with_a_constant_learning_rate_a_finished_run_takes_more_epochs(tmp_path
     assert resumed.steps == expected.steps // 2
 
 
+def test_with_a_falling_rate_a_finished_run_goes_on_with_that_of_the_longer_one(tmp_path, cut_short, capsys):
+    """Epochs 3 and 4 of a run of four: the rate begins at half and ends at nothing, also when the rest is cut short."""
+    first = run(small(epochs=2), output=tmp_path)
+    assert first.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / 26)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    rates, real = [], module.train_step
+
+    def watched(model, optimizer, batch):
+        rates.append(optimizer.param_groups[0]["lr"])
+        return real(model, optimizer, batch)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "train_step", watched)
+        resumed = train(small(epochs=4), output=tmp_path, resume=True)
+    assert rates == pytest.approx([0.01 * (1 - step / 52) for step in range(26, 52)])
+    assert "the learning rate was to fall to nothing over 2 epochs and now does over 4" in capsys.readouterr().out
+    assert [epoch.number for epoch in resumed.epochs] == [1, 2, 3, 4]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Checkpoint, "latest", lambda folder: Checkpoint.read(folder / "checkpoints", Place(2, 0)))
+        cut_short(small(epochs=4), tmp_path / "copy", 5, resume=True)
+    again = train(small(epochs=4), output=tmp_path / "copy", resume=True)
+    assert "learning rate" not in capsys.readouterr().out
+    assert_same(again, resumed)
+
+
+def test_with_a_constant_rate_nothing_is_said_of_more_epochs(tmp_path, capsys):
+    run(small(optimizer="adagrad", epochs=1), output=tmp_path)
+    train(small(optimizer="adagrad", epochs=2), output=tmp_path, resume=True)
+    assert "learning rate" not in capsys.readouterr().out
+
+
+def ratings_file(path, users="u"):
+    """13 users, who take some 40 of 160 items each."""
+    lines = [f"{users}{number % 13},i{number * number % 163 % 160}\n" for number in range(600)]
+    path.write_text("user,item\n" + "".join(lines))
+    return path
+
+
+def test_a_run_is_not_resumed_with_other_ids(tmp_path):
+    """The same pairs under other names would be recommended to the wrong people."""
+    settings = small(ratings=ratings_file(tmp_path / "ratings.csv"), epochs=1, test_negatives=9)
+    run(settings, output=tmp_path)
+    ratings_file(tmp_path / "ratings.csv", users="v")
+    with pytest.raises(CheckpointError, match="the ratings are not those of the checkpoint"):
+        run(settings, output=tmp_path, resume=True)
+
+
 def test_learning_rate_falls_linearly_except_with_adagrad():
     """Three epochs of 13 steps: the last step has 1/39 of the rate."""
     for optimizer, left in (("adam", 1 / 39), ("sgd", 1 / 39), ("adagrad", 1.0)):
@@ -157,14 +205,15 @@ def test_the_best_epoch_and_the_last_are_kept(tmp_path):
     assert content["progress"]["epochs"][-1] == best
 
 
-def test_a_save_cut_short_leaves_the_checkpoint_before(tmp_path, monkeypatch, cut_short):
+@pytest.mark.parametrize("module_, name", [(torch, "save"), (np, "savez")])
+def test_a_save_cut_short_leaves_the_checkpoint_before(module_, name, tmp_path, monkeypatch, cut_short):
     cut_short(small(), tmp_path, 13)
 
-    def full(*args):
+    def full(*args, **more):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)
+        patched.setattr(module_, name, full)
         with pytest.raises(OSError, match="No space left"):
             run(small(), output=tmp_path, resume=True)
     assert Checkpoint.latest(tmp_path).place == (1, 0)
@@ -193,14 +242,14 @@ def test_without_resume_a_run_starts_over(tmp_path, cut_short):
         ({"layers": (16, 4)}, r"layers is \(16, 4\), but"),
         ({"optimizer": "adagrad"}, "optimizer is adagrad"),
         ({"lr": 0.02}, "lr is 0.02"),
-        ({"epochs": 2}, "epochs is 2, but the checkpoint .* is of a run with 1"),
+        ({"epochs": 1}, "epochs is 1, but the checkpoint .* is in epoch 2: give 2 or more"),
         ({"interactions": 2_000}, "the ratings are not those of the checkpoint"),
     ],
 )
 def test_a_run_is_not_resumed_with_other_settings(change, message, tmp_path):
-    run(small(epochs=1), output=tmp_path)
+    run(small(epochs=2), output=tmp_path)
     with pytest.raises(CheckpointError, match=message):
-        run(small(**{"epochs": 1} | change), output=tmp_path, resume=True)
+        run(small(**{"epochs": 2} | change), output=tmp_path, resume=True)
 
 
 def test_there_must_be_a_checkpoint_that_can_be_read(tmp_path):

@@ -1,0 +1,153 @@
+"""Lines taken apart: where each column's fields begin and end, found for many lines at a time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from speedswap.apps.ncf.errors import RatingsError
+from speedswap.apps.ncf.ratings.layout import FORM, Layout
+from speedswap.apps.ncf.ratings.lines import Piece, shown
+
+__all__ = ["Fields", "Rows", "read_rows"]
+
+CSV_ROWS = 1 << 12
+"""More at a time are slower: their lists outlive a pass of the garbage collector."""
+NEWLINE, RETURN, SPACE, TAB = b"\n\r \t"
+UNIT = b"\x1f"
+"""Stands for a separator of two characters."""
+
+
+class Fields(NamedTuple):
+    """One column of some lines."""
+
+    data: NDArray[np.uint8]
+    """UTF-8; there is at least one byte after each field."""
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def texts(self, rows: NDArray[np.int64]) -> list[bytes]:
+        """The fields of some rows."""
+        data = self.data.tobytes()
+        return [
+            data[start:end] for start, end in zip(self.starts[rows].tolist(), self.ends[rows].tolist(), strict=True)
+        ]
+
+    def trimmed(self) -> Fields:
+        """The same without spaces around them."""
+        data, starts, ends = self
+        while (more := (starts < ends) & is_space(data[starts])).any():
+            starts = starts + more
+        while (more := (starts < ends) & is_space(data[ends - 1])).any():
+            ends = ends - more
+        return Fields(data, starts, ends)
+
+
+class Rows(NamedTuple):
+    """Some lines, with a column of fields for each role."""
+
+    columns: Mapping[str, Fields]
+    line_numbers: NDArray[np.int64]
+
+
+def read_rows(pieces: Iterable[Piece], layout: Layout, path: Path) -> Iterator[Rows]:
+    """Take lines apart; blank ones are passed over.
+
+    Raises:
+        RatingsError: a line has more or fewer fields than the first, or a quote that does not end.
+    """
+    pieces = iter(pieces)
+    for piece in pieces:
+        if len(layout.separator) == 1 and b'"' in piece.text:
+            # A quoted field may hold separators and newlines, also one at a piece's end.
+            yield from quoted_rows(itertools.chain([piece], pieces), layout, path)
+            return
+        yield plain_rows(piece, layout, path)
+
+
+def plain_rows(piece: Piece, layout: Layout, path: Path) -> Rows:
+    text = piece.text if piece.text.endswith(b"\n") else piece.text + b"\n"
+    separator = layout.separator.encode()
+    if len(separator) > 1:
+        text, separator = text.replace(separator, UNIT), UNIT
+    data = np.frombuffer(text, np.uint8)
+    newlines = np.flatnonzero(data == NEWLINE)
+    separators = np.flatnonzero(data == separator[0])
+    starts = np.concatenate([[0], newlines[:-1] + 1])
+    ends = newlines - ((data[newlines - 1] == RETURN) & (newlines > starts))
+    counts = np.diff(np.searchsorted(separators, newlines), prepend=0)
+    line_numbers = np.arange(piece.first_line, piece.first_line + len(newlines))
+    odd = np.flatnonzero(counts != layout.width - 1)
+    if len(odd):
+        for line in odd.tolist():
+            content = text[starts[line] : ends[line]].replace(UNIT, layout.separator.encode())
+            if counts[line] or content.strip():
+                raise wrong_width(content, int(line_numbers[line]), int(counts[line]) + 1, layout, path)
+        starts, ends, line_numbers = (np.delete(values, odd) for values in (starts, ends, line_numbers))
+    between = separators.reshape(len(starts), layout.width - 1)
+    columns = {
+        role: Fields(
+            data,
+            between[:, place - 1] + 1 if place else starts,
+            between[:, place] if place < layout.width - 1 else ends,
+        ).trimmed()
+        for role, place in layout.places.items()
+    }
+    return Rows(columns, line_numbers)
+
+
+def quoted_rows(pieces: Iterator[Piece], layout: Layout, path: Path) -> Iterator[Rows]:
+    first = next(pieces)
+    lines = (
+        line for piece in itertools.chain([first], pieces) for line in io.StringIO(piece.text.decode(), newline="\n")
+    )
+    reader = csv.reader(lines, delimiter=layout.separator, skipinitialspace=True, strict=True)
+    before = first.first_line - 1
+    while True:
+        rows: list[list[str]] = []
+        line_numbers: list[int] = []
+        line, ended = before + reader.line_num + 1, True
+        try:
+            for row in itertools.islice(reader, CSV_ROWS):
+                ended = False
+                if len(row) == layout.width:
+                    rows.append(row)
+                    line_numbers.append(line)
+                elif any(field.strip() for field in row) or len(row) > 1:
+                    raise wrong_width(layout.separator.join(row), line, len(row), layout, path)
+                line = before + reader.line_num + 1
+        except csv.Error as error:
+            raise RatingsError(
+                f"ratings {path}, line {line}: a quoted field is not right ({error}): put a field with quotes in it "
+                "between quotes and double those"
+            ) from error
+        if ended:
+            return
+        columns = {role: joined([row[place] for row in rows]).trimmed() for role, place in layout.places.items()}
+        yield Rows(columns, np.array(line_numbers, np.int64))
+
+
+def joined(texts: list[str]) -> Fields:
+    encoded = [text.encode() for text in texts]
+    ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+    data = np.frombuffer(b"".join([*encoded, b"\n"]), np.uint8)
+    return Fields(data, np.concatenate([[0], ends[:-1]]) if len(ends) else ends, ends)
+
+
+def wrong_width(line: bytes | str, number: int, width: int, layout: Layout, path: Path) -> RatingsError:
+    return RatingsError(
+        f"ratings {path}, line {number}: {shown(line)} is not {FORM}, as the first line has them: {width} fields "
+        f"where that has {layout.width}; correct the line, or take it out"
+    )
+
+
+def is_space(characters: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    space: NDArray[np.bool_] = (characters == SPACE) | (characters == TAB)
+    return space

@@ -1,0 +1,268 @@
+"""Other people's files: any columns, any ids, values that are missing, and what is said of how a file was taken."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speedswap.apps.ncf import RatingsError, SettingsError, read_split
+from speedswap.apps.ncf.ratings import fields, lines
+
+ORDERS = """order,customer,sku,stars,ts
+1,bob,A-1,5,2024-01-03
+2,anna,B/2,4,2024-01-02
+3,anna,A-1,3,2024-01-05
+4,bob,007,5,2024-01-01
+5,anna,7,2,2024-01-04
+"""
+TRAINED, TESTED = {("anna", "B/2"), ("anna", "7"), ("bob", "007")}, {("anna", "A-1"), ("bob", "A-1")}
+
+
+def read(tmp_path, content, columns=None, **more):
+    path = tmp_path / "ratings"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_split(path, columns, **more)
+
+
+def pairs_of(split):
+    """Training and test pairs in the user's own ids."""
+    users, items = split.train.pairs(np.arange(len(split.train)))
+    return tuple(
+        {(split.user_ids[user], split.item_ids[item]) for user, item in zip(u.tolist(), i.tolist(), strict=True)}
+        for u, i in ((users, items), (split.test_users, split.test_items))
+    )
+
+
+def quoted(text):
+    return "".join(",".join(f'"{field}"' for field in line.split(",")) + "\n" for line in text.splitlines())
+
+
+FILES = {
+    "commas": ORDERS,
+    "tabs": ORDERS.replace(",", "\t"),
+    "two colons": ORDERS.replace(",", "::"),
+    "bars": ORDERS.replace(",", "|"),
+    "semicolons": ORDERS.replace(",", ";"),
+    "quotes": quoted(ORDERS),
+    "quotes in some lines": ORDERS.replace("anna", '"anna"'),
+    "quotes and spaces": ORDERS.replace("B/2", '"B/2"').replace(",", ", "),
+    "separators in quotes": ORDERS.replace("5,anna", '"5,\n""x"",",anna').replace("order", '"order, ""no."""'),
+    "Windows": "\ufeff" + ORDERS.replace("\n", "\r\n"),
+    "Windows and quotes": "\ufeff" + quoted(ORDERS).replace("\n", "\r\n"),
+    "spaces": ORDERS.replace(",", " , "),
+    "blank lines": "\n" + ORDERS.replace("\n", "\n\n \n"),
+    "gzip": gzip.compress(ORDERS.encode()),
+    "letters of any size": ORDERS.replace("customer,sku", "Customer,SKU"),
+}
+
+
+@pytest.mark.parametrize("chunk", [1 << 22, 16])
+@pytest.mark.parametrize("name", FILES)
+def test_text_ids_in_any_columns_are_read(name, chunk, tmp_path, monkeypatch):
+    """Found by the heading's names, in whole files and in pieces of 16 bytes; 7 and 007 are different items."""
+    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
+    split = read(tmp_path, FILES[name])
+    assert pairs_of(split) == (TRAINED, TESTED)
+    assert split.user_ids.tolist() == ["anna", "bob"]
+    assert split.item_ids.tolist() == ["007", "7", "A-1", "B/2"]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"user": "wer", "item": "was", "time": "ts"},
+        {"user": "2", "item": "3", "time": "5", "rating": "4"},
+        {"user": "2", "item": "was"},
+        {"item": "WAS", "user": "wer", "rating": "-"},
+    ],
+)
+def test_columns_are_taken_as_said(columns, tmp_path):
+    content = ORDERS.replace("customer,sku", "wer,was")
+    assert pairs_of(read(tmp_path, content, columns)) == (TRAINED, TESTED)
+
+
+def test_columns_without_a_heading_are_taken_by_number(tmp_path):
+    content = ORDERS.partition("\n")[2]
+    assert pairs_of(read(tmp_path, content, {"user": "2", "item": "3", "time": "5"})) == (TRAINED, TESTED)
+
+
+@pytest.mark.parametrize(
+    "heading",
+    ["user_id,item_id", "userId,movieId", "Customer ID,Product", "customer,sku", "visitorid,itemid", "User-Id,asin"],
+)
+def test_usual_names_are_known(heading, tmp_path):
+    assert pairs_of(read(tmp_path, heading + "\n1,a\n1,b\n")) == ({(1, "a")}, {(1, "b")})
+
+
+def test_without_ratings_and_times_the_order_of_lines_stands_for_time(tmp_path):
+    split = read(tmp_path, "item,user\nz,1\na,1\nb,1\n")
+    assert pairs_of(split) == ({(1, "z"), (1, "a")}, {(1, "b")})
+    assert "no ratings, so that every line counts the same" in str(split.source)
+    assert "no times, so that the order of lines stands for them" in str(split.source)
+    split = read(tmp_path, "1,3,7\n1,2,5\n")
+    assert pairs_of(split) == ({(1, 3)}, {(1, 2)})
+    assert split.source.columns == {"user": "column 1", "item": "column 2", "rating": "column 3"}
+
+
+def test_a_third_column_of_timestamps_is_time(tmp_path):
+    split = read(tmp_path, "1,3,881250950\n1,2,881250949\n")
+    assert pairs_of(split) == ({(1, 2)}, {(1, 3)})
+    assert "time is column 3" in str(split.source)
+
+
+def test_what_was_accepted_is_said(tmp_path):
+    said = str(read(tmp_path, ORDERS + "6,,A-1,5,2024-01-01\n7,eve,A-1,NA,2024-01-01\n").source)
+    for expected in (
+        "divided by ',', with heading",
+        "user is column 2 'customer', item is column 3 'sku', rating is column 4 'stars', time is column 5 'ts'",
+        "times are dates",
+        "7 lines read, 2 left out (1 without user, 1 without rating)",
+        "2 users (ids are text), 4 items (text), 5 different pairs",
+    ):
+        assert expected in said
+
+
+@pytest.mark.parametrize("word", ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "None", "\\N", '""'])
+@pytest.mark.parametrize("column", range(4))
+@pytest.mark.parametrize("ids", ["numbers", "text"])
+def test_lines_without_a_value_are_left_out_and_counted_or_refused(word, column, ids, tmp_path):
+    user = "9" if ids == "numbers" else "eve"
+    line = [user, "3", "5", "4"]
+    line[column] = word
+    content = f"user,item,rating,time\n1,2,3,4\n{','.join(line)}\n1,{3 if ids == 'numbers' else 'x'},3,5\n"
+    split = read(tmp_path, content)
+    role = ("user", "item", "rating", "time")[column]
+    assert split.source.left_out == {role: 1}
+    assert split.source.lines == 3
+    assert len(split.user_ids) == 1, "nobody who is in no line that counts has a row"
+    with pytest.raises(RatingsError, match=f"line 3: no {role}, for column {column + 1} '{role}' is .*missing=skip"):
+        read(tmp_path, content, missing="error")
+
+
+TIMES = {
+    "whole numbers": ["5", "17", "9223372036854775807", "-3"],
+    "fractions": ["0.25", "1e3", "2000", "-1.5"],
+    "dates": ["2024-01-02", "2024-01-31", "2025-01-01", "1969-12-31"],
+    "dates and times": ["2024-01-02 10:00", "2024-01-02T10:00:01", "2024-01-02T10:00:01.5", "2023-01-01"],
+    "zones": ["2024-01-02T10:00:00Z", "2024-01-02T10:30:00+00:00", "2024-01-02T06:45:00-04", "2024-01-02T10:30+05:30"],
+}
+"""Of each, the third is the latest and the fourth the earliest."""
+
+
+@pytest.mark.parametrize("name", TIMES)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_the_latest_is_found_by_any_kind_of_time(name, order, tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "CHUNK_BYTES", 40)
+    content = "user,item,time\n" + "".join(
+        f"1,{item},{TIMES[name][item]}\n1,{item + 10},{TIMES[name][3]}\n" for item in order
+    )
+    assert pairs_of(read(tmp_path, content))[1] == {(1, 2)}
+
+
+def test_ids_become_text_for_good_with_the_first_that_is_none(tmp_path, monkeypatch):
+    """What was numbered before keeps what it was called."""
+    monkeypatch.setattr(lines, "CHUNK_BYTES", 32)
+    rows = [(str(number % 7), str(number % 11 - 5)) for number in range(100)]
+    numbers = "user,item\n" + "".join(f"{user},{item}\n" for user, item in rows)
+    split = read(tmp_path, numbers)
+    assert split.user_ids.tolist() == list(range(7))
+    assert split.item_ids.tolist() == list(range(-5, 6))
+    split = read(tmp_path, numbers + "x,-0\n")
+    assert split.user_ids.tolist() == ["0", "1", "2", "3", "4", "5", "6", "x"]
+    trained, tested = pairs_of(split)
+    assert trained | tested == {*rows, ("x", "-0")}
+
+
+def test_numbers_that_lie_far_apart_are_rows_in_their_order(tmp_path):
+    ids = [-(2**63), -5, 0, 10**12, 10**18, 2**63 - 1]
+    split = read(tmp_path, "user,item\n" + "".join(f"{user},{item}\n" for user in ids for item in ids[:3]))
+    assert split.user_ids.tolist() == ids
+    assert split.item_ids.tolist() == ids[:3]
+
+
+texts = st.text(st.sampled_from("ab7 0,;|\t\"'\n\\é-"), max_size=4)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=12),
+    end=st.sampled_from(["\n", "\r\n"]),
+    separator=st.sampled_from(",;|\t"),
+    pieces=st.integers(1, 50),
+)
+def test_whatever_csv_writes_is_read_as_csv_reads_it(rows, end, separator, pieces, tmp_path, monkeypatch):
+    """Pairs are those of Python's own reader, but for spaces around a field, and of a plain loop over its rows."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, delimiter=separator, lineterminator=end)
+    writer.writerow(["user", "comment", "item"])
+    writer.writerows(rows)
+    monkeypatch.setattr(lines, "CHUNK_BYTES", pieces)
+    monkeypatch.setattr(fields, "CSV_ROWS", 3)
+    table = list(csv.reader(io.StringIO(file.getvalue(), newline=""), delimiter=separator))[1:]
+    expected = [(row[0].strip(" \t"), row[2].strip(" \t")) for row in table]
+    expected = [pair for pair in expected if all(pair)]
+    if not expected:
+        with pytest.raises(RatingsError, match="no line with all its values"):
+            read(tmp_path, file.getvalue())
+        return
+    split = read(tmp_path, file.getvalue())
+    trained, tested = pairs_of(split)
+    found = {(str(user), str(item)) for user, item in trained | tested}
+    assert found == set(expected)
+    assert split.source.lines == len(table)
+    latest = dict(expected)
+    several = {user for user in latest if len({item for other, item in expected if other == user}) > 1}
+    assert {(str(user), str(item)) for user, item in tested} == {(user, latest[user]) for user in several}
+
+
+UNCLEAR = {
+    "the heading again": ("user,item\na,x\na,y\nuser,item\na,z\n", None, "line 4 is the heading again: take it out"),
+    "no user": ("who,item\n1,2\n", None, "no column of 'who', 'item' is known for the user: say which .* user=NAME"),
+    "two users": ("user,user_id,item\n1,2,3\n", None, "columns 'user' and 'user_id', each of which may be the user"),
+    "heading or not": ("kunde,artikel\na,b\n", None, "line 1: 'kunde,artikel' may be a heading or not"),
+    "no such name": ("user,item\n1,2\n", {"item": "sku"}, "no column 'sku' for the item, but 'user', 'item'"),
+    "no such name at all": ("1,2\n1,3\n", {"user": "who", "item": "what"}, "line 1: '1,2' has no column 'who'"),
+    "no such number": ("user,item\n1,2\n", {"item": "3"}, "has columns 1 to 2, but columns has 3 for the item"),
+    "one column twice": ("user,item\n1,2\n", {"item": "user", "user": "1"}, "'user' is to be the item and the user"),
+    "a name twice": ("user,user,item\n1,2,3\n", {"user": "user"}, "several columns 'user'"),
+    "many columns": ("1,2,3,4,5\n", None, "5 columns and no heading: say which is which"),
+    "half the numbers": ("1,2,3\n", {"user": "1"}, "no heading, and columns has user only: give item=NUMBER too"),
+    "nothing whole": ("user,item\n,2\n1,\n", None, "no line with all its values: 1 without user .*, 1 without item"),
+    "a heading that is unknown": (
+        "a,b,c\n1,2,3\n",
+        {"user": "1", "item": "2", "rating": "3"},
+        "line 1: rating .* names",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_columns_that_are_not_clear_are_asked_for(name, tmp_path):
+    content, columns, message = UNCLEAR[name]
+    with pytest.raises(RatingsError, match=message):
+        read(tmp_path, content, columns)
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"users": "x"}, "columns has 'users': give names or numbers for some of user, item, rating, time"),
+        ({"user": ""}, "columns has '' for the user"),
+        ({"item": "-"}, "columns has '-' for the item, without which nothing is learnt"),
+        ({"item": "x", "user": "x"}, "columns has 'x' twice"),
+    ],
+)
+def test_columns_that_make_no_sense_are_refused(columns, message, tmp_path):
+    with pytest.raises(SettingsError, match=message):
+        read_split(tmp_path / "unread", columns)
+
+
+def test_missing_is_one_of_two(tmp_path):
+    with pytest.raises(SettingsError, match="missing is 'guess': give one of skip, error"):
+        read_split(tmp_path / "unread", missing="guess")
