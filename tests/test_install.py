@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 
+import speedswap
 from speedswap._install import pip_install
 
 
@@ -43,3 +45,10 @@ def test_every_package_of_an_extra_is_known_by_its_name(extra):
         requirement = line.partition(";")[0].strip()
         name = re.match(r"[\w.-]+", requirement)[0]
         assert shlex.split(pip_install(name, extra=extra)) == ["pip", "install", requirement]
+
+
+def test_no_message_asks_a_package_index_for_speedswap():
+    """It need not be there under that name, or be the one that is installed."""
+    package = Path(speedswap.__file__).parent
+    advice = re.compile(r"pip install '?speedswap\b")
+    assert not [str(file) for file in package.rglob("*.py") if advice.search(file.read_text())]

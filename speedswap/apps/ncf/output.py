@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import speedswap
+from speedswap._install import pip_install
 from speedswap.apps.ncf.training import Result
 
 __all__ = ["figures", "save"]
@@ -63,7 +64,7 @@ def draw(result: Result, path: Path) -> bool:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no training.png without matplotlib: pip install speedswap[demo]")
+        print(f"no training.png without matplotlib: {pip_install('matplotlib', extra='demo')}")
         return False
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
