@@ -1,391 +1,36 @@
-"""The names of "Pytorch Utilities" (pytorch-memory) over :func:`speedswap.estimate_memory` and :func:`speedswap.feed`.
-
-What is different, since it did not work there:
-
-* Every epoch reads its samples again, and nothing of an epoch is kept: memory stays within the limit.
-* The batch size fits ``gpu_memory_limit`` with the parameters' gradients, what the functions between layers keep and,
-  where ``optimizer`` is given, its state; a limit below one read raises :class:`NotEnoughGPURam`, and a
-  ``cpu_memory_limit`` below one read :class:`~speedswap.errors.MemoryBudgetError`.
-* Parameters count once, those at the root too; dtypes may be NumPy's or torch's in any spelling; layers may return
-  tuples, and BatchNorm works; random numbers are as before.
-* ``model_class`` may also be a module. Shapes are those of a sample; one that begins with a batch dimension of 1 works
-  where the model would not take another dimension.
-* Lists of different lengths are refused. :class:`Feeder` does drop the samples that do not fill a batch.
-"""
+"""Epochs of batches, read as they are needed."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from speedswap.batching.estimating.estimate import estimate_memory
 from speedswap.batching.feeding.feed import Feed, feed
-from speedswap.batching.nested import tensors_of
-from speedswap.batching.rollback import RandomState
-from speedswap.errors import BatchError, MemoryBudgetError
+from speedswap.compat.pytorch_memory.config import Config
+from speedswap.errors import BatchError
 
 __all__ = [
-    "Config",
+    "Batch",
+    "Epoch",
     "Feeder",
-    "GiB",
-    "InspectNetwork",
-    "KiB",
-    "MiB",
-    "NotEnoughGPURam",
+    "MemorySamples",
+    "Sample",
     "generate_epoch",
-    "get_parameter_count",
-    "get_variable_count",
-    "i_arr_mul",
+    "generator_with_stop_iteration",
     "multiply_epochs",
-    "round_to",
-    "summary_of_network",
 ]
 
-
-class NotEnoughGPURam(MemoryBudgetError):
-    """``gpu_memory_limit`` is too small for the model, or for the samples of one read."""
-
-
-# ---------------------------------------------------------------------- numbers
-
-
-def KiB(coef: float = 1) -> int:
-    """Bytes of so many KiB.
-
-    >>> KiB(1.5), MiB(), GiB(2)
-    (1536, 1048576, 2147483648)
-    """
-    return math.floor(coef * 1024)
-
-
-def MiB(coef: float = 1) -> int:
-    """Bytes of so many MiB."""
-    return math.floor(coef * 1024**2)
-
-
-def GiB(coef: float = 1) -> int:
-    """Bytes of so many GiB."""
-    return math.floor(coef * 1024**3)
-
-
-def round_to(number: int, modulo: int) -> int:
-    """The largest multiple of ``modulo`` that is not above ``number``.
-
-    >>> round_to(17, 5)
-    15
-    """
-    return number - number % modulo
-
-
-def i_arr_mul(array: Iterable[int]) -> int:
-    """The product of integers.
-
-    >>> i_arr_mul((3, 4, 5))
-    60
-    """
-    return math.prod(array)
-
-
-# ---------------------------------------------------------------------- networks
-
-
-def get_variable_count(model_class: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]) -> int:
-    """Elements of the outputs of all modules for one sample, twice where they get a gradient."""
-    network, count = _built(model_class), 0
-
-    def add(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        nonlocal count
-        count += sum(one.numel() * (2 if one.requires_grad else 1) for one in tensors_of(outputs))
-
-    samples = _run_with_hook(network, input_shape, add)
-    return count // samples
-
-
-def get_parameter_count(model_class: Callable[[], nn.Module] | nn.Module) -> int:
-    """Elements of all parameters, each once."""
-    return sum(parameter.numel() for parameter in _built(model_class).parameters())
-
-
-def summary_of_network(
-    model_class: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]
-) -> list[dict[str, Any]]:
-    """For each module, in the order in which they finish, what one sample is to it.
-
-    Returns:
-        Dictionaries of ``input_shape``, ``output_shape`` (of the first tensor each), ``parameter_count`` and
-        ``layer_type_name``.
-
-    >>> summary_of_network(nn.Sequential(nn.Linear(3, 2)), (3,))[0]
-    {'input_shape': (3,), 'output_shape': (2,), 'parameter_count': 8, 'layer_type_name': 'Linear'}
-    """
-    network = _built(model_class)
-    layers: list[tuple[nn.Module, tuple[int, ...], tuple[int, ...]]] = []
-
-    def add(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        shapes = [tuple(next(tensors_of(value), torch.empty(0)).shape) for value in (inputs, outputs)]
-        layers.append((module, shapes[0], shapes[1]))
-
-    samples = _run_with_hook(network, input_shape, add)
-    first = 0 if samples == 1 else 1
-    return [
-        {
-            "input_shape": inputs[first:],
-            "output_shape": outputs[first:],
-            "parameter_count": get_parameter_count(module),
-            "layer_type_name": type(module).__name__,
-        }
-        for module, inputs, outputs in layers
-    ]
-
-
-class InspectNetwork:
-    """The two counts as methods, as in older versions."""
-
-    def __init__(self, network: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]) -> None:
-        self.network = network
-        self.input_shape = input_shape
-
-    def get_parameter_count(self) -> int:
-        """See :func:`get_parameter_count`."""
-        return get_parameter_count(self.network)
-
-    def get_intermediate_variable_count(self) -> int:
-        """See :func:`get_variable_count`."""
-        return get_variable_count(self.network, self.input_shape)
-
-
-def _built(model_class: Callable[[], nn.Module] | nn.Module) -> nn.Module:
-    if isinstance(model_class, nn.Module):
-        return model_class
-    with _same_random_numbers():
-        return model_class()
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    random = RandomState()
-    try:
-        yield
-    finally:
-        random.restore()
-
-
-def _run_with_hook(network: nn.Module, input_shape: Sequence[int], hook: Callable[..., None]) -> int:
-    """Run a network once, with a hook on all its modules; returns how many samples it got."""
-    shape = _batch_shape(network, input_shape)
-    handles = [module.register_forward_hook(hook) for module in network.modules()]
-    try:
-        _run(network, shape)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return shape[0]
-
-
-def _batch_shape(network: nn.Module, input_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a batch of two samples; of one, where ``input_shape`` has the batch dimension already."""
-    try:
-        _run(network, (2, *input_shape))
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        if len(input_shape) < 2 or input_shape[0] != 1:
-            raise
-        _run(network, tuple(input_shape))
-        return tuple(input_shape)
-    return (2, *input_shape)
-
-
-def _run(network: nn.Module, shape: tuple[int, ...]) -> None:
-    """Forward, on zeros, in evaluation mode; every module's mode is put back."""
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
-    try:
-        with _same_random_numbers(), torch.enable_grad():
-            network(_zeros_for(network, shape))
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def _zeros_for(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
-    """What the network's first layer takes: indices where it is an embedding."""
-    first = next((module for module in network.modules() if not list(module.children())), network)
-    if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
-        return torch.zeros(shape, dtype=torch.long, device=first.weight.device)
-    parameter = next(network.parameters(), torch.empty(0))
-    return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-
-
-# ---------------------------------------------------------------------- sizes
-
-
-class Config:
-    """How many samples fit in host memory at once, and how many in a batch on the device.
-
-    Args:
-        cpu_memory_limit: bytes of host memory for samples.
-        gpu_memory_limit: bytes for training, the model included.
-        input_shape: of one sample.
-        output_shape: of one target.
-        model_class: makes the model without arguments; or the model itself.
-        total_sample_count: identities in an epoch.
-        input_dtype: of the samples: NumPy's, torch's, or a name.
-        output_dtype: of the targets.
-        one_read_count: samples that one read gives.
-        preferred_batch_size: is taken if it fits, rounded down to a multiple of ``one_read_count``.
-        optimizer: counts with its state, see :func:`speedswap.estimate_memory`.
-
-    Raises:
-        NotEnoughGPURam: the model, or the samples of one read, do not fit in ``gpu_memory_limit``.
-        MemoryBudgetError: the samples of one read do not fit in ``cpu_memory_limit``.
-
-    >>> config = Config(KiB(1), MiB(1), (8,), (1,), lambda: nn.Linear(8, 1), 100, np.float32, np.float32, 2, 7)
-    >>> config.sample_size, config.batch_size, config.allowed_sample_count
-    (36, 6, 12)
-    """
-
-    def __init__(
-        self,
-        cpu_memory_limit: int,
-        gpu_memory_limit: int,
-        input_shape: Sequence[int],
-        output_shape: Sequence[int],
-        model_class: Callable[[], nn.Module] | nn.Module,
-        total_sample_count: int,
-        input_dtype: Any = np.float64,
-        output_dtype: Any = np.float64,
-        one_read_count: int = 1,
-        preferred_batch_size: int | None = None,
-        *,
-        optimizer: Any = None,
-    ) -> None:
-        for name, value in (("total_sample_count", total_sample_count), ("one_read_count", one_read_count)):
-            if value < 1:
-                raise BatchError(f"{name} is {value}; it must be at least 1")
-        self.cpu_memory_limit = cpu_memory_limit
-        self.gpu_memory_limit = gpu_memory_limit
-        self.input_shape = tuple(input_shape)
-        self.output_shape = tuple(output_shape)
-        self.total_sample_count = total_sample_count
-        self.input_dtype = input_dtype
-        self.output_dtype = output_dtype
-        self.one_read_count = one_read_count
-        self.input_item_size = _torch_dtype(input_dtype).itemsize
-        self.output_item_size = _torch_dtype(output_dtype).itemsize
-        read_bytes = self.sample_size * one_read_count
-        if read_bytes > cpu_memory_limit:
-            raise MemoryBudgetError(
-                f"cpu_memory_limit is {cpu_memory_limit}, but what one read gives takes {read_bytes}; give more"
-            )
-        network = _built(model_class)
-        self.parameter_count = get_parameter_count(network)
-        self.model_memory_usage = sum(parameter.nbytes for parameter in network.parameters())
-        if self.model_memory_usage >= gpu_memory_limit:
-            raise NotEnoughGPURam(
-                f"gpu_memory_limit is {gpu_memory_limit}, but the model's parameters alone take "
-                f"{self.model_memory_usage}; give more, or make the model smaller"
-            )
-        self.total_intermediate_variable_count = get_variable_count(network, input_shape)
-        self._capacity = self._most_samples(network, optimizer)
-        self.preferred_batch_size = preferred_batch_size or self._capacity
-
-    def _most_samples(self, network: nn.Module, optimizer: Any) -> int:
-        """What fits on the device, by trial."""
-        shape = (1, *_batch_shape(network, self.input_shape)[1:])
-        parameter = next(network.parameters(), torch.empty(0))
-        zeros = _zeros_for(network, shape)
-        inputs = torch.zeros(shape, dtype=_torch_dtype(self.input_dtype), device=parameter.device)
-        targets = torch.zeros((1, *self.output_shape), dtype=_torch_dtype(self.output_dtype), device=parameter.device)
-
-        def loss_fn(given: Tensor, _: Tensor) -> Tensor:
-            outputs = [one for one in tensors_of(network(given.to(zeros.dtype))) if one.requires_grad]
-            return sum((one.square().mean() for one in outputs), torch.zeros((), device=parameter.device))
-
-        estimate = estimate_memory(network, (inputs, targets), optimizer, loss_fn=loss_fn, accumulate=False)
-        needed = estimate.total(self.one_read_count)
-        if needed > self.gpu_memory_limit:
-            raise NotEnoughGPURam(
-                f"gpu_memory_limit is {self.gpu_memory_limit}, but training with the {self.one_read_count} samples of "
-                f"one read takes {needed}; give more, or make the model or one_read_count smaller"
-            )
-        return estimate.largest_micro_batch_size(self.gpu_memory_limit)
-
-    @property
-    def input_size(self) -> int:
-        """Bytes of a sample's input."""
-        return self.input_item_size * i_arr_mul(self.input_shape)
-
-    @property
-    def output_size(self) -> int:
-        """Bytes of a sample's target."""
-        return self.output_item_size * i_arr_mul(self.output_shape)
-
-    @property
-    def sample_size(self) -> int:
-        """Bytes of a sample with its target."""
-        return self.input_size + self.output_size
-
-    @property
-    def single_sample_memory_usage(self) -> int:
-        """Bytes of a sample and of all modules' outputs for it, with their gradients, in the input's precision."""
-        return self.sample_size + self.total_intermediate_variable_count * self.input_item_size
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in a batch, a multiple of ``one_read_count``."""
-        fits = min(self._capacity, self.preferred_batch_size, self._allowed_sample_count * self.one_read_count)
-        return round_to(max(fits, self.one_read_count), self.one_read_count)
-
-    @property
-    def sample_count_in_single_batch(self) -> int:
-        """Identities in a batch."""
-        return self.batch_size // self.one_read_count
-
-    @property
-    def sample_batch_memory_footprint(self) -> int:
-        """Bytes of a batch with its targets."""
-        return self.batch_size * self.sample_size
-
-    @property
-    def _allowed_sample_count(self) -> int:
-        return min(self.total_sample_count, self.cpu_memory_limit // (self.sample_size * self.one_read_count))
-
-    @property
-    def allowed_sample_count(self) -> int:
-        """Identities whose samples fit in host memory, in whole batches."""
-        return round_to(self._allowed_sample_count, self.sample_count_in_single_batch)
-
-    @property
-    def batch_count(self) -> int:
-        """Full batches in an epoch."""
-        return self.total_sample_count // self.sample_count_in_single_batch
-
-    @property
-    def total_read_count(self) -> int:
-        """How often host memory would have to be filled for an epoch."""
-        return -(-self.total_sample_count // self.allowed_sample_count)
-
-    @property
-    def batch_count_in_memory(self) -> int:
-        """Batches that host memory holds."""
-        return self.allowed_sample_count // self.sample_count_in_single_batch
-
-
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    """torch's dtype for any spelling of one."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype):
-        return getattr(torch, dtype)  # type: ignore[no-any-return]
-    return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
-# ---------------------------------------------------------------------- epochs
+Item = TypeVar("Item")
+
+Sample = np.ndarray | Tensor
+MemorySamples = Iterable[Sample]
+Batch = Iterable[Sample]
+Epoch = Iterable[tuple[Batch, Batch]]
 
 Reader = Callable[[Any], Iterable[Any]]
 Apply = Callable[[Iterable[Any]], Any]
@@ -412,16 +57,18 @@ def _feed(
         return apply_input(one for one, _ in samples), apply_output(one for _, one in samples)
 
     own = apply_on_input_batch is not None or apply_on_output_batch is not None
+    input_dtype = None if apply_on_input_batch else configs.input_dtype
+    output_dtype = None if apply_on_output_batch else configs.output_dtype
     batch_bytes = configs.sample_batch_memory_footprint
     least = (2 * batch_bytes if own else batch_bytes) + configs.one_read_count * configs.sample_size
     return feed(
         input_list[: configs.total_sample_count],
-        read_input if apply_on_input_batch else _converting(read_input, configs.input_dtype),
+        _counted("read_input", read_input, configs.one_read_count, input_dtype),
         configs.batch_size,
         budget_bytes=max(configs.cpu_memory_limit, least),
         epochs=None,
         targets=output_list[: configs.total_sample_count],
-        read_target=get_output if apply_on_output_batch else _converting(get_output, configs.output_dtype),
+        read_target=_counted("get_output", get_output, configs.one_read_count, output_dtype),
         variants=configs.one_read_count,
         shuffle=shuffle,
         drop_last=drop_last,
@@ -429,14 +76,30 @@ def _feed(
     )
 
 
-def _converting(read: Reader, dtype: Any) -> Reader:
-    """A reader of arrays, or of tensors where the dtype is torch's."""
+def _counted(name: str, read: Reader, wanted: int, dtype: Any) -> Reader:
+    """A reader that must give so many samples: as they are, or as arrays or tensors of NumPy's or torch's dtype."""
 
-    def convert(identity: Any) -> Iterator[Any]:
-        for sample in read(identity):
-            yield torch.as_tensor(sample, dtype=dtype) if isinstance(dtype, torch.dtype) else np.asarray(sample, dtype)
+    def samples_of(identity: Any) -> Iterator[Any]:
+        count = 0
+        for count, sample in enumerate(read(identity), 1):
+            if count > wanted:
+                raise _miscounted(name, identity, f"more than {wanted}", wanted)
+            yield sample if dtype is None else _converted(sample, dtype)
+        if count < wanted:
+            raise _miscounted(name, identity, str(count), wanted)
 
-    return convert
+    return samples_of
+
+
+def _miscounted(name: str, identity: Any, count: str, wanted: int) -> BatchError:
+    return BatchError(
+        f"{name}({identity!r}) gave {count} samples, but one_read_count is {wanted}; give the Config the number that "
+        "each read gives"
+    )
+
+
+def _converted(sample: Any, dtype: Any) -> Any:
+    return torch.as_tensor(sample, dtype=dtype) if isinstance(dtype, torch.dtype) else np.asarray(sample, dtype)
 
 
 def _stacked(samples: Iterable[Any]) -> Any:
@@ -534,3 +197,15 @@ def multiply_epochs(epoch_generator: Iterable[Any], epoch_count: int = 2) -> Ite
         )
     for _ in range(epoch_count):
         yield iter(epoch_generator)
+
+
+def generator_with_stop_iteration(gen: Iterator[Item]) -> Iterator[Item]:
+    """All items of an iterator, the first of which is taken now.
+
+    Raises:
+        StopIteration: there is none.
+
+    >>> list(generator_with_stop_iteration(iter("ab")))
+    ['a', 'b']
+    """
+    return itertools.chain([next(gen)], gen)
