@@ -3,9 +3,10 @@
 What is different, since it did not work there:
 
 * Every epoch reads its samples again, and nothing of an epoch is kept: memory stays within the limit.
-* The batch size fits ``gpu_memory_limit`` with the parameters' gradients, what the functions between layers keep and,
-  where ``optimizer`` is given, its state; a limit below one read raises :class:`NotEnoughGPURam`, and a
-  ``cpu_memory_limit`` below one read :class:`~speedswap.errors.MemoryBudgetError`.
+* The batch size, found by training with two samples and with a few more, fits ``gpu_memory_limit`` with the parameters'
+  gradients, what the functions between layers keep and, where ``optimizer`` is given, its state; a limit below one read
+  raises :class:`NotEnoughGPURam`, and a ``cpu_memory_limit`` below one read
+  :class:`~speedswap.errors.MemoryBudgetError`.
 * Parameters count once, those at the root too; dtypes may be NumPy's or torch's in any spelling; layers may return
   tuples, and BatchNorm works; random numbers are as before.
 * ``model_class`` may also be a module. Shapes are those of a sample; one that begins with a batch dimension of 1 works
