@@ -17,7 +17,7 @@ NAMES = {
     "speedswap.compat.speedtorch": "ModelFactory OptimizerFactory ModelFactoryMM DataGadget.getData "
     "DataGadget.insertData DataGadget.CUPYcorpus ModelFactory.CUPYcorpus ModelFactoryMM.CUPYmemmap",
     "speedswap.compat.infinitybatch": "InfinityBatch.epoch InfinityBatch.step InfinityBatch.batch_ tools.CudaHistory "
-    "tools.CudaMemorySnapShot InfinityBatch.optimier InfinityBatch.containers",
+    "tools.CudaMemorySnapShot InfinityBatch.optimier",
     "speedswap.compat.toma": "toma.batch toma.range toma.chunked toma.execute DEFAULT_CACHE_TYPE",
     "speedswap.compat.pytorch_memory": "Config Feeder generate_epoch multiply_epochs generator_with_stop_iteration "
     "Sample Batch MemorySamples Epoch",

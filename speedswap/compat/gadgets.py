@@ -77,7 +77,7 @@ class DataGadget(CupyMethods):
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         ...     np.save(file.name, np.arange(6).reshape(2, 3))
-        ...     gadget = DataGadget(file.name, CPUPinn=True)
+        ...     gadget = DataGadget(file.name)
         ...     gadget.gadgetInit()
         >>> gadget.getData((slice(0, 2), [2, 0])).tolist()
         [[2, 0], [5, 3]]
