@@ -250,7 +250,9 @@ def _mapped(file: str | os.PathLike[str], mode: Literal["r", "r+"]) -> npt.NDArr
 
 def _fitting(values: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Values as a tensor of that shape and dtype: as many items in their order, or broadcast as NumPy does."""
-    data = torch.as_tensor(arrays.as_array(values))
+    data = arrays.as_array(values)
+    if isinstance(data, np.ndarray):  # torch takes none that is read-only, byte-swapped or walked backwards
+        data = torch.from_numpy(np.require(data, data.dtype.newbyteorder("="), ["C", "W"]))
     if not torch.can_cast(data.dtype, dtype):
         raise TypeError(f"dataObject is {data.dtype}, but the data is {dtype}; convert it first")
     data = data.to(dtype)

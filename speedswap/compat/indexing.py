@@ -49,7 +49,9 @@ def whole_rows(indexes: Any, num_rows: int, what: str) -> Tensor | None:
     found = arrays.as_array(alone)
     if not _is_mask(found):
         return arrays.checked_ids(alone, "indexes", num_rows, what)
-    return torch.as_tensor(found).nonzero().reshape(-1) if tuple(found.shape) == (num_rows,) else None
+    if tuple(found.shape) != (num_rows,):
+        return None
+    return found.nonzero().reshape(-1) if isinstance(found, Tensor) else torch.from_numpy(found.nonzero()[0])
 
 
 class Selection:

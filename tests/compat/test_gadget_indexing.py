@@ -235,6 +235,22 @@ def test_data_is_broadcast_as_numpy_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GADGETS)
+def test_arrays_may_be_read_only_backwards_or_of_foreign_byte_order(name: str) -> None:
+    """torch takes no such array, or warns of it."""
+    values, new = numbered((4, 3)), np.arange(6.0)[::-1].reshape(2, 3)
+    gadget = gadget_of(values, name)
+    frozen, mask = new.copy(), np.array([False, True, False, True])
+    frozen.flags.writeable = mask.flags.writeable = False
+    for data in (new, frozen, new.astype(">f4")):
+        for index in ([0, 2], (slice(0, 2), slice(None)), mask):
+            gadget.insertData(data, index)
+            values[index] = data
+            np.testing.assert_array_equal(gadget.getNumpyVersion(), values)
+            gadget.insertData(torch.zeros(()), index)
+            values[index] = 0
+
+
+@pytest.mark.parametrize("name", GADGETS)
 def test_items_that_are_named_twice_keep_the_last_value_and_it_is_said_once(name: str) -> None:
     gadget = gadget_of(np.zeros((3, 2), np.float32), name)
     with pytest.warns(DuplicateRowsWarning, match=r"more than once.*the other 2 are lost") as said:
