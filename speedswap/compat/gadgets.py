@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from speedswap import kernels
+from speedswap.compat.indexing import Selection, whole_rows
 from speedswap.compat.views import CupyMethods
+from speedswap.errors import DuplicateRowsWarning
 from speedswap.swapping import arrays
 from speedswap.swapping.collection import warn_of_duplicates
 from speedswap.tables import gather_rows, scatter_rows
@@ -59,38 +60,64 @@ class DataGadget(CupyMethods):
         self.gadgetInit()
 
     def getData(self, indexes: Any) -> Tensor:
-        """Copy rows out of the data.
+        """Copy a part of the data, as NumPy and CuPy index: whole rows in bursts, anything else item by item.
 
         Args:
-            indexes: integers in an array or tensor of any shape, or a slice of rows.
+            indexes: integers in an array or tensor of any shape, a slice or mask of rows, None or Ellipsis, or a tuple
+                of those, one for each dimension.
 
         Returns:
-            A tensor (*indexes.shape, …) on the GPU where there is one, ready to be a variable's data.
+            A tensor on the GPU where there is one, ready to be a variable's data; (*indexes.shape, …) for an array of
+            rows' numbers.
 
         Raises:
-            IdError: an index is negative or too large.
+            IdError: a row's number is negative, any number is too large, or a mask does not fit.
+            TypeError: an array of neither integers nor booleans.
+
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+        ...     np.save(file.name, np.arange(6).reshape(2, 3))
+        ...     gadget = DataGadget(file.name)
+        ...     gadget.gadgetInit()
+        >>> gadget.getData((slice(0, 2), [2, 0])).tolist()
+        [[2, 0], [5, 3]]
         """
         self.table  # noqa: B018  (says what to call first)
-        ids = _gadget_ids(indexes, self._num_rows, self._name)
+        ids = whole_rows(indexes, self._num_rows, self._what)
+        if ids is None:
+            return Selection(indexes, self._shape, self._what).of(self._view()).to(_compute_device())
         rows = self._gather(ids.reshape(-1), _compute_device())["weight"]
         return rows.view(*ids.shape, *self._row_shape)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
-        """Write rows into the data.
+        """Write over a part of the data.
 
         Args:
-            dataObject: a tensor or array of the shape that ``getData(indexes)`` returns, or one with as many elements;
-                floating-point data is converted to the dtype of the file.
-            indexes: as for :meth:`getData`. Of rows with equal indexes the last is kept, and a warning says so once.
+            dataObject: a tensor or array of the shape that ``getData(indexes)`` returns, one with as many items, or one
+                that is broadcast to it; floating-point data is converted to the dtype of the file.
+            indexes: as for :meth:`getData`. Of data for the same row or item the last is kept, and a warning says so
+                once.
 
         Raises:
-            IdError: an index is negative or too large.
-            ValueError, TypeError: the data has another number of elements or kind of dtype. Nothing was written.
+            IdError: a row's number is negative, any number is too large, or a mask does not fit.
+            ValueError, TypeError: the data has another shape or kind of dtype. Nothing was written.
         """
         self.table  # noqa: B018
-        ids = _gadget_ids(indexes, self._num_rows, self._name)
-        data = _fitting(dataObject, ids, self._row_shape, self._dtype)
-        self._scatter(ids.reshape(-1), {"weight": data})
+        ids = whole_rows(indexes, self._num_rows, self._what)
+        if ids is None:
+            selection = Selection(indexes, self._shape, self._what)
+            lost = selection.put(self._view(), _fitting(dataObject, selection.shape, self._dtype))
+            self._said_duplicates = _said_of_lost(lost, self._name, self._said_duplicates)
+            return
+        data = _fitting(dataObject, (*ids.shape, *self._row_shape), self._dtype)
+        self._scatter(ids.reshape(-1), {"weight": _rows(data, ids)})
+
+    @property
+    def _what(self) -> str:
+        return f"the data of {self._name!r}"
+
+    def _view(self) -> Tensor:
+        return self.table.view().view(self._shape)
 
 
 class DataGadgetMM:
@@ -137,6 +164,16 @@ class DataGadgetMM:
             raise RuntimeError(f"DataGadgetMM has no data of {os.fspath(self.fileName)!r} yet; call gadgetInit first")
         return self._array
 
+    @property
+    def CUPYmemmap(self) -> npt.NDArray[Any]:
+        """What :meth:`getCupyMM` returns."""
+        return self.getCupyMM()
+
+    @property
+    def CUPYcorpus(self) -> npt.NDArray[Any]:
+        """The same, under the name that :class:`DataGadget` has for it."""
+        return self.getCupyMM()
+
     def getNumpyVersion(self) -> npt.NDArray[Any]:
         """All data as a NumPy array, a copy."""
         return np.array(self.getCupyMM())
@@ -146,41 +183,62 @@ class DataGadgetMM:
         np.save(saveFileName, self.getCupyMM(), allow_pickle=False)
 
     def getData(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> Tensor:
-        """Copy rows out of the file: those of the first indexes and then those of the second, flat.
+        """Copy a part of the data out of the file.
+
+        Args:
+            retrievedPosIndexes: as for :meth:`DataGadget.getData`.
+            retrievedNegIndexes: more indexes of rows, whose rows follow.
 
         Returns:
-            A tensor (n, …) on the GPU where there is one.
+            A tensor on the GPU where there is one; (n, …) for n rows whose indexes have two dimensions or more.
 
         Raises:
-            IdError: an index is negative or too large.
+            IdError: as :meth:`DataGadget.getData`.
+            TypeError: one of two indexes is not one of rows.
         """
-        array = self.getCupyMM()
+        array, what = self._view(), self._what
         parts = [retrievedPosIndexes] if retrievedNegIndexes is None else [retrievedPosIndexes, retrievedNegIndexes]
-        name = os.fspath(self.fileName)
-        ids = torch.cat([_gadget_ids(part, len(array), name).reshape(-1).cpu() for part in parts])
-        return gather_rows(self._matrix(), ids).view(len(ids), *array.shape[1:]).to(_compute_device())
+        ids = [found.cpu() for part in parts if (found := whole_rows(part, len(array), what)) is not None]
+        if not ids and len(parts) == 1:
+            return Selection(retrievedPosIndexes, tuple(array.shape), what).of(array).to(_compute_device())
+        if len(ids) < len(parts):
+            raise TypeError("retrievedNegIndexes follow the rows of retrievedPosIndexes; give indexes of rows for both")
+        rows = gather_rows(self._matrix(), torch.cat([part.reshape(-1) for part in ids]))
+        shape = () if len(ids) == 1 and ids[0].dim() == 0 else (len(rows),)
+        return rows.view(*shape, *array.shape[1:]).to(_compute_device())
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
-        """Write rows into the file; the arguments are those of :meth:`DataGadget.insertData`."""
-        array = self.getCupyMM()
-        if not array.flags.writeable:
-            raise PermissionError(
-                f"{os.fspath(self.fileName)!r} may not be written; make it writable, or use DataGadget"
-            )
-        ids = _gadget_ids(indexes, len(array), os.fspath(self.fileName))
-        data = _fitting(dataObject, ids, array.shape[1:], arrays.as_dtype(array.dtype)).cpu()
+        """Write over a part of the data in the file; the arguments are those of :meth:`DataGadget.insertData`."""
+        array, name = self._view(), os.fspath(self.fileName)
+        if not self.getCupyMM().flags.writeable:
+            raise PermissionError(f"{name!r} may not be written; make it writable, or use DataGadget")
+        ids = whole_rows(indexes, len(array), self._what)
+        if ids is None:
+            selection = Selection(indexes, tuple(array.shape), self._what)
+            lost = selection.put(array, _fitting(dataObject, selection.shape, array.dtype))
+            self._said_duplicates = _said_of_lost(lost, name, self._said_duplicates)
+            return
+        data = _rows(_fitting(dataObject, (*ids.shape, *array.shape[1:]), array.dtype), ids).cpu()
         ids = ids.reshape(-1).cpu()
         if not self._said_duplicates and kernels.first_duplicate(ids, len(array)) >= 0:
             self._said_duplicates = True
-            warn_of_duplicates(ids, os.fspath(self.fileName), stacklevel=2)
+            warn_of_duplicates(ids, name, stacklevel=2)
         scatter_rows(self._matrix(), ids, data, duplicates="last")
+
+    @property
+    def _what(self) -> str:
+        return f"the data of {os.fspath(self.fileName)!r}"
+
+    def _view(self) -> Tensor:
+        """The file as a tensor."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
+            return torch.from_numpy(self.getCupyMM())
 
     def _matrix(self) -> Tensor:
         """The file as rows and columns."""
-        array = self.getCupyMM().reshape(len(self.getCupyMM()), -1)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)
-            return torch.from_numpy(array)
+        array = self._view()
+        return array.view(len(array), -1)
 
 
 def _mapped(file: str | os.PathLike[str], mode: Literal["r", "r+"]) -> npt.NDArray[Any]:
@@ -190,27 +248,39 @@ def _mapped(file: str | os.PathLike[str], mode: Literal["r", "r+"]) -> npt.NDArr
     return array
 
 
-def _gadget_ids(indexes: Any, num_rows: int, name: str) -> Tensor:
-    if isinstance(indexes, slice):
-        return torch.arange(*indexes.indices(num_rows))
-    return arrays.checked_ids(indexes, "indexes", num_rows, f"the data of {name!r}")
-
-
-def _fitting(data: Any, ids: Tensor, row_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Data as a tensor (ids.numel(), width) of that dtype."""
-    if not isinstance(data, Tensor):
-        data = (
-            from_dlpack(data) if not isinstance(data, np.ndarray) and hasattr(data, "__dlpack__") else np.asarray(data)
-        )
-        data = torch.as_tensor(data)
-    data = data.detach()
-    shape = (*ids.shape, *row_shape)
-    if data.numel() != math.prod(shape):
-        raise ValueError(f"dataObject has shape {tuple(data.shape)}, but the indexes are for data of shape {shape}")
+def _fitting(values: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Values as a tensor of that shape and dtype: as many items in their order, or broadcast as NumPy does."""
+    data = arrays.as_array(values)
+    if isinstance(data, np.ndarray):  # torch takes none that is read-only, byte-swapped or walked backwards
+        data = torch.from_numpy(np.require(data, data.dtype.newbyteorder("="), ["C", "W"]))
     if not torch.can_cast(data.dtype, dtype):
         raise TypeError(f"dataObject is {data.dtype}, but the data is {dtype}; convert it first")
-    converted: Tensor = data.to(dtype).reshape(ids.numel(), max(1, math.prod(row_shape)))
-    return converted
+    data = data.to(dtype)
+    if data.numel() == math.prod(shape):
+        return data.reshape(shape)
+    try:
+        return data.broadcast_to(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"dataObject has shape {tuple(data.shape)}, but the indexes are for data of shape {shape}"
+        ) from None
+
+
+def _rows(data: Tensor, ids: Tensor) -> Tensor:
+    """Data of shape (*ids.shape, …) as a matrix with a row for each id."""
+    return data.reshape(ids.numel(), math.prod(data.shape[ids.dim() :]))
+
+
+def _said_of_lost(lost: int, name: str, said: bool) -> bool:
+    """Warn of values that were lost to later ones for the same item, once; returns whether it has been said."""
+    if lost and not said:
+        warnings.warn(
+            f"the indexes name items of the data of {name!r} more than once: the last value for each is kept, and "
+            f"the other {lost} are lost. (Said once.)",
+            DuplicateRowsWarning,
+            stacklevel=3,
+        )
+    return said or bool(lost)
 
 
 def _compute_device() -> torch.device:

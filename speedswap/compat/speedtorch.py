@@ -24,17 +24,20 @@ What differs:
 * Losses. A loss that is kept does not get in the way of a batch of another size; one that is differentiated after its
   rows were swapped out is an error.
 * dtypes are the ones asked for, in files too.
-* ``getCupyVar`` and ``getCupyMM`` give the collection itself, not a copy: a CuPy array where CuPy and a GPU are at hand
-  and the collection is in GPU or pinned memory, else a NumPy array; ``getTorchVar`` a torch tensor. What is written to
-  it is written to the collection. For optimizers these, ``getNumpyVersion``, and what is saved, are by name:
-  ``{"exp_avg": …}``.
+* ``getCupyVar`` and ``getCupyMM``, or ``CUPYcorpus`` and ``CUPYmemmap``, give the collection itself, not a copy: a CuPy
+  array where CuPy and a GPU are at hand and the collection is in GPU or pinned memory, else a NumPy array;
+  ``getTorchVar`` a torch tensor. What is written to it is written to the collection. For optimizers these,
+  ``getNumpyVersion``, and what is saved, are by name: ``{"exp_avg": …}``.
 * Files. ``saveCupy`` writes ``.npy``, and ``.npz`` for optimizers; nothing is pickled and no pickles are read.
   ``saveTorch`` writes with ``torch.save`` from the CPU; ``loadTorch`` reads with ``weights_only=True``. A collection of
   an ``…MM`` class is a directory, ``<diskname><number>.memmap``, with the first number that is free, and its rows are
   read and written there rather than loaded; ``loadCupy`` of that directory goes on with it. Its pages are never pinned,
   so ``CPUPinn`` is ignored.
-* ``DataGadgetMM`` maps its ``.npy`` file itself, so that ``insertData`` changes the file. ``insertData`` takes data of
-  the shape that ``getData`` returns for the same indexes, or of another shape with as many elements.
+* ``DataGadgetMM`` maps its ``.npy`` file itself, so that ``insertData`` changes the file.
+* ``getData`` and ``insertData`` take what NumPy and CuPy index with: arrays, slices, masks, None, Ellipsis, and tuples
+  of those, which are NumPy's tuples: rows by number are a list or an array. A row is never counted from the end, and a
+  number that is too large is an error, where CuPy wraps it around. ``insertData`` takes data of the shape that
+  ``getData`` returns for the same indexes, of another shape with as many elements, or what NumPy would broadcast.
 * Co-occurrence matrices work: ``getCupyVar()`` (also ``CUPYCom``), ``getCupyMM()`` or ``getTorchVar()`` is the matrix
   to count in.
 * ``PMemory`` and the pinned allocators are not offered, as nothing allocates that way any more.

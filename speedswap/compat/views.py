@@ -50,6 +50,11 @@ class CupyMethods(Collection):
         """The collection itself: a CuPy array where CuPy and a GPU are at hand, else a NumPy array; not a copy."""
         return _one_or_all(self, {k: _as_cupy(view, self.table.pinned) for k, view in _views(self).items()})
 
+    @property
+    def CUPYcorpus(self) -> Any:
+        """What :meth:`getCupyVar` returns."""
+        return self.getCupyVar()
+
 
 class DiskMethods(Collection):
     """A collection in the first directory ``<diskname><number>.memmap`` that is free."""
@@ -67,6 +72,11 @@ class DiskMethods(Collection):
     def getCupyMM(self) -> Any:
         """The collection itself as a NumPy array over its file; not a copy. The file takes its full size on disk."""
         return _one_or_all(self, {name: view.numpy() for name, view in _views(self).items()})
+
+    @property
+    def CUPYmemmap(self) -> Any:
+        """What :meth:`getCupyMM` returns."""
+        return self.getCupyMM()
 
 
 class TorchMethods(Collection):

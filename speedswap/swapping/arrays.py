@@ -21,6 +21,7 @@ from speedswap.errors import IdError
 from speedswap.tables import Column, Table
 
 __all__ = [
+    "as_array",
     "as_dtype",
     "as_ids",
     "as_numpy",
@@ -58,6 +59,21 @@ def as_dtype(datatype: Any, argument: str = "datatype") -> torch.dtype:
         raise TypeError(f"{argument} is {datatype!r}; give a dtype that torch has too, such as 'float32'") from None
 
 
+def as_array(values: Any) -> Tensor | npt.NDArray[Any]:
+    """Values where they are: a tensor for those of torch, CuPy and others on a GPU or with DLPack, else a NumPy array.
+
+    >>> as_array([1.5, 2]), as_array(torch.tensor(3))
+    (array([1.5, 2. ]), tensor(3))
+    """
+    if isinstance(values, Tensor):
+        return values.detach()
+    if not isinstance(values, np.ndarray | np.generic) and hasattr(values, "__dlpack__"):
+        return from_dlpack(values)
+    if hasattr(values, "__cuda_array_interface__"):
+        return torch.as_tensor(values)
+    return np.asarray(values)
+
+
 def as_ids(indexes: Any, argument: str) -> Tensor:
     """Indexes as an int32 or int64 tensor of the same shape, where they are.
 
@@ -72,14 +88,9 @@ def as_ids(indexes: Any, argument: str) -> Tensor:
     >>> as_ids(np.array([[3, 1]], dtype=np.uint32), "indexes")
     tensor([[3, 1]])
     """
-    if isinstance(indexes, Tensor):
-        ids = indexes.detach()
-    elif not isinstance(indexes, np.ndarray | np.generic) and hasattr(indexes, "__dlpack__"):
-        ids = from_dlpack(indexes)
-    elif hasattr(indexes, "__cuda_array_interface__"):
-        ids = torch.as_tensor(indexes)
-    else:
-        array = np.asarray(indexes)
+    ids = as_array(indexes)
+    if isinstance(ids, np.ndarray):
+        array = ids
         if array.size == 0 and not isinstance(indexes, np.ndarray):
             array = array.astype(np.int64)  # an empty list has no dtype of its own
         if array.dtype.kind not in "iu":

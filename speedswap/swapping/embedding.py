@@ -74,6 +74,10 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         embeddings: Tensor,
         freeze: bool = True,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
         *,
         storage: str = "auto",
         path: str | os.PathLike[str] | None = None,
@@ -82,6 +86,17 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     ) -> Embedding:
         """An embedding with the given rows, shape (num_embeddings, embedding_dim); as nn.Embedding has it.
 
+        Args:
+            embeddings: the rows, of a floating-point dtype.
+            freeze: whether they are for lookup only.
+            padding_idx: a row that gets no gradient.
+            max_norm, norm_type, scale_grad_by_freq, sparse: of torch's; refused, with what to do instead.
+            storage, path, name, stored_dtype: as for the class.
+
+        Raises:
+            ValueError, TypeError: an argument of torch's is none of these, or the rows are no matrix or are integers.
+                Nothing was made.
+
         Example:
             >>> import torch, speedswap
             >>> rows = torch.tensor([[1.0, -2.0], [0.0, 0.1]])
@@ -89,8 +104,19 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             >>> small(torch.tensor([1]))
             tensor([[0.0000, 0.1000]])
         """
-        settings = {"storage": storage, "path": path, "name": name, "stored_dtype": stored_dtype}
-        return cls._with_rows(embeddings, freeze, padding_idx, **settings)
+        return cls._with_rows(
+            embeddings,
+            freeze,
+            padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            storage=storage,
+            path=path,
+            name=name,
+            stored_dtype=stored_dtype,
+        )
 
     # The rows come from outside of any graph.
     @outside_graphs

@@ -75,20 +75,31 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         cls,
         embeddings: Tensor,
         freeze: bool = True,
-        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         mode: str = "mean",
+        sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        *,
         storage: str = "auto",
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
         stored_dtype: torch.dtype | None = None,
     ) -> EmbeddingBag:
-        """A bag over the given rows, shape (num_embeddings, embedding_dim); as nn.EmbeddingBag has it."""
+        """A bag over the given rows, shape (num_embeddings, embedding_dim); as nn.EmbeddingBag has it.
+
+        The arguments, and what is refused, are those of :meth:`speedswap.Embedding.from_pretrained`, and the mode.
+        """
         return cls._with_rows(
             embeddings,
             freeze,
             padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
             mode=mode,
             include_last_offset=include_last_offset,
             storage=storage,

@@ -244,11 +244,26 @@ class TableModule(nn.Module):
 
     @classmethod
     def _with_rows(
-        cls: type[_Self], embeddings: Tensor, freeze: bool, padding_idx: int | None, **settings: Any
+        cls: type[_Self],
+        embeddings: Tensor,
+        freeze: bool,
+        padding_idx: int | None,
+        *,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        **settings: Any,
     ) -> _Self:
         """A module over a new table with the given rows, shape (num_embeddings, embedding_dim)."""
+        _refuse(max_norm, scale_grad_by_freq, sparse, norm_type)
         if embeddings.dim() != 2:
             raise ValueError(f"embeddings has shape {tuple(embeddings.shape)}; give (num_embeddings, embedding_dim)")
+        if not embeddings.is_floating_point() and not embeddings.is_complex():
+            raise TypeError(
+                f"embeddings is {embeddings.dtype}, but a module's weight is floating-point, frozen or not; give "
+                "embeddings.float(), or look integers up with speedswap.gather_rows(embeddings, ids)"
+            )
         if not freeze and settings.get("stored_dtype") == torch.int8:
             raise ValueError("stored_dtype is torch.int8 and freeze is False; int8 rows are for lookup: freeze them")
         module = cls(
@@ -331,10 +346,12 @@ class TableModule(nn.Module):
         self.table.write(0, values.detach().to(self.table.dtype))
 
 
-def _refuse(max_norm: object, scale_grad_by_freq: bool, sparse: bool) -> None:
+def _refuse(max_norm: object, scale_grad_by_freq: bool, sparse: bool, norm_type: float = 2.0) -> None:
     """Raise ValueError for what torch's embeddings have and these have not."""
     if max_norm is not None:
         raise ValueError(f"max_norm is {max_norm}, but a lookup does not change the table; scale the rows it returns")
+    if norm_type != 2:
+        raise ValueError(f"norm_type is {norm_type}, but there is no max_norm that it could belong to; leave it out")
     if scale_grad_by_freq:
         raise ValueError("scale_grad_by_freq is True; leave it out, and weigh the loss by how often ids occur")
     if sparse:

@@ -459,6 +459,34 @@ def test_model_that_takes_another_path_for_each_size():
     assert estimate.total(200) > estimate.total(20)
 
 
+@pytest.mark.parametrize("trial_mib, sizes", [(9, {2, 4}), (17, {2, 4, 8}), (3, {2, 3})])
+def test_samples_count_among_the_bytes_of_a_trial(trial_mib, sizes):
+    """A sample of 2 MiB whose pass takes next to nothing; as many as 256 of them were tried."""
+    shape, seen = (2, 512, 512), set()
+    model = nn.Sequential(nn.AvgPool2d(64), nn.Flatten(), nn.Linear(128, CLASSES))
+    hook = model.register_forward_pre_hook(lambda _, args: seen.add(len(args[0])))
+    estimate = estimated(model, shape, torch.optim.Adam, samples=1, accumulate=False, trial_bytes=trial_mib << 20)
+    assert seen == sizes
+    hook.remove()
+    assert estimate.inputs_per_sample == (2 << 20) + 8
+    for samples in (3, 20):
+        measured = measured_peak(model, torch.optim.Adam, *batch(shape, samples), 1)
+        assert measured <= estimate.total(samples) <= 1.25 * measured, samples
+
+
+def test_large_activations_are_foreseen_from_two_and_three_samples():
+    shape, seen = (3, 96, 96), set()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    model = nn.Sequential(*model, nn.Flatten(), nn.Linear(8, CLASSES))
+    hook = model.register_forward_pre_hook(lambda _, args: seen.add(len(args[0])))
+    estimate = estimated(model, shape, torch.optim.Adam, trial_bytes=1 << 20)
+    assert seen == {2, 3}
+    hook.remove()
+    for samples in (1, 5, 16, 33, 100):
+        measured = measured_peak(model, torch.optim.Adam, *batch(shape, samples), 2)
+        assert measured <= estimate.total(samples) <= 1.25 * measured, samples
+
+
 @functools.cache
 def an_estimate():
     return estimated(mlp(), (64,), torch.optim.Adam)

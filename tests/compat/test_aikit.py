@@ -181,6 +181,53 @@ def test_uneven_plan_fed_to_the_optimizer_trains_with_the_global_batch():
     torch.testing.assert_close(ours.weight, theirs.weight, rtol=1e-12, atol=1e-14)
 
 
+EXAMPLE = """
+import torch
+import speedswap.compat.aikit.elastic.Torch
+import speedswap.compat.aikit.ga.Torch
+from speedswap.compat import aikit
+
+aikit.elastic.torch.init(256, 64)
+samples = torch.utils.data.TensorDataset(torch.randn(512, 8), torch.randint(4, (512,)))
+loader = torch.utils.data.DataLoader(samples, batch_size=aikit.elastic.batch_size)
+model = torch.nn.DataParallel(torch.nn.Linear(8, 4))
+if wrapped:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    optimizer = aikit.ga.Torch.optim.Optimizer(optimizer, aikit.elastic.steps)
+else:
+    optimizer = aikit.ga.Torch.optim.SGD(
+        aikit.elastic.steps, model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4
+    )
+loss_fn = torch.nn.CrossEntropyLoss()
+for data, target in loader:
+    optimizer.zero_grad()
+    loss_fn(model(data), target).backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_aikits_example_runs_though_it_writes_torch_for_what_it_imports_as_torch_with_a_capital(wrapped):
+    """``elastic.torch`` was torch itself, which has no ``init``."""
+    names = {"wrapped": wrapped}
+    exec(EXAMPLE, names)
+    assert names["optimizer"].updates == 512 // 256
+
+
+def test_modules_of_torch_are_the_same_in_small_and_capital_letters():
+    code = """
+import speedswap.compat.aikit.elastic.torch
+import speedswap.compat.aikit.ga.torch.optim
+from speedswap.compat.aikit.elastic.torch import init
+from speedswap.compat.aikit.ga.torch.optim import SGD
+from speedswap.compat import aikit
+assert aikit.elastic.torch is aikit.elastic.Torch and init is aikit.elastic.Torch.init
+assert aikit.ga.torch is aikit.ga.Torch and SGD is aikit.ga.Torch.optim.SGD
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 # ---------------------------------------------------------------------- ga
 
 
@@ -304,6 +351,29 @@ def test_runai_names_are_the_same_things():
         getattr(aikit.ga.Torch.optim, name) for name in NINE
     ]
     assert issubclass(runai.ga.torch.optim.Optimizer, speedswap.AccumulatingOptimizer)
+    for name in ("State", "NAdam", "RAdam", "SparseAdam"):
+        assert getattr(runai.ga.torch.optim, name) is getattr(aikit.ga.Torch.optim, name)
+    optimizer = runai.ga.torch.optim.NAdam(2, [nn.Parameter(torch.zeros(2))])
+    assert isinstance(optimizer.runai, runai.ga.torch.optim.State)
+    with pytest.raises(AttributeError, match=r"nor has torch\.optim such an optimizer"):
+        _ = runai.ga.torch.optim.Nonesuch
+
+
+def test_state_is_to_be_read_and_is_not_what_is_saved():
+    optimizer = aikit.ga.Torch.optim.SGD(2, [nn.Parameter(torch.zeros(()))], lr=1.0)
+    with pytest.raises(AttributeError):
+        optimizer.aikit.step = 3
+    assert optimizer.state_dict()["state"].keys() == set()
+
+
+def test_gradients_are_cleared_at_every_micro_step():
+    """They used to pile up in ``.grad`` until the update; what is pending is beside them."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = aikit.ga.Torch.optim.SGD(3, [weight], lr=1.0)
+    for pending in (1, 2):
+        weight.backward()
+        optimizer.step()
+        assert (weight.grad, optimizer.pending) == (None, pending)
 
 
 # ---------------------------------------------------------------------- Keras is optional
@@ -326,6 +396,7 @@ LINES = [
     "import speedswap.compat.aikit.elastic.TF",
     "from speedswap.compat.aikit.ga.TF import optimizers",
     "aikit.elastic.TF.init(256, 64)",
+    "aikit.elastic.keras.init(256, 64)",
     "aikit.elastic.models.Model(None)",
     "aikit.ga.TF.optimizers.Adam(2)",
     "runai.elastic.keras.init(256, 64)",

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterable
+from typing import get_args, get_origin
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from speedswap.compat import pytorch_memory
 from speedswap.compat.pytorch_memory import (
     Config,
     Feeder,
@@ -105,6 +108,39 @@ def test_readme_config():
     assert config.batch_count_in_memory == 10
     assert config.sample_count_in_single_batch == 8
     assert config.sample_batch_memory_footprint == 16 * config.sample_size
+
+
+def test_readme_config_needs_little_memory_to_be_made():
+    """Samples of 12 MiB count among what a trial may take: 128 of them took 2.7 GB, and importing the compiler more."""
+    code = """
+import resource, sys
+import numpy as np, torch
+from torch import nn
+from speedswap.compat.pytorch_memory import Config, GiB
+
+sizes = []
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.AvgPool2d(64), nn.Flatten(), nn.Linear(768, 256))
+
+    def forward(self, images):
+        sizes.append(len(images))
+        return self.layers(images)
+
+def most_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+before = most_mib()
+config = Config(GiB(2), GiB(1.5), (3, 1024, 1024), (256,), Model, 2048, np.float32, np.float32, 2, 16)
+assert config.batch_size == 16, config.batch_size
+assert max(sizes) <= 5, sizes
+assert most_mib() - before < 200, most_mib() - before
+assert "torch._inductor" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -457,9 +493,20 @@ def test_defect_9_lists_of_different_lengths_are_refused(make):
         make(config_for(200), range(200), range(4), read_input, get_output)
 
 
-def test_number_of_samples_a_read_gives_is_checked():
-    with pytest.raises(BatchError, match="reading 0 gave 1 samples, but variants is 2"):
-        next(iter(generate_epoch(config_for(4, reads=2), range(4), range(4), read_input, get_output)))
+@pytest.mark.parametrize("make", [Feeder, generate_epoch])
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("reader", ["read_input", "get_output"])
+def test_wrong_number_of_samples_is_said_in_terms_of_one_read_count(reader, count, make):
+    """Arguments that only this library has, such as variants, mean nothing to the predecessor's users."""
+    readers = {"read_input": read_input, "get_output": get_output}
+    readers = {name: lambda identity, read=read: list(read(identity)) * 2 for name, read in readers.items()}
+    readers[reader] = lambda identity: [np.zeros(4, np.float32)] * count
+    epoch = make(config_for(4, reads=2), range(4), range(4), **readers)
+    with pytest.raises(BatchError) as raised:
+        next(iter(next(epoch.generate_epochs()) if make is Feeder else epoch))
+    gave = "more than 2" if count > 2 else str(count)
+    assert f"{reader}(0) gave {gave} samples, but one_read_count is 2" in str(raised.value)
+    assert "variants" not in str(raised.value)
 
 
 def test_epoch_is_an_iterator_too():
@@ -467,3 +514,26 @@ def test_epoch_is_an_iterator_too():
     assert len(list(itertools.islice(iter(epoch.__next__, None), 2))) == 2
     with pytest.raises(StopIteration):
         next(epoch)
+
+
+def test_names_of_types_are_there():
+    assert isinstance(np.zeros(1), pytorch_memory.Sample)
+    assert isinstance(torch.zeros(1), pytorch_memory.Sample)
+    for alias in (pytorch_memory.MemorySamples, pytorch_memory.Batch, pytorch_memory.Epoch):
+        assert get_origin(alias) is Iterable
+    assert get_args(pytorch_memory.Epoch) == (tuple[pytorch_memory.Batch, pytorch_memory.Batch],)
+
+
+def test_generator_with_stop_iteration_takes_the_first_item_at_once():
+    taken = []
+
+    def numbers():
+        for number in range(3):
+            taken.append(number)
+            yield number
+
+    items = pytorch_memory.generator_with_stop_iteration(numbers())
+    assert taken == [0]
+    assert list(items) == [0, 1, 2]
+    with pytest.raises(StopIteration):
+        pytorch_memory.generator_with_stop_iteration(iter(()))

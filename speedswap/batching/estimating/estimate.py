@@ -158,7 +158,8 @@ def estimate_memory(
         accumulate: gradients of earlier micro-batches are there already, as with several micro-batches in a batch.
         autocast: run the forward pass under ``torch.autocast`` with this dtype.
         offload_activations: as :class:`BatchSplitter` does with ``offload_activations=True``.
-        trial_bytes: trials stop growing at 256 samples, or where a pass would take more than this.
+        trial_bytes: trials stop growing at 256 samples, or where the samples and their pass would take more than this.
+            Two are made at least, of 2 and 3 samples.
 
     Raises:
         BatchError: the example has no samples, or cannot be split.

@@ -226,13 +226,19 @@ def _described(result: Any) -> str:
 
 
 def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
-    """Runs on batches of these sizes, at least two, and as long as their activations take less than ``most_bytes``."""
+    """Runs on batches of these sizes, at least two, and as long as samples and passes take less than ``most_bytes``."""
     with _untouched():
         trial.find_others(*_samples(batch, sizes[0]))
-        runs = _recorded(trial, batch, sizes[:2])
-        last = runs[-1]
-        bytes_a_sample = max(last.timeline.peaks) / last.size
+        runs = _recorded(trial, batch, sizes[:1])
+        if sizes[1] * _bytes_a_sample(runs[0]) > most_bytes:
+            return runs + _recorded(trial, batch, [runs[0].size + 1])
+        runs += _recorded(trial, batch, sizes[1:2])
+        bytes_a_sample = _bytes_a_sample(runs[-1])
         return runs + _recorded(trial, batch, [size for size in sizes[2:] if size * bytes_a_sample <= most_bytes])
+
+
+def _bytes_a_sample(run: Run) -> float:
+    return (run.inputs + max(run.timeline.peaks)) / run.size
 
 
 def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
@@ -242,8 +248,7 @@ def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
     def run_all(recorder: Recorder) -> None:
         facts.clear()
         for size in sizes:
-            args, kwargs = _samples(batch, size)
-            facts.append(trial.run(recorder, args, kwargs, size))
+            facts.append(trial.run(recorder, *_samples(batch, size), size))
 
     timelines = record(trial.device_type, run_all, len(sizes)) if sizes else []
     runs = []

@@ -2,7 +2,12 @@
 
 Change ``import aikit…`` to ``import speedswap.compat.aikit…`` or ``from speedswap.compat import aikit``. Micro-batches
 never exceed the maximum, add up to the global batch exactly, and mean losses are averaged over them. The TensorFlow
-half (``aikit.elastic.TF``, ``aikit.ga.TF``) works on Keras 3 and needs the ``keras`` extra.
+half (``aikit.elastic.TF``, ``aikit.ga.TF``) works on Keras 3 and needs the ``keras`` extra. ``torch`` and ``keras`` in
+small letters, as AIkit's examples write them, are the same modules.
+
+By design ``optimizer.aikit.step`` and ``.steps`` are there to be read: what they count, and the gradients of the
+window, are saved in ``state_dict()["accumulation"]``, without an object of a class of its own. ``.grad`` is cleared at
+every micro-step; what is pending is kept beside it, in float32 for half-precision parameters.
 
 >>> import torch
 >>> from speedswap.compat import aikit

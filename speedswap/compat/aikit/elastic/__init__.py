@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import distributed
+from torch import cuda, distributed
 
 from speedswap.batching import plan_accumulation
 from speedswap.errors import BatchError
@@ -68,7 +68,7 @@ def _init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = No
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
     if gpus is None:
-        gpus = processes if processes > 1 else torch.cuda.device_count()
+        gpus = processes if processes > 1 else cuda.device_count()
     workers = 1 if gpus == 0 else gpus
     shares = plan_accumulation(global_batch_size, max_gpu_batch_size, workers)
     each, rest = divmod(workers, processes)
@@ -100,11 +100,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"elastic.{name} is not known yet; call elastic.Torch.init(global_batch_size, max_gpu_batch_size) first"
         )
-    if name in ("TF", "models"):  # they need Keras
-        return importlib.import_module(f"{__name__}.{name}")
+    if name in ("TF", "models", "keras"):  # they need Keras
+        return importlib.import_module(f"{__name__}.{'TF' if name == 'keras' else name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 from speedswap.compat.aikit.elastic import Torch  # noqa: E402  (it needs _init)
 
-__all__ = ["Torch"]
+# AIkit's own examples import Torch and write torch. A file torch.py would be Torch.py where case does not count.
+torch = Torch
+sys.modules[f"{__name__}.torch"] = Torch
+
+__all__ = ["Torch", "torch"]

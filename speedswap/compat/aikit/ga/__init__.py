@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from speedswap.compat.aikit.ga import Torch
 
-__all__ = ["Torch"]
+torch = Torch  # as AIkit's own tests write it
+sys.modules[f"{__name__}.torch"] = Torch
+sys.modules[f"{__name__}.torch.optim"] = Torch.optim
+
+__all__ = ["Torch", "torch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,11 +8,13 @@ import torch
 
 from speedswap.batching import AccumulatingOptimizer
 
-__all__ = ["ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Optimizer", "RMSprop", "Rprop"]
+__all__ = ["ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Optimizer", "RMSprop", "Rprop", "State"]
 
 
 class State:
-    """What an optimizer has accumulated, under the predecessor's names.
+    """What an optimizer has accumulated, under the predecessor's names; to be read, not set.
+
+    It is not among what ``state_dict`` saves: ``accumulation`` there has the same numbers and the window's gradients.
 
     Args:
         optimizer: whose.
