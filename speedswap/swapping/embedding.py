@@ -69,7 +69,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         embeddings: Tensor,
         freeze: bool = True,

@@ -71,7 +71,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         self.include_last_offset = include_last_offset
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         embeddings: Tensor,
         freeze: bool = True,

@@ -249,10 +249,10 @@ class TableModule(nn.Module):
         freeze: bool,
         padding_idx: int | None,
         *,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
         **settings: Any,
     ) -> _Self:
         """A module over a new table with the given rows, shape (num_embeddings, embedding_dim)."""
