@@ -287,7 +287,7 @@ def parametrized() -> nn.Module:
             lambda: nn.Sequential(
                 nn.Embedding(ROWS, DIM, _weight=torch.ones(ROWS, DIM, dtype=torch.int32), _freeze=True)
             ),
-            r"0: dtype is torch.int32",
+            r"0: embeddings is torch.int32",
         ),
     ],
 )
