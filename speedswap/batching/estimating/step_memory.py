@@ -77,10 +77,11 @@ def _measured(
 ) -> StepMemory:
     with mode:
         twin = _twin(optimizer, parameters)
+        step = _unhooked(type(twin))
         with _Alive(nbytes) as first:
-            twin.step()
+            step(twin)
         with _Alive(nbytes) as second:
-            twin.step()
+            step(twin)
         kept = {_key(tensor): tensor for tensor in tree_leaves(dict(twin.state)) if _has_storage(tensor)}
         state = sum(nbytes(tensor) for tensor in kept.values())
         return StepMemory(state, max(0, second.peak, first.peak - state))
@@ -98,11 +99,26 @@ def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, t
     twin.param_groups = [
         {
             **{name: _own(value) for name, value in group.items()},
-            "params": [_stand_in(one, parameters.get(one, _layout(one))) for one in group["params"]],
+            "params": [_stand_in(one, parameters.get(one, _layout(one))) for one in group["params"] if has_memory(one)],
         }
         for group in optimizer.param_groups
     ]
     return twin
+
+
+def _unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The step of optimizers without the hooks that torch runs for all of them: the twin's steps are nobody's."""
+    step: Callable[..., Any] = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def has_memory(parameter: Tensor) -> bool:
+    """Whether a parameter has memory of its own; one that stands for rows elsewhere refuses to show any."""
+    try:
+        parameter.untyped_storage()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _layout(parameter: Tensor) -> torch.layout | None:

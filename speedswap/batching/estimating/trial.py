@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from speedswap._words import a_kind
+from speedswap.batching.estimating.step_memory import has_memory
 from speedswap.batching.estimating.timeline import Recorder, Timeline, record
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.rollback import Buffers, Gradients, RandomState, leaves_of
@@ -81,7 +82,30 @@ class Trial(nn.Module):
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
-        return self._bytes_of(self.parameters())
+        return self._bytes_of(self._own_parameters())
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return [one for one in self.parameters() if has_memory(one)]
+
+    @contextmanager
+    def rows_elsewhere(self) -> Iterator[None]:
+        """Leave no gradient behind in parameters that stand for rows elsewhere: they cannot have stand-ins.
+
+        Raises:
+            BatchError: one has a gradient already, which the trial would mix with its own.
+        """
+        elsewhere = [(name, one) for name, one in self.model.named_parameters() if not has_memory(one)]
+        for name, one in elsewhere:
+            if one.grad is not None:
+                raise BatchError(
+                    f"{name} has a gradient, which a trial would add to; estimate before the backward pass, or after "
+                    "optimizer.zero_grad()"
+                )
+        try:
+            yield
+        finally:
+            for _, one in elsewhere:
+                one.grad = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -143,7 +167,9 @@ class Trial(nn.Module):
         Returns:
             What is known of the run without its timeline: size, inputs, gradients before and after.
         """
-        leaves: dict[Tensor, Tensor] = {one: nn.Parameter(one.detach(), one.requires_grad) for one in self.parameters()}
+        leaves: dict[Tensor, Tensor] = {
+            one: nn.Parameter(one.detach(), one.requires_grad) for one in self._own_parameters()
+        }
         buffers = {buffer: buffer.detach().clone() for buffer in self.buffers()}
         with _replaced(self, {**leaves, **buffers}):
             before = self._passes(recorder, list(leaves.values()), args, kwargs)
@@ -227,7 +253,7 @@ def _described(result: Any) -> str:
 
 def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
     """Runs on batches of these sizes, at least two, and as long as samples and passes take less than ``most_bytes``."""
-    with _untouched():
+    with _untouched(), trial.rows_elsewhere():
         trial.find_others(*_samples(batch, sizes[0]))
         runs = _recorded(trial, batch, sizes[:1])
         if sizes[1] * _bytes_a_sample(runs[0]) > most_bytes:
