@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
 from speedswap.tables import Column, init
+from speedswap.tables.seeded import seeded
 
 __all__ = ["RowState", "is_probing", "probe"]
 
@@ -230,8 +231,7 @@ def _run(
             if "weight_decay" in group:
                 group["weight_decay"] = 0.0
     step: Callable[..., Any] = type(optimizer).step
-    with _as_probe(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(_SEED)
+    with _as_probe(), seeded(_SEED, toy.device), torch.enable_grad():
         for grad in values[1:]:
             toy.grad = grad.clone()
             args = [_closure(toy, grad)] if _needs_closure(step) else []
