@@ -61,8 +61,9 @@ class TableModule(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
             padding_idx %= num_embeddings
-        if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
+        rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
+        _check_dtypes(rows_dtype, state_dtype)
+        torch.empty(0, device=device)  # raises where there is no such device, before a table is made
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         if table is None:
@@ -70,7 +71,7 @@ class TableModule(nn.Module):
             table = Table.create(
                 num_embeddings,
                 embedding_dim,
-                dtype=dtype or torch.get_default_dtype(),
+                dtype=rows_dtype,
                 storage=storage,
                 engine=engine,
                 path=path,
@@ -88,10 +89,6 @@ class TableModule(nn.Module):
             )
         else:
             _require_stored(table, stored_dtype)
-        if state_dtype is not None and table.dtype != torch.float32:
-            raise TypeError(f"state_dtype is {state_dtype}, but the rows are {table.dtype}; only float32 state can be")
-        if not table.dtype.is_floating_point and not table.dtype.is_complex:
-            raise TypeError(f"dtype is {table.dtype}; an embedding is trained, so give a floating-point one")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
@@ -161,7 +158,11 @@ class TableModule(nn.Module):
             seed=0,
             **settings,
         )
-        module.table.write(0, embeddings.detach())
+        try:
+            module.table.write(0, embeddings.detach())
+        except BaseException:
+            module.table._remove()
+            raise
         module.weight.requires_grad_(not freeze)
         return module
 
@@ -224,6 +225,16 @@ def _refuse(max_norm: object, scale_grad_by_freq: bool, sparse: bool) -> None:
         raise ValueError("scale_grad_by_freq is True; leave it out, and weigh the loss by how often ids occur")
     if sparse:
         raise ValueError("sparse is True; leave it out: only the batch's rows have gradients, dense ones, anyway")
+
+
+def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless rows of this dtype can be trained, with state that is stored so."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        raise TypeError(f"dtype is {dtype}; an embedding is trained, so give a floating-point one")
+    if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
+    if state_dtype is not None and dtype != torch.float32:
+        raise TypeError(f"state_dtype is {state_dtype}, but the rows are {dtype}; leave it out, or give float32 rows")
 
 
 def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:

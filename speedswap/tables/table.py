@@ -498,6 +498,15 @@ class Table:
             if os.getpid() == self._owner_pid:
                 self._segments.close()
 
+    def _remove(self) -> None:
+        """Close the table and remove its files: what was to fill it failed."""
+        directory = self._segments.directory
+        try:
+            self.close()
+        finally:
+            if directory is not None:
+                directory.remove()
+
     def __enter__(self) -> Table:
         return self
 
