@@ -28,6 +28,7 @@ __all__ = ["RowState", "is_probing", "probe"]
 
 _STEPS = 3
 _SEED = 20_190_901
+_LR = 0.01
 # Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
 _NOT_COPIED = frozenset({"state", "step"})
 
@@ -112,24 +113,24 @@ def probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype:
     for tensor, replacement in zip(changed, other, strict=True):
         tensor[0] = replacement[0]
 
-    def run(values: list[Tensor], run_dtype: torch.dtype) -> _Run:
-        return _run(optimizer, weight, [value.to(weight.device, run_dtype) for value in values])
+    def moved(values: list[Tensor]) -> _Run:
+        return _run(optimizer, weight, [value.to(weight.device) for value in values], moving=True)
 
-    exact = run(plain, torch.float64)
-    if not _same_rows(exact, run(changed, torch.float64), slice(1, None), slice(1, None), exactly=True):
+    exact = moved(plain)
+    if not _same_rows(exact, moved(changed), slice(1, None), slice(1, None), exactly=True):
         raise OptimizerError(
             f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table at "
             "every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) for the "
             "embedding, in an optimizer of its own if the rest of the model is to keep this one"
         )
-    if not _same_rows(
-        exact, run([value[1:4] for value in plain], torch.float64), slice(1, 4), slice(None), exactly=False
-    ):
+    if not _same_rows(exact, moved([value[1:4] for value in plain]), slice(1, 4), slice(None), exactly=False):
         raise OptimizerError(
             f"{name} mixes rows: a row's update depends on how many other rows are in the batch. Use an optimizer that "
             "works element by element or row by row (SGD, Adagrad, Adam, …) for the embedding"
         )
-    sample, sample_other = run(plain, dtype), run(other, dtype)
+    sample, sample_other = (
+        _run(optimizer, weight, [value.to(weight.device, dtype) for value in values]) for values in (plain, other)
+    )
     columns, scalars, derived = [], {}, []
     for key, value in sample.state.items():
         if isinstance(value, Tensor) and value.dim() >= 1 and value.shape[0] == num_rows:
@@ -142,7 +143,7 @@ def probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype:
             scalars[key] = sample.first.get(key, value)
         else:
             raise OptimizerError(
-                f"{name} keeps {key!r} as a {type(value).__name__} that has not a row for each of a parameter's "
+                f"{name} keeps {key!r}, of type {type(value).__name__}, without a row for each of a parameter's "
                 f"{num_rows} rows; use another optimizer for the embedding"
             )
     if derived and not _starts_from_zero(optimizer, weight, plain, exact):
@@ -176,8 +177,10 @@ def _starts_from_zero(optimizer: Optimizer, weight: nn.Parameter, values: list[T
     }
     for gradients in (values[1:], [torch.zeros_like(values[0]), *values[1:]]):
         series = [value.to(weight.device) for value in (values[0], *gradients)]
-        fresh, seeded = (_run(optimizer, weight, series, start=start, decay=False) for start in ({}, zeros))
-        if _close(fresh.weight, seeded.weight):
+        fresh, zeroed = (
+            _run(optimizer, weight, series, start=start, decay=False, moving=True) for start in ({}, zeros)
+        )
+        if _close(fresh.weight, zeroed.weight):
             return True
     return False
 
@@ -216,20 +219,23 @@ def _run(
     *,
     start: dict[str, Any] | None = None,
     decay: bool = True,
+    moving: bool = False,
 ) -> _Run:
     """Steps of a copy of the optimizer on ``values[0]`` with the other values as gradients.
 
-    With ``start`` the state begins as that, and without ``decay`` weight decay is off.
+    With ``start`` the state begins as that, and without ``decay`` weight decay is off. With ``moving`` a learning rate
+    that is 0 now, as a warm-up begins, is not: nothing would show in the weight.
     """
     toy = nn.Parameter(values[0].clone())
     clone = _clone(optimizer, weight, toy)
     if start is not None:
         clone.state[toy].clear()
         clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
-    if not decay:
-        for group in clone.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
+    for group in clone.param_groups:
+        if not decay and "weight_decay" in group:
+            group["weight_decay"] = 0.0
+        if moving and "lr" in group and not group["lr"]:
+            group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
     step: Callable[..., Any] = type(optimizer).step
     with _as_probe(), seeded(_SEED, toy.device), torch.enable_grad():
         for grad in values[1:]:
@@ -256,7 +262,8 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
     for key, value in optimizer.state.get(weight, {}).items():
         # State that was made with the optimizer (Adagrad) begins so; state loaded into it goes to the table, every row.
         if isinstance(value, Tensor) and value.dim():
-            row = value[:1] if bool((value == value[:1]).all()) else torch.zeros_like(value[:1])
+            uniform = value.stride(0) == 0 or bool((value == value[:1]).all())
+            row = value[:1] if uniform else torch.zeros_like(value[:1])
             value = row.expand(len(toy), *value.shape[1:])
             value = value.to(toy.dtype if value.is_floating_point() else value.dtype)
         clone.state[toy][key] = (
