@@ -1,7 +1,8 @@
 """What one training step needs: the lookup, the optimizer's state for the batch's rows, and the way back.
 
 :class:`Embedding` and :class:`EmbeddingBag` are used as torch's; :func:`attach` lets an optimizer's row state live in
-their tables; :func:`lookahead` brings the next batch's rows while this one is computed with.
+their tables; :func:`lookahead` brings the next batch's rows while this one is computed with. :func:`ignore_in_ddp` and
+:func:`parameters_to_ignore` keep wrappers for several processes off their weights.
 :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a plain ``nn.Embedding``.
 """
 
@@ -10,5 +11,16 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.factories import ModelFactory, OptimizerFactory
 from speedswap.swapping.lookahead import Lookahead, lookahead
+from speedswap.swapping.ranks import ignore_in_ddp, parameters_to_ignore
 
-__all__ = ["Embedding", "EmbeddingBag", "Lookahead", "ModelFactory", "OptimizerFactory", "attach", "lookahead"]
+__all__ = [
+    "Embedding",
+    "EmbeddingBag",
+    "Lookahead",
+    "ModelFactory",
+    "OptimizerFactory",
+    "attach",
+    "ignore_in_ddp",
+    "lookahead",
+    "parameters_to_ignore",
+]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
 from speedswap.swapping.announced import Announced
+from speedswap.swapping.ranks import require_own_table
 from speedswap.swapping.step import RowStep
 from speedswap.tables import Block, Table
 from speedswap.tables import init as initializers
@@ -51,6 +52,7 @@ class TableModule(nn.Module):
         stored_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
+        local_to_rank: bool = False,
         max_norm: None = None,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
@@ -92,6 +94,7 @@ class TableModule(nn.Module):
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        self.local_to_rank = local_to_rank
         self.table = table
         self.weight = nn.Parameter(torch.zeros(1, embedding_dim, dtype=table.dtype, device=device))
         self._step = RowStep(table, self.weight, padding_idx, state_dtype, rounding)
@@ -108,10 +111,13 @@ class TableModule(nn.Module):
         Raises:
             IdError: an id is outside the table. Nothing was read.
             LostUpdateError: the training step before could not reach the table.
+            RanksError: something is to be trained in a job of several processes, and nobody said that each has its own
+                table.
         """
         if not (torch.is_grad_enabled() and self.weight.requires_grad):
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
+        require_own_table(self.table.name, self.weight, self._step.weight, self.local_to_rank)
         self._step.before_forward()
         block, local = self._announced_rows(ids, expected=True) or self._look_up(ids, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
@@ -168,7 +174,7 @@ class TableModule(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         """The arguments, beside the table, that make a module like this one."""
-        return {"padding_idx": self.padding_idx}
+        return {"padding_idx": self.padding_idx, "local_to_rank": self.local_to_rank}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process looks up in the table's files; a table in memory says that it cannot go there.
