@@ -114,10 +114,11 @@ class TableModule(nn.Module):
             RanksError: something is to be trained in a job of several processes, and nobody said that each has its own
                 table.
         """
-        if not (torch.is_grad_enabled() and self.weight.requires_grad):
+        weight = self.weight
+        if not (torch.is_grad_enabled() and weight.requires_grad):
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
-        require_own_table(self.table.name, self.weight, self._step.weight, self.local_to_rank)
+        require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)
         self._step.before_forward()
         block, local = self._announced_rows(ids, expected=True) or self._look_up(ids, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.

@@ -48,7 +48,7 @@ class Persistence:
             self._segments.save_manifest(self.note_attributes())
 
     def flush(self) -> None:
-        """Make everything written so far durable; nothing to do for tables that are not in files, or only read."""
+        """Make everything written so far durable; nothing to do for tables in memory, or that are only read."""
         if not self.is_needed:
             return
         with self.lock:
@@ -61,7 +61,7 @@ class Persistence:
         A forked child leaves the files to its parent, and a directory that was removed meanwhile stays removed.
         """
         directory = self._segments.directory
-        if os.getpid() != self._owner_pid or directory is None or not directory.path.is_dir():
+        if not self.is_needed or directory is None or not directory.path.is_dir():
             return
         if threading.current_thread() is threading.main_thread():
             self.flush()
@@ -71,8 +71,9 @@ class Persistence:
 
     @property
     def is_needed(self) -> bool:
-        """Whether there are files to write."""
-        return self._segments.directory is not None and self._segments.directory.writable
+        """Whether there are files, and they are this process's to write."""
+        directory = self._segments.directory
+        return directory is not None and directory.writable and os.getpid() == self._owner_pid
 
     def _flush_segments(self) -> None:
         for segment in self._segments:
