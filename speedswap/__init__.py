@@ -18,7 +18,17 @@ from speedswap.batching import (
     retry,
 )
 from speedswap.kernels import get_num_threads, set_num_threads
-from speedswap.swapping import Embedding, EmbeddingBag, ModelFactory, OptimizerFactory, attach, convert, lookahead
+from speedswap.swapping import (
+    Embedding,
+    EmbeddingBag,
+    ModelFactory,
+    OptimizerFactory,
+    attach,
+    convert,
+    ignore_in_ddp,
+    lookahead,
+    parameters_to_ignore,
+)
 from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
@@ -45,9 +55,11 @@ __all__ = [
     "feed",
     "gather_rows",
     "get_num_threads",
+    "ignore_in_ddp",
     "init",
     "lookahead",
     "monitor",
+    "parameters_to_ignore",
     "plan_accumulation",
     "retry",
     "scatter_rows",

@@ -13,6 +13,7 @@
     ├── CoupledLossError        (TypeError)     a loss that couples the samples of a batch was to be split
     ├── MemoryBudgetError       (ValueError)    a memory budget is too small for the least that was asked for
     ├── PeerError               (RuntimeError)  another process of the job failed, or was asked for something else
+    ├── RanksError              (RuntimeError)  tables of several processes would be trained apart in silence
     └── TableError
         ├── TableFormatError    (ValueError)    a file is damaged, or is not a table
         ├── TableBusyError      (OSError)       another process has the table open for writing
@@ -36,6 +37,7 @@ __all__ = [
     "MemoryBudgetError",
     "OptimizerError",
     "PeerError",
+    "RanksError",
     "SpeedswapError",
     "SpeedswapWarning",
     "TableBusyError",
@@ -90,6 +92,10 @@ class MemoryBudgetError(SpeedswapError, ValueError):
 
 class PeerError(SpeedswapError, RuntimeError):
     """Another process of the job failed, or was asked for something else."""
+
+
+class RanksError(SpeedswapError, RuntimeError):
+    """Tables of several processes would be trained apart, or mixed, without anybody having said so."""
 
 
 class TableError(SpeedswapError):

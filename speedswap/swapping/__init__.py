@@ -2,8 +2,9 @@
 
 :class:`Embedding` and :class:`EmbeddingBag` are used as torch's; :func:`attach` lets an optimizer's row state live in
 their tables; :func:`lookahead` brings the next batch's rows while this one is computed with; :func:`convert` puts
-ours in the place of torch's. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a
-plain ``nn.Embedding``.
+ours in the place of torch's. :func:`ignore_in_ddp` and :func:`parameters_to_ignore` keep wrappers for several processes
+off their weights. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a plain
+``nn.Embedding``.
 """
 
 from speedswap.swapping.attach import attach
@@ -12,6 +13,7 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.factories import ModelFactory, OptimizerFactory
 from speedswap.swapping.lookahead import Lookahead, lookahead
+from speedswap.swapping.ranks import ignore_in_ddp, parameters_to_ignore
 
 __all__ = [
     "Embedding",
@@ -21,5 +23,7 @@ __all__ = [
     "OptimizerFactory",
     "attach",
     "convert",
+    "ignore_in_ddp",
     "lookahead",
+    "parameters_to_ignore",
 ]

@@ -19,13 +19,17 @@ from speedswap.tables import Table
 __all__ = ["attach"]
 
 _with_state_hooks: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# They took a step only to make their state, as torch.distributed.checkpoint lets them.
+_with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     """Let an optimizer's row state live in the tables whose rows it trains.
 
     An optimizer that holds an embedding's weight is attached by itself at its first step; attaching it beforehand lets
-    weight and state share their records, and refuses an unfit optimizer at once.
+    weight and state share their records, and refuses an unfit optimizer at once. Adagrad makes its state when it is
+    constructed; once attached, its ``state_dict`` has the table's instead, into which torch.distributed.checkpoint can
+    load before the first step.
 
     Args:
         optimizer: any torch optimizer that works row by row, or one that wraps such, as
@@ -39,8 +43,8 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     steps = [step for step in list(by_weight.values()) if _belongs(step, module_or_table)]
     if not steps:
         raise ValueError(
-            f"module_or_table is a {type(module_or_table).__name__} without a speedswap.Embedding; give the model that "
-            "looks rows up, or the table of its embedding"
+            f"module_or_table, of type {type(module_or_table).__name__}, is without a speedswap.Embedding; give the "
+            "model that looks rows up, or the table of its embedding"
         )
     for step in steps:
         if not holds(optimizer, step.weight):
@@ -60,6 +64,11 @@ def _belongs(step: RowStep, module_or_table: nn.Module | Table) -> bool:
 
 def _attach(optimizer: Optimizer, step: RowStep) -> None:
     step.attach(optimizer)
+    step.say_what_starts_over()
+    _add_state_hooks(optimizer)
+
+
+def _add_state_hooks(optimizer: Optimizer) -> None:
     if optimizer not in _with_state_hooks:
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
@@ -80,10 +89,15 @@ def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_probing():
         return None
-    steps = [step for _, step in _steps_of(optimizer)]
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    trainable = [step for _, step in _steps_of(optimizer) if step.weight.requires_grad]
+    # With a closure, gradients are still to come.
+    steps = [step for step in trainable if closure is not None or step.takes_part()]
     for step in steps:
         _attach(optimizer, step)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if trainable and not steps and _only_makes_state(optimizer):
+        _add_state_hooks(optimizer)
+        _with_initial_state.add(optimizer)
     if not steps or closure is None:
         for step in steps:
             step.swap_in(optimizer)
@@ -93,6 +107,14 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     return (args[0], closure, *args[2:]) if len(args) > 1 else args, {**kwargs, "closure": closure} if len(
         args
     ) < 2 else kwargs
+
+
+def _only_makes_state(optimizer: Optimizer) -> bool:
+    """Whether a step that no rows take part in is there for the state's sake.
+
+    Rows are not attached in it: with a learning rate of 0 it does not show what the optimizer does to them.
+    """
+    return not optimizer.state and not any(group.get("lr", 0) for group in optimizer.param_groups)
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -111,21 +133,36 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put the state of whole tables into an optimizer's state_dict."""
+    initial = optimizer in _with_initial_state
     for place, step in _steps_of(optimizer):
+        if initial and step.optimizer is None and step.weight.requires_grad:
+            step.attach(optimizer)
         if step.optimizer is optimizer:
-            scalars = state_dict["state"].get(place, {})
-            state = {**scalars, **step.read_state()}
-            if state:
+            scalars = state_dict["state"].pop(place, None) or optimizer.state.get(step.weight, {})
+            state = {**step.read_state(initial=initial), **scalars}
+            if state:  # an empty entry would say that there is state
                 state_dict["state"][place] = state
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Give the tables their state out of a state_dict that an optimizer loads, and leave the rest of it."""
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     states = dict(state_dict["state"])
+    taken = []
     for place, step in _steps_of(optimizer):
-        if place < len(names) and names[place] in states and step.optimizer is optimizer:
-            states[names[place]] = dict(states[names[place]])
-            step.write_state(states[names[place]])
+        if place >= len(names):
+            continue  # torch will say so
+        loaded = None
+        if names[place] in states:
+            loaded = states[names[place]] = dict(states[names[place]])
+        if step.optimizer is None and optimizer in _with_initial_state and step.weight.requires_grad:
+            step.attach(optimizer, loaded)
+        if step.optimizer is optimizer:
+            step.check_state(loaded, whole=True)
+            taken.append((step, loaded))
+    for step, loaded in taken:
+        step.load_state(loaded)
     return {**state_dict, "state": states}
 
 

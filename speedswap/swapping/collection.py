@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -209,11 +208,8 @@ class Collection:
         try:
             load(self._table)
         except BaseException:
-            directory = self._table.path
-            self._table.close()
-            self._table = None
-            if directory is not None:
-                shutil.rmtree(directory)
+            failed, self._table = self._table, None
+            failed._remove()
             raise
 
 

@@ -49,6 +49,9 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
         rounding: of what is trained and stored so: ``"stochastic"`` (the default: small updates survive in the mean) or
             ``"nearest"``.
+        local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it a training
+            forward is refused there: nothing would keep the ranks' tables alike. The wrapper of the model must leave
+            ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`, :func:`speedswap.parameters_to_ignore`).
         max_norm, scale_grad_by_freq, sparse: of torch's; refused, with what to do instead.
 
     Shape:
@@ -57,6 +60,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     Raises:
         IdError: in the forward pass, for an id outside the table. Nothing was read.
         LostUpdateError: in the forward pass, if the training step before could not reach the table.
+        RanksError: in the forward pass, if it is to be trained in a job of several processes without ``local_to_rank``.
 
     Example:
         >>> import torch, speedswap
@@ -83,6 +87,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
         stored_dtype: torch.dtype | None = None,
+        local_to_rank: bool = False,
     ) -> Embedding:
         """An embedding with the given rows, shape (num_embeddings, embedding_dim); as nn.Embedding has it.
 
@@ -116,6 +121,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             path=path,
             name=name,
             stored_dtype=stored_dtype,
+            local_to_rank=local_to_rank,
         )
 
     # The rows come from outside of any graph.

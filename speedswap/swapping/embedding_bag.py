@@ -46,6 +46,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         IdError: in the forward pass, for an id outside the table. Nothing was read.
         ValueError, TypeError: in the forward pass, for offsets or weights that do not fit. Nothing was read.
         LostUpdateError: in the forward pass, if the training step before could not reach the table.
+        RanksError: in the forward pass, if it is to be trained in a job of several processes without ``local_to_rank``.
 
     Example:
         >>> import torch, speedswap
@@ -87,6 +88,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         path: str | os.PathLike[str] | None = None,
         name: str | None = None,
         stored_dtype: torch.dtype | None = None,
+        local_to_rank: bool = False,
     ) -> EmbeddingBag:
         """A bag over the given rows, shape (num_embeddings, embedding_dim); as nn.EmbeddingBag has it.
 
@@ -106,6 +108,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             path=path,
             name=name,
             stored_dtype=stored_dtype,
+            local_to_rank=local_to_rank,
         )
 
     # The rows come from outside of any graph.

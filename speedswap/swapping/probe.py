@@ -23,11 +23,13 @@ from torch.optim import Optimizer
 from speedswap.errors import OptimizerError
 from speedswap.swapping.weight import is_one_value
 from speedswap.tables import Column, init
+from speedswap.tables.seeded import seeded
 
 __all__ = ["RowState", "is_probing", "probe"]
 
 _STEPS = 3
 _SEED = 20_190_901
+_LR = 0.01
 # Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
 _NOT_COPIED = frozenset({"state", "step"})
 
@@ -115,25 +117,27 @@ def probe(
     for tensor, replacement in zip(changed, other, strict=True):
         tensor[0] = replacement[0]
 
-    def run(values: list[Tensor], run_dtype: torch.dtype) -> _Run:
-        series = [value.to(weight.device, run_dtype) for value in values]
-        return _run(optimizer, weight, series, start={} if fresh else None)
+    start: dict[str, Any] | None = {} if fresh else None
 
-    exact = run(plain, torch.float64)
-    if not _same_rows(exact, run(changed, torch.float64), slice(1, None), slice(1, None), exactly=True):
+    def moved(values: list[Tensor]) -> _Run:
+        return _run(optimizer, weight, [value.to(weight.device) for value in values], start=start, moving=True)
+
+    exact = moved(plain)
+    if not _same_rows(exact, moved(changed), slice(1, None), slice(1, None), exactly=True):
         raise OptimizerError(
             f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table at "
             "every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) for the "
             "embedding, in an optimizer of its own if the rest of the model is to keep this one"
         )
-    if not _same_rows(
-        exact, run([value[1:4] for value in plain], torch.float64), slice(1, 4), slice(None), exactly=False
-    ):
+    if not _same_rows(exact, moved([value[1:4] for value in plain]), slice(1, 4), slice(None), exactly=False):
         raise OptimizerError(
             f"{name} mixes rows: a row's update depends on how many other rows are in the batch. Use an optimizer that "
             "works element by element or row by row (SGD, Adagrad, Adam, …) for the embedding"
         )
-    sample, sample_other = run(plain, dtype), run(other, dtype)
+    sample, sample_other = (
+        _run(optimizer, weight, [value.to(weight.device, dtype) for value in values], start=start)
+        for values in (plain, other)
+    )
     columns, scalars, derived = [], {}, []
     for key, value in sample.state.items():
         if isinstance(value, Tensor) and value.dim() >= 1 and value.shape[0] == num_rows:
@@ -146,7 +150,7 @@ def probe(
             scalars[key] = sample.first.get(key, value)
         else:
             raise OptimizerError(
-                f"{name} keeps {key!r} as a {type(value).__name__} that has not a row for each of a parameter's "
+                f"{name} keeps {key!r}, of type {type(value).__name__}, without a row for each of a parameter's "
                 f"{num_rows} rows; use another optimizer for the embedding"
             )
     if derived and not _starts_from_zero(optimizer, weight, plain, exact):
@@ -180,8 +184,10 @@ def _starts_from_zero(optimizer: Optimizer, weight: nn.Parameter, values: list[T
     }
     for gradients in (values[1:], [torch.zeros_like(values[0]), *values[1:]]):
         series = [value.to(weight.device) for value in (values[0], *gradients)]
-        fresh, seeded = (_run(optimizer, weight, series, start=start, decay=False) for start in ({}, zeros))
-        if _close(fresh.weight, seeded.weight):
+        fresh, zeroed = (
+            _run(optimizer, weight, series, start=start, decay=False, moving=True) for start in ({}, zeros)
+        )
+        if _close(fresh.weight, zeroed.weight):
             return True
     return False
 
@@ -220,23 +226,25 @@ def _run(
     *,
     start: dict[str, Any] | None = None,
     decay: bool = True,
+    moving: bool = False,
 ) -> _Run:
     """Steps of a copy of the optimizer on ``values[0]`` with the other values as gradients.
 
-    With ``start`` the state begins as that, and without ``decay`` weight decay is off.
+    With ``start`` the state begins as that, and without ``decay`` weight decay is off. With ``moving`` a learning rate
+    that is 0 now, as a warm-up begins, is not: nothing would show in the weight.
     """
     toy = nn.Parameter(values[0].clone())
     clone = _clone(optimizer, weight, toy)
     if start is not None:
         clone.state[toy].clear()
         clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
-    if not decay:
-        for group in clone.param_groups:
-            if "weight_decay" in group:
-                group["weight_decay"] = 0.0
+    for group in clone.param_groups:
+        if not decay and "weight_decay" in group:
+            group["weight_decay"] = 0.0
+        if moving and "lr" in group and not group["lr"]:
+            group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
     step: Callable[..., Any] = type(optimizer).step
-    with _as_probe(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(_SEED)
+    with _as_probe(), seeded(_SEED, toy.device), torch.enable_grad():
         for grad in values[1:]:
             toy.grad = grad.clone()
             args = [_closure(toy, grad)] if _needs_closure(step) else []

@@ -22,6 +22,7 @@ _MEMORY = "__dlpack__ __dlpack_device__ storage untyped_storage"
 NOT_TAKEN_ALONG = (
     "a graph cannot take a table's rows along; export the part of the model that takes embedding(ids) as its input"
 )
+_SHARDING = "chunk is_contiguous stride"
 _REMEDIES = {
     **dict.fromkeys(
         _SCORES.split(),
@@ -36,6 +37,12 @@ _REMEDIES = {
     **dict.fromkeys(
         _PENALTIES.split(),
         "put a penalty on embedding(ids), or give the optimizer weight_decay=; embedding.read(ids) copies rows",
+    ),
+    **dict.fromkeys(
+        _SHARDING.split(),
+        "a wrapper for several processes has to leave it alone: fully_shard(model, "
+        "ignored_params=speedswap.parameters_to_ignore(model)), "
+        "DistributedDataParallel(speedswap.ignore_in_ddp(model))",
     ),
     **dict.fromkeys(_MEMORY.split(), NOT_TAKEN_ALONG),
     **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),

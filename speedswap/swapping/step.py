@@ -26,7 +26,8 @@ from speedswap import kernels
 from speedswap.errors import LostUpdateError, OptimizerError
 from speedswap.swapping.doubt import Doubt
 from speedswap.swapping.probe import RowState, probe
-from speedswap.swapping.weight import TableWeight, as_plain, is_one_value
+from speedswap.swapping.scalars import Scalars, copied
+from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Table
 
 __all__ = ["RowStep"]
@@ -89,12 +90,13 @@ class RowStep:
         self._has_inner_steps = False
         self._first_step = True  # torch initializes the state of the rows itself
         self._saved_scalars: dict[str, Any] = {}
+        self._scalars = Scalars("")  # what the table keeps of them; those of an optimizer, once there is one
+        self._lost_state: list[str] = []  # columns that start over, unless a state_dict is loaded first
         self._grad_version = 0
         self._weight_version = 0
         self._table_version = 0
         self._steps_seen = 0
         by_weight[id(weight)] = self
-        table.before_saving.append(weakref.WeakMethod(self._note_scalars))
 
     def over(self, table: Table, weight: nn.Parameter) -> RowStep:
         """A step like this one for a copy of the table."""
@@ -221,6 +223,25 @@ class RowStep:
 
     # ------------------------------------------------------------------ the optimizer's step
 
+    def takes_part(self) -> bool:
+        """Whether rows wait for the optimizer's step. A gradient that came from no lookup leaves it.
+
+        torch.distributed.checkpoint takes a step with gradients of zeros, to see what state an optimizer makes.
+
+        Raises:
+            LostUpdateError: such a gradient is not zero. It is dropped, before anything was changed.
+        """
+        grad = self.weight.grad
+        if self._rows is not None or grad is None:
+            return grad is not None
+        self.weight.grad = None
+        if bool(grad.any()):
+            raise LostUpdateError(
+                f"the gradient of the embedding over table {self.table.name!r} came from no lookup, so it belongs to "
+                "no rows; train it through what the embedding returns"
+            )
+        return False
+
     def swap_in(self, optimizer: Optimizer) -> None:
         """Just before the optimizer's own step: its state for the weight becomes that of the rows."""
         if self._status is _Status.STEPPING and is_inner_step(optimizer):
@@ -252,13 +273,14 @@ class RowStep:
             # The rows that a graph has saved are about to change; their data has a version of its own.
             torch.autograd.graph.increment_version(self._looked_up)
         state = optimizer.state[self.weight]
-        self._saved_scalars = {key: _copied(value) for key, value in state.items()}
+        self._saved_scalars = {key: copied(value) for key, value in state.items()}
         if not self._first_step:
             for key, value in self._row_state.scalars.items():
                 if key not in state:
-                    state[key] = _copied(value)
+                    state[key] = copied(value)
             for column in self._row_state.columns:
                 state[column.name] = self._state[column.name]
+            self._scalars.remember(self._row_state.scalars, self._saved_scalars)
         self._status = _Status.STEPPING
 
     def swap_out(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
@@ -292,6 +314,7 @@ class RowStep:
             del state[key]
         if values or not self._row_state.columns:
             self._first_step = False
+            self._scalars.remember(self._row_state.scalars, state)
         self._state = {}
         self._saved_scalars = {}
         self._weight_version = self.weight._version
@@ -343,8 +366,12 @@ class RowStep:
         """The optimizer whose state for these rows lives in the table."""
         return self._optimizer() if self._optimizer is not None else None
 
-    def attach(self, optimizer: Optimizer) -> None:
+    def attach(self, optimizer: Optimizer, loaded: dict[str, Any] | None = None) -> None:
         """Let the optimizer's row state live in the table from now on.
+
+        Args:
+            optimizer: the one that trains the rows.
+            loaded: state that will be written next; by default that which the optimizer holds is.
 
         Raises:
             OptimizerError: the optimizer cannot train rows.
@@ -372,22 +399,36 @@ class RowStep:
             raise
         if replaced is not None:
             self._former.add(replaced)
-        noted = self.table.attributes.get(_ATTRIBUTE, {})
+        noted = self._keep_scalars(optimizer)
         resumes = before is None and bool(existing) and noted.get("class") == type(optimizer).__name__
         self._first_step = not resumes
         if resumes:
             self._recall_scalars(optimizer, noted["scalars"])
-        else:
-            if before is None and existing:
-                _log.warning(
-                    "table %r has state of an earlier run (%s), but not the step count of a %s that goes with it: the "
-                    "state starts over; the weights are kept",
-                    self.table.name,
-                    ", ".join(column.name for column in existing),
-                    type(optimizer).__name__,
-                )
+        elif not self._is_whole(optimizer.state.get(self.weight, {}) if loaded is None else loaded):
+            self._lost_state = [column.name for column in existing] if before is None else []
             self.table.reset_columns(existing)
         self._take_state_of(optimizer)
+
+    def _keep_scalars(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Let the table keep the scalars of this optimizer from now on; what it kept so far."""
+        source = self.table.live_attributes.get(_ATTRIBUTE)
+        noted = (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})
+        self.table.attributes.pop(_ATTRIBUTE, None)
+        self._scalars = Scalars(type(optimizer).__name__)
+        self.table.live_attributes[_ATTRIBUTE] = self._scalars
+        return noted  # type: ignore[no-any-return]
+
+    def say_what_starts_over(self) -> None:
+        """Log that an earlier run's state could not be used, if so: a step is about to be taken without it."""
+        if self._lost_state:
+            _log.warning(
+                "table %r has state of an earlier run (%s), but no step count of this optimizer, %s, that goes with "
+                "it: the state starts over; the weights are kept",
+                self.table.name,
+                ", ".join(self._lost_state),
+                type(self.optimizer).__name__,
+            )
+            self._lost_state = []
 
     def _declare(self, optimizer: Optimizer) -> list[Column]:
         """Give the table a column for each of the optimizer's; which of them it had already."""
@@ -424,22 +465,13 @@ class RowStep:
         rounding = self._rounding or ("stochastic" if self._state_dtype != torch.float32 else "nearest")
         return replace(column, stored=self._state_dtype, rounding=rounding)
 
-    def _note_scalars(self) -> None:
-        """Keep the optimizer's scalars with the table, so that a reopened one goes on from there."""
-        optimizer = self.optimizer
-        if optimizer is None or self._first_step:
-            return
-        state = optimizer.state.get(self.weight, {})
-        scalars = {key: state[key] for key in self._row_state.scalars if key in state}
-        noted = {key: value.item() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-        self.table.attributes[_ATTRIBUTE] = {"class": type(optimizer).__name__, "scalars": noted}
-
     def _recall_scalars(self, optimizer: Optimizer, noted: dict[str, Any]) -> None:
         state = optimizer.state[self.weight]
         for key, value in noted.items():
             if key in self._row_state.scalars and key not in state:
                 initial = self._row_state.scalars[key]
                 state[key] = torch.full_like(initial, value) if isinstance(initial, Tensor) else value
+        self._scalars.remember(self._row_state.scalars, state)
 
     def _take_state_of(self, optimizer: Optimizer) -> None:
         """Leave only scalars in the optimizer: what it holds by row goes to the table, or was the placeholder's."""
@@ -447,12 +479,28 @@ class RowStep:
         if not state:
             return
         for column in self._row_state.columns:
-            value = state.get(column.name)
-            if isinstance(value, Tensor) and is_one_value(value):
+            if self._is_placeholders(column, state.get(column.name)):
                 # Made with the optimizer (Adagrad), out of the weight: the table's rows start with that value.
                 del state[column.name]
                 self._first_step = False
+                self._scalars.remember(self._row_state.scalars, state)
         self.write_state(state)
+
+    def _is_placeholders(self, column: Column, value: object) -> bool:
+        """Whether a state was made for the placeholder: of one row, or of one row that stands for all."""
+        if self.table.num_embeddings == 1 or not isinstance(value, Tensor) or value.shape[1:] != column.row_shape:
+            return False
+        return len(value) == 1 or value.stride(0) == 0
+
+    def _is_whole(self, state: dict[str, Any]) -> bool:
+        """Whether a parameter's state has every column for the whole table."""
+        rows = self.table.num_embeddings
+        return all(
+            isinstance(value := state.get(column.name), Tensor)
+            and tuple(value.shape) == (rows, *column.row_shape)
+            and not self._is_placeholders(column, value)
+            for column in self._row_state.columns
+        )
 
     def write_state(self, state: dict[str, Any]) -> None:
         """Take the columns of a whole table out of a parameter's state and write them.
@@ -460,6 +508,40 @@ class RowStep:
         Raises:
             ValueError: a tensor's shape is not that of the table. Nothing was written.
         """
+        found = self.check_state(state)
+        for column, value in found.items():
+            self.table.write(0, value.to(column.dtype), column=column.name)
+            del state[column.name]
+        if found:
+            self._first_step = False
+            self._lost_state = []
+            self._scalars.remember(self._row_state.scalars, {key: copied(value) for key, value in state.items()})
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Write the columns of a parameter's state that was loaded; without one, every row's state starts over."""
+        if state is None:
+            self.start_over()
+        else:
+            self.write_state(state)
+
+    def check_state(self, state: dict[str, Any] | None, *, whole: bool = False) -> dict[Column, Any]:
+        """The columns of a table that are in a parameter's state, if there is one.
+
+        Args:
+            whole: refuse a state that lacks columns.
+
+        Raises:
+            ValueError: a tensor's shape is not that of the table, or a column is missing.
+        """
+        if state is None:
+            return {}
+        missing = [column.name for column in self._row_state.columns if column.name not in state]
+        if whole and missing:
+            raise ValueError(
+                f"the optimizer's state_dict lacks {', '.join(missing)} of table {self.table.name!r}; load one that "
+                f"this optimizer, {type(self.optimizer).__name__}, has saved, and not with "
+                "StateDictOptions(flatten_optimizer_state_dict=True), which drops a table's state"
+            )
         found = {column: state[column.name] for column in self._row_state.columns if column.name in state}
         for column, value in found.items():
             wanted = (self.table.num_embeddings, *column.row_shape)
@@ -469,21 +551,30 @@ class RowStep:
                     f"{column.name!r} in the optimizer's state_dict has shape {shape}, but table {self.table.name!r} "
                     f"needs {wanted}; load a state_dict of an optimizer for a table of this size"
                 )
-        for column, value in found.items():
-            self.table.write(0, value.to(column.dtype), column=column.name)
-            del state[column.name]
-        if found:
-            self._first_step = False
+        return found
 
-    def read_state(self) -> dict[str, Tensor]:
+    def start_over(self) -> None:
+        """Give every row the state that it starts with."""
+        if not self._first_step:
+            self.table.reset_columns(self._row_state.columns)
+            self.table.attributes.pop(_ATTRIBUTE, None)
+            self._scalars.forget()
+            self._first_step = True
+
+    def read_state(self, *, initial: bool = False) -> dict[str, Any]:
         """Every state column, whole.
+
+        Args:
+            initial: also where no step was taken yet, and then with the scalars.
 
         Raises:
             TableTooLargeError: they do not fit into memory.
         """
-        if self._first_step:
+        if self._first_step and not initial:
             return {}
-        return {column.name: self.table.read(column=column.name) for column in self._row_state.columns}
+        columns = {column.name: self.table.read(column=column.name) for column in self._row_state.columns}
+        scalars = {key: copied(value) for key, value in self._row_state.scalars.items()} if self._first_step else {}
+        return {**scalars, **columns}
 
     # ------------------------------------------------------------------ was an update lost?
 
@@ -545,7 +636,3 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer that takes the steps: what another one holds as its ``optimizer``, or it itself."""
     inner = getattr(optimizer, "optimizer", None)
     return innermost(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value

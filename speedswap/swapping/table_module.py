@@ -17,6 +17,7 @@ from speedswap import kernels
 from speedswap.errors import WeightError
 from speedswap.swapping.announced import Announced
 from speedswap.swapping.excluded import Exclude
+from speedswap.swapping.ranks import require_own_table
 from speedswap.swapping.reading import read_rows
 from speedswap.swapping.scoring import Scored, top_rows
 from speedswap.swapping.step import RowStep
@@ -62,6 +63,7 @@ class TableModule(nn.Module):
         stored_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
+        local_to_rank: bool = False,
         max_norm: None = None,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
@@ -72,8 +74,9 @@ class TableModule(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
             padding_idx %= num_embeddings
-        if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
+        rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
+        _check_dtypes(rows_dtype, state_dtype)
+        torch.empty(0, device=device)  # raises where there is no such device, before a table is made
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         first_values = None
@@ -83,7 +86,7 @@ class TableModule(nn.Module):
             table = Table.create(
                 num_embeddings,
                 embedding_dim,
-                dtype=dtype or torch.get_default_dtype(),
+                dtype=rows_dtype,
                 storage=storage,
                 engine=engine,
                 path=path,
@@ -101,13 +104,10 @@ class TableModule(nn.Module):
             )
         else:
             _require_stored(table, stored_dtype)
-        if state_dtype is not None and table.dtype != torch.float32:
-            raise TypeError(f"state_dtype is {state_dtype}, but the rows are {table.dtype}; only float32 state can be")
-        if not table.dtype.is_floating_point and not table.dtype.is_complex:
-            raise TypeError(f"dtype is {table.dtype}; an embedding is trained, so give a floating-point one")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
+        self.local_to_rank = local_to_rank
         self.table = table
         self._init = first_values
         self.weight = TableWeight(table, device)
@@ -208,12 +208,16 @@ class TableModule(nn.Module):
         Raises:
             IdError: an id is outside the table. Nothing was read.
             LostUpdateError: the training step before could not reach the table.
+            RanksError: something is to be trained in a job of several processes, and nobody said that each has its own
+                table.
         """
+        weight = self.weight
         with as_plain():
-            trained = self.weight.requires_grad and torch.is_grad_enabled()
+            trained = weight.requires_grad and torch.is_grad_enabled()
         if not trained:
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
+        require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)
         self._step.before_forward()
         block, local = self._announced_rows(ids, expected=True) or self._look_up(ids, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
@@ -275,14 +279,18 @@ class TableModule(nn.Module):
             seed=0,
             **settings,
         )
-        module.table.write(0, embeddings.detach())
+        try:
+            module.table.write(0, embeddings.detach())
+        except BaseException:
+            module.table._remove()
+            raise
         module._init = None
         module.weight.requires_grad_(not freeze)
         return module
 
     def _settings(self) -> dict[str, Any]:
         """The arguments, beside the table, that make a module like this one."""
-        return {"padding_idx": self.padding_idx}
+        return {"padding_idx": self.padding_idx, "local_to_rank": self.local_to_rank}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process looks up in the table's files; a table in memory says that it cannot go there.
@@ -356,6 +364,16 @@ def _refuse(max_norm: object, scale_grad_by_freq: bool, sparse: bool, norm_type:
         raise ValueError("scale_grad_by_freq is True; leave it out, and weigh the loss by how often ids occur")
     if sparse:
         raise ValueError("sparse is True; leave it out: only the batch's rows have gradients, dense ones, anyway")
+
+
+def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
+    """Raise TypeError unless rows of this dtype can be trained, with state that is stored so."""
+    if not dtype.is_floating_point and not dtype.is_complex:
+        raise TypeError(f"dtype is {dtype}; an embedding is trained, so give a floating-point one")
+    if state_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"state_dtype is {state_dtype}; give torch.bfloat16, torch.float16 or torch.float32")
+    if state_dtype is not None and dtype != torch.float32:
+        raise TypeError(f"state_dtype is {state_dtype}, but the rows are {dtype}; leave it out, or give float32 rows")
 
 
 def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:

@@ -48,7 +48,11 @@ class TableDirectory:
             raise FileExistsError(
                 f"path is {str(path)!r}, which exists; open it with Table.open, or remove it first"
             ) from None
-        return cls(path, writable=True)
+        try:
+            return cls(path, writable=True)
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
 
     @classmethod
     def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, Manifest]:

@@ -64,6 +64,7 @@ class FileMemory(Memory):
             warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
             self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
+        self._close_fd.atexit = False  # the table may still be flushed then
         disk = os.fstatvfs(self._fd)
         self._reserves = nbytes <= disk.f_bavail * disk.f_frsize // 2
         allocated = os.fstat(self._fd).st_blocks * 512

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap.tables.seeded import seeded
 
 __all__ = [
     "CHUNK_ROWS",
@@ -196,13 +197,12 @@ class _FromTorch(Initializer):
     kind: ClassVar[str] = "torch"
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            for start in range(first_row, first_row + num_rows, CHUNK_ROWS):
-                rows = min(CHUNK_ROWS, first_row + num_rows - start)
-                torch.manual_seed((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1))
-                chunk = torch.empty(rows, *target.view.shape[1:], dtype=target.view.dtype)
+        for start in range(first_row, first_row + num_rows, CHUNK_ROWS):
+            shape = (min(CHUNK_ROWS, first_row + num_rows - start), *target.view.shape[1:])
+            chunk = torch.empty(shape, dtype=target.view.dtype, device="cpu")
+            with seeded((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
                 self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
-                target.rows(start, rows).copy_(chunk)
+            target.rows(start, shape[0]).copy_(chunk)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "function": getattr(self.function, "__name__", repr(self.function))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
 from speedswap.tables.init import Initializer
+from speedswap.tables.persistence import Persistence
 from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
 from speedswap.tables.traffic import Later, Traffic
@@ -46,7 +46,8 @@ class Table:
         name: for messages.
         version: goes up whenever rows or columns change.
         attributes: plain data kept with a table's files, such as an optimizer's step count.
-        before_saving: methods called before ``attributes`` are written to a file.
+        live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
+            they must not hold the table.
 
     Example:
         >>> import torch, speedswap
@@ -68,11 +69,14 @@ class Table:
         self.name = segments.name
         self.version = 0
         self.attributes = attributes
-        self.before_saving: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._closed = False
-        self._lock = threading.RLock()
         self._traffic = Traffic(segments)
+        self._persistence = Persistence(segments, self._traffic, attributes)
+        self.live_attributes = self._persistence.live
+        self._lock = self._persistence.lock
         self._owner_pid = os.getpid()
+        if self._persistence.is_needed:
+            self._flush_at_the_end = weakref.finalize(self, self._persistence.flush_at_the_end)
         if self.pinned:
             kernels.prepare_engine(self.engine, self.nbytes)
 
@@ -490,7 +494,7 @@ class Table:
             self.version += 1
             self._come_to_rest()
             self._segments.add(columns)
-            self._save_manifest()
+            self._persistence.save_manifest()
             self._segments.discard_stale_files()
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
@@ -525,19 +529,15 @@ class Table:
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
         with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
             self._traffic.land()
-            self._note_attributes()
-            self._segments.save_to(directory, self.attributes)
+            self._segments.save_to(directory, self._persistence.note_attributes())
 
     def flush(self) -> None:
-        """Make everything written so far durable (memmap tables; nothing to do for others)."""
+        """Make everything written so far durable (memmap tables; nothing to do for others).
+
+        A table that is not closed is flushed when it is freed, or when the process ends by itself.
+        """
         self._check_open()
-        if self._segments.directory is None or not self._segments.directory.writable:
-            return
-        with self._lock:
-            self._traffic.land()
-            for segment in self._segments:
-                segment.memory.flush()
-            self._save_manifest()
+        self._persistence.flush()
 
     def close(self) -> None:
         """Flush, and give memory, file and lock back. Closing twice is harmless."""
@@ -549,8 +549,19 @@ class Table:
                 self.flush()
         finally:
             self._closed = True
+            if self._persistence.is_needed:
+                self._flush_at_the_end.detach()
             if os.getpid() == self._owner_pid:
                 self._segments.close()
+
+    def _remove(self) -> None:
+        """Close the table and remove its files: what was to fill it failed."""
+        directory = self._segments.directory
+        try:
+            self.close()
+        finally:
+            if directory is not None:
+                directory.remove()
 
     def __enter__(self) -> Table:
         return self
@@ -575,20 +586,10 @@ class Table:
         self._check_open()
         with self._lock:
             self._traffic.land()
-            self._note_attributes()
+            self._persistence.note_attributes()
             for segment in self._segments:
                 segment.memory.settle()
             return self._copied(self.storage, self.engine)
-
-    def _save_manifest(self) -> None:
-        if self._segments.directory is not None:
-            self._note_attributes()
-            self._segments.save_manifest(self.attributes)
-
-    def _note_attributes(self) -> None:
-        for method in (reference() for reference in self.before_saving):
-            if method is not None:
-                method()
 
     # ------------------------------------------------------------------ checks
 
@@ -602,7 +603,7 @@ class Table:
         self.version += 1
         if not self._segments.written:
             self._segments.written = True
-            self._save_manifest()
+            self._persistence.save_manifest()
         return self.version
 
     def _check_open(self, *, writing: bool = False) -> None:

@@ -97,7 +97,7 @@ class StartsFromWeight(ToyLamb):
         (torch.optim.LBFGS, "mixes rows"),
         (ToyLamb, "mixes rows: one row's update changes"),
         (MeanOfBatch, "mixes rows: a row's update depends on how many other rows"),
-        (TransposedState, "keeps 'seen' as a list"),
+        (TransposedState, "keeps 'seen', of type list, without a row for each"),
         (StartsFromWeight, "starts its state 'twice' with values that differ from row to row"),
         (torch.optim.SparseAdam, "sparse gradients only.*use torch.optim.Adam"),
     ],
@@ -115,6 +115,27 @@ def test_unfit_optimizers_are_refused_with_the_reason(
         with pytest.raises(OptimizerError, match=cls.__name__):
             optimizer.step()  # and as it would attach itself
     assert torch.equal(items.table.read(), before)
+
+
+def test_unfit_optimizer_is_refused_when_a_warm_up_begins_at_zero(items: speedswap.Embedding) -> None:
+    """With a learning rate of 0 no weight moves, so mixing rows would not show; it is found all the same."""
+    optimizer = ToyLamb(items.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0
+    with pytest.raises(OptimizerError, match="ToyLamb mixes rows"):
+        speedswap.attach(optimizer, items)
+    assert optimizer.param_groups[0]["lr"] == 0
+
+
+@pytest.mark.parametrize("stored_dtype", [None, torch.int8])
+def test_frozen_table_in_an_optimizer_is_left_alone(stored_dtype: torch.dtype | None) -> None:
+    """The rest of the model trains, and the table gets no state."""
+    frozen = speedswap.Embedding.from_pretrained(torch.randn(ROWS, DIM), stored_dtype=stored_dtype)
+    model = nn.Sequential(frozen, nn.Linear(DIM, 1))
+    before = model[1].weight.detach().clone()
+    train(model, torch.optim.Adam(model.parameters()))
+    assert not torch.equal(model[1].weight, before)
+    assert list(frozen.table.columns) == ["weight"]
 
 
 def test_probing_changes_neither_the_optimizer_nor_its_other_parameters() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap.errors import IdError, TableTooLargeError
-from speedswap.tables import storage as storages
+from speedswap.tables import export
 
 ROWS, DIM = 30, 5
 
@@ -80,7 +80,7 @@ def test_what_is_no_id_is_refused(bad: Any) -> None:
 
 def test_all_rows_that_do_not_fit_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     items = speedswap.Embedding.from_pretrained(rows_of())
-    monkeypatch.setattr(storages, "available_bytes", lambda: 500)
+    monkeypatch.setattr(export, "available_bytes", lambda: 500)
     with pytest.raises(TableTooLargeError, match="read fewer rows"):
         items.read()
     assert items.read(torch.tensor([1])).shape == (1, DIM)

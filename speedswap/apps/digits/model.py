@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from speedswap.apps.digits.images import CLASSES
+from speedswap.tables.seeded import seeded
 
 __all__ = ["DigitsNet"]
 
@@ -27,8 +27,7 @@ class DigitsNet(nn.Module):
 
     def __init__(self, width: int = 32, *, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.layers = nn.Sequential(
                 nn.Conv2d(1, width, 3, padding=1),
                 nn.SiLU(),

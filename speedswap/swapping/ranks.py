@@ -1,0 +1,103 @@
+"""Tables in a job of several processes: each process has tables of its own, so it has to say that it means to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from speedswap.errors import RanksError
+from speedswap.swapping.step import by_weight
+
+__all__ = ["ignore_in_ddp", "parameters_to_ignore", "require_own_table"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+def parameters_to_ignore(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of a model's embeddings, which wrappers for several processes have to leave alone.
+
+    They stand for a batch's rows, other ones on every rank, so they can be neither sharded nor averaged.
+
+    Args:
+        model: any module; its :class:`speedswap.Embedding` and :class:`speedswap.EmbeddingBag` are found.
+
+    Returns:
+        What ``fully_shard(model, ignored_params=…)`` takes, and ``FullyShardedDataParallel`` as ``ignored_states``.
+
+    Example:
+        >>> import torch, speedswap
+        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16, local_to_rank=True), torch.nn.Linear(16, 1))
+        >>> speedswap.parameters_to_ignore(model) == {model[0].weight}
+        True
+    """
+    return {parameter for _, parameter in _weights(model)}
+
+
+def ignore_in_ddp(model: _Model) -> _Model:
+    """Let DistributedDataParallel leave the weights of a model's embeddings alone.
+
+    Args:
+        model: the module that will be wrapped, before it is. What it has to ignore already is kept.
+
+    Returns:
+        The model.
+
+    Example:
+        >>> import torch, speedswap
+        >>> model = torch.nn.Sequential(speedswap.Embedding(1000, 16, local_to_rank=True), torch.nn.Linear(16, 1))
+        >>> model = speedswap.ignore_in_ddp(model)  # then DistributedDataParallel(model)
+    """
+    ignored = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
+    for name, _ in _weights(model):
+        # In one place DistributedDataParallel puts a dot before the names of the model's own parameters.
+        ignored += [each for each in (name, name if "." in name else f".{name}") if each not in ignored]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
+    return model
+
+
+def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Parameter, local_to_rank: bool) -> None:
+    """Check, before rows are looked up for training, that they belong to this process alone and may do so.
+
+    Args:
+        table: its name.
+        weight: what the module has as its weight.
+        step_weight: the parameter that the table trains.
+        local_to_rank: whether the table was said to be this process's own.
+
+    Raises:
+        RanksError: they do not; the message says what to do.
+    """
+    if weight is not step_weight:
+        raise RanksError(
+            f"the weight of the embedding over table {table!r} was replaced by another, as fully_shard does; it "
+            "cannot be sharded: make the embedding with local_to_rank=True, and give fully_shard "
+            "ignored_params=speedswap.parameters_to_ignore(model)"
+        )
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if not local_to_rank:
+        raise RanksError(
+            f"table {table!r} belongs to this process, rank {dist.get_rank()} of {dist.get_world_size()}: the tables "
+            "of the ranks would drift apart in training. Train in one process, freeze it with "
+            "embedding.weight.requires_grad_(False), or, if each rank is to train a table of its own, make the "
+            "embedding with local_to_rank=True, and DistributedDataParallel(speedswap.ignore_in_ddp(model)) or "
+            "fully_shard(model, ignored_params=speedswap.parameters_to_ignore(model))"
+        )
+    wrapped = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapped is not None and any(parameter is weight for parameter in wrapped._module_parameters):
+        raise RanksError(
+            f"table {table!r} is local to its rank, but DistributedDataParallel would average its rows with other rows "
+            "on other ranks; wrap DistributedDataParallel(speedswap.ignore_in_ddp(model))"
+        )
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that tables train, under every name that they have."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        step = by_weight.get(id(parameter))
+        if step is not None and step.weight is parameter:
+            yield name, parameter

@@ -1,0 +1,81 @@
+"""Bring a table's rows and attributes into its files, also when the process ends and nobody has closed it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from speedswap.tables.segments import Segments
+from speedswap.tables.traffic import Traffic
+
+__all__ = ["Persistence"]
+
+
+class Persistence:
+    """The durable side of a table. It outlives the Table object, which it must not know.
+
+    Args:
+        segments: the table's memory.
+        traffic: rows on their way there.
+        attributes: plain data that is saved with the rows.
+
+    Attributes:
+        lock: held while rows or files change.
+        live: sources of attributes that change at every step, by key; called when attributes are saved. One that
+            returns None leaves the attribute as it is. They must not hold the table either.
+    """
+
+    def __init__(self, segments: Segments, traffic: Traffic, attributes: dict[str, Any]) -> None:
+        self._segments = segments
+        self._traffic = traffic
+        self._attributes = attributes
+        self._owner_pid = os.getpid()
+        self.lock = threading.RLock()
+        self.live: dict[str, Callable[[], Any]] = {}
+
+    def note_attributes(self) -> dict[str, Any]:
+        """Bring the attributes up to date, and return them."""
+        for key, source in self.live.items():
+            value = source()
+            if value is not None:
+                self._attributes[key] = value
+        return self._attributes
+
+    def save_manifest(self) -> None:
+        if self._segments.directory is not None:
+            self._segments.save_manifest(self.note_attributes())
+
+    def flush(self) -> None:
+        """Make everything written so far durable; nothing to do for tables in memory, or that are only read."""
+        if not self.is_needed:
+            return
+        with self.lock:
+            self._traffic.land()
+            self._flush_segments()
+
+    def flush_at_the_end(self) -> None:
+        """Flush a table that nobody closed: its object, or the process, has come to its end.
+
+        A forked child leaves the files to its parent, and a directory that was removed meanwhile stays removed.
+        """
+        directory = self._segments.directory
+        if not self.is_needed or directory is None or not directory.path.is_dir():
+            return
+        if threading.current_thread() is threading.main_thread():
+            self.flush()
+        else:
+            # The garbage collector may be running in the very thread that writes what is on its way.
+            self._flush_segments()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there are files, and they are this process's to write."""
+        directory = self._segments.directory
+        return directory is not None and directory.writable and os.getpid() == self._owner_pid
+
+    def _flush_segments(self) -> None:
+        for segment in self._segments:
+            segment.memory.flush()
+        self.save_manifest()
