@@ -40,7 +40,7 @@ def test_p01_split_gradient_is_the_whole_batchs(device, samples, size):
         sizes.append(len(x))
         return cross_entropy(model, x, y)
 
-    found = speedswap.BatchSplitter(model, micro_batch_size=size).backward(loss_fn, *inputs)
+    found = speedswap.BatchSplitter(model, micro_batch_size=size, check=False).backward(loss_fn, *inputs)
     assert relative_error(gradients(model), wanted) <= 1e-12
     assert torch.allclose(found, loss, rtol=1e-12)
     assert not found.requires_grad
@@ -381,7 +381,7 @@ def test_p20_micro_batch_size_changes_nothing_but_memory():
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        splitter = speedswap.BatchSplitter(model, micro_batch_size=size)
+        splitter = speedswap.BatchSplitter(model, micro_batch_size=size, check=False)
         history = []
         for inputs in batches:
             seen = []

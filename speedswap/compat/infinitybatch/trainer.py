@@ -265,6 +265,7 @@ class InfinityBatch(Components, HasContainers):
                 normalizer=known.normalizer if known else None,
                 batch_norm=self._batch_norm,
                 offload_activations=self._offload,
+                check=step is not None,  # torch's own criteria are what reduction_of says
                 scaler=self.scaler,
                 callbacks=[self._bridge],
             )
