@@ -411,7 +411,9 @@ def test_loss_of_a_step_that_compares_samples_is_refused_and_a_criterion_is_give
     ib = InfinityBatch(model, optimizer, compare, batches, verbose=False, micro_batch_size=4, steps=[Step(step)])
     with pytest.raises(CoupledLossError, match="couples the samples"):
         ib.epoch()
-    wanted = float(compare(model(batches[0][0]), None))
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = compare(model(batches[0][0]), None).item()
     ib = InfinityBatch(model, optimizer, compare, batches[:1], verbose=False, micro_batch_size=4)
     ib.epoch()
     assert ib.losses[0][0][0] == pytest.approx(wanted, rel=1e-6)

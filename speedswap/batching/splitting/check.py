@@ -233,7 +233,7 @@ class _Comparison:
             return 'construct the splitter with reduction="mean"'
         if why == "constant":
             return "differentiate that term apart, once a batch"
-        counting = "normalizer= a function that counts it, e.g. normalizer=lambda x, y: (y != -100).sum()"
+        counting = "a normalizer that counts it, e.g. normalizer=lambda x, y: (y != -100).sum()"
         if self._loss.reduction == "sum":
             return f'construct the splitter with reduction="mean" and {counting}'
         return f"construct the splitter with {counting}"
