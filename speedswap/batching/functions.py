@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
-__all__ = ["closure", "identity", "kind_of", "name_of"]
+__all__ = ["alive", "closure", "identity", "kind_of", "name_of"]
 
 _SETTINGS = (str, bool, int, float)
 
@@ -56,13 +58,36 @@ def kind_of(value: Any, depth: int = 3) -> Hashable:
         given = (*value.args, *value.keywords.values())
         return (kind_of(value.func, below), *value.keywords, *(kind_of(one, below) for one in given))
     if isinstance(value, types.MethodType):
-        return value.__func__.__code__, kind_of(value.__self__, below)
+        return kind_of(value.__func__, below), kind_of(value.__self__, below)
     if isinstance(value, types.FunctionType):
         given = (*(value.__defaults__ or ()), *map(_contents, value.__closure__ or ()))
         return (value.__code__, *(kind_of(one, below) for one in given))
+    if isinstance(value, (str, bool)):
+        return value
     if isinstance(value, nn.Module):
         return (kind, *((name, one) for name, one in vars(value).items() if isinstance(one, _SETTINGS)))
     return kind
+
+
+def alive(function: Callable[..., Any]) -> list[weakref.ref[Any]] | None:
+    """References to what :func:`closure` names by its id, which means nothing once one of them is gone.
+
+    Returns:
+        None for a function whose closure does not name all that it refers to.
+    """
+    if isinstance(function, functools.partial):
+        return None
+    if isinstance(function, types.MethodType):
+        named: list[Any] = [function.__self__]
+    elif isinstance(function, types.FunctionType):
+        named = [_contents(cell) for cell in function.__closure__ or ()]
+    else:
+        named = [function]
+    found = []
+    for one in named:
+        with suppress(TypeError):  # numbers, strings and tuples, which Python may share
+            found.append(weakref.ref(one))
+    return found
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -516,6 +516,24 @@ def test_each_loss_function_is_checked_once():
         step(functools.partial(functional.cross_entropy, reduction="sum"))
 
 
+def test_what_a_loss_function_refers_to_tells_it_apart():
+    """The name of a reduction, or the arguments of a partial, though all of them are freed and made again."""
+    model, inputs = nn.Linear(6, 6), torch.randn(64, 6)
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=16)
+
+    def loss(reduction, x):
+        return functional.mse_loss(model(x), x, reduction=reduction)
+
+    def closed_over(reduction):
+        return lambda x: loss(reduction, x)
+
+    for of in (closed_over, lambda reduction: functools.partial(loss, reduction)):
+        for _ in range(2):
+            splitter.backward(of("mean"), inputs)
+            with pytest.raises(BatchError, match="adds up"):
+                splitter.backward(of("sum"), inputs)
+
+
 def test_function_that_is_of_another_kind_each_time_is_not_checked_for_ever():
     model, inputs, sizes = network(), batch(), []
     splitter = speedswap.BatchSplitter(model, micro_batch_size=16)
@@ -547,6 +565,54 @@ def test_checked_batch_trains_as_an_unchecked_one(device):
             )
         results.append([*state(model), torch.rand(3), torch.rand(3, device=device)])
     assert same_bits(*results)
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer that it assigns anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls = self.calls + 1
+        return inputs
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
+def test_buffers_that_are_assigned_anew_are_put_back(known):
+    model, inputs = network(Counts()), batch()
+    split(lambda x, y: functional.cross_entropy(model(x), y), *inputs, model=model if known else None, size=16)
+    assert model[1].calls == 4
+
+
+class Criterion:
+    """A loss as a method, with settings of its own."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, x, y):
+        return self.compare(x, y)
+
+    def compare(self, x, y):
+        return hardest_triplet(self.model(x), y)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda c: c,
+        lambda c: c.compare,
+        lambda c: functools.partial(c.compare),
+        lambda c: torch.enable_grad()(c.compare),
+    ],
+    ids=["object", "method", "partial", "decorated"],
+)
+def test_callables_of_all_kinds_are_checked(of):
+    model, inputs = network(), batch()
+    with pytest.raises(CoupledLossError):
+        split(of(Criterion(model)), *inputs, model=model)
 
 
 def test_generators_that_a_loss_owns_are_put_back():

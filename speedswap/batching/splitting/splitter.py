@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, overload
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from speedswap.batching.callbacks import Callback, Event
-from speedswap.batching.functions import closure, identity, kind_of, name_of
+from speedswap.batching.functions import alive, closure, identity, kind_of, name_of
 from speedswap.batching.nested import Batch, replace_tensors, tensors_of
 from speedswap.batching.ranks import ranks_of
 from speedswap.batching.splitting.accumulate import HALF_PRECISION
@@ -135,6 +136,7 @@ class BatchSplitter:
         self._walked: set[Hashable] = set()
         self._check = check
         self._checked: set[Hashable] = set()
+        self._checked_closures: dict[Hashable, list[weakref.ref[Any]] | None] = {}
         self._checks: dict[Hashable, int] = {}
         self._gives_aux: dict[Hashable, bool] = {}
         self._warned = False
@@ -349,7 +351,8 @@ class BatchSplitter:
 
     def _check_first(self, loss_fn: Callable[..., Any], known: Hashable, batch: Batch, size: int) -> None:
         """Refuse a loss function that has not been split before if it is not what it was declared to be."""
-        if known in self._checked:
+        references = self._checked_closures.get(known)
+        if references is not None and all(reference() is not None for reference in references):
             return
         kind, code = (kind_of(loss_fn), self._reduction), identity(loss_fn)
         if kind not in self._checked and self._checks.get(code, 0) < _MOST_CHECKS:
@@ -362,9 +365,10 @@ class BatchSplitter:
             if mistake is not None:
                 raise mistake
             self._checks[code] = self._checks.get(code, 0) + 1
-        if len(self._checked) > _MOST_KNOWN:
-            self._checked.clear()  # of closures over what is made anew in each step
-        self._checked |= {known, kind}
+        self._checked.add(kind)
+        if len(self._checked_closures) > _MOST_KNOWN:
+            self._checked_closures.clear()  # they are over what is made anew in each step
+        self._checked_closures[known] = alive(loss_fn)
 
     def _accumulate(
         self, loss_fn: Callable[..., Any], batch: Batch, sizes: list[int], changes: Changes

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap.batching.nested import tensors_of
-from speedswap.batching.rollback import Buffers, RandomState, parameters_and_buffers
+from speedswap.batching.rollback import Buffers, RandomState
 
 __all__ = ["Collective", "Observed", "no_trace"]
 
@@ -37,6 +37,33 @@ class Collective(BaseException):
     """
 
 
+class _BuffersInPlace:
+    """The buffers of modules, by value and by place: a module may write into one, or assign another tensor."""
+
+    def __init__(self) -> None:
+        self._values = Buffers()
+        self._places: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def note(self, module: nn.Module) -> None:
+        if module not in self._places:
+            self._places[module] = dict(module._buffers)
+            self._values.note(buffer for buffer in module._buffers.values() if buffer is not None)
+
+    def _reassigned(self) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
+        for module, before in self._places.items():
+            for name, buffer in before.items():
+                if module._buffers.get(name) is not buffer:
+                    yield module, name, buffer
+
+    def have_changed(self) -> bool:
+        return next(self._reassigned(), None) is not None or self._values.have_changed()
+
+    def restore(self) -> None:
+        for module, name, buffer in self._reassigned():
+            module._buffers[name] = buffer
+        self._values.restore()
+
+
 class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Everything that torch computes inside, as far as it tells how certain the result is.
 
@@ -51,7 +78,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_design: whether batch statistics were used, or tensors that are scaled by what the batch holds.
     """
 
-    def __init__(self, samples: int, random: RandomState, buffers: Buffers) -> None:
+    def __init__(self, samples: int, random: RandomState, buffers: _BuffersInPlace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
         self._random = random
@@ -74,7 +101,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if "c10d" in func.namespace:
+        if "c10d" in func.namespace or any(kind.__module__.startswith("torch.distributed") for kind in types):
             raise Collective
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and value not in self._generators:
@@ -134,13 +161,12 @@ def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
         modules: those whose buffers are known; of others that run, the buffers are copied just before they do.
         samples: how many the calls are given.
     """
-    random, buffers = RandomState(), Buffers(parameters_and_buffers(modules)[1])
+    random, buffers = RandomState(), _BuffersInPlace()
+    for module in modules:
+        for part in module.modules():
+            buffers.note(part)
     observed = Observed(samples, random, buffers)
-
-    def found(module: nn.Module, args: Any) -> None:
-        buffers.note(buffer for buffer in module._buffers.values() if buffer is not None)
-
-    hook = register_module_forward_pre_hook(found)
+    hook = register_module_forward_pre_hook(lambda module, args: buffers.note(module))
     try:
         with torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
             warnings.simplefilter("ignore")  # about so few samples
