@@ -205,7 +205,7 @@ class BatchSplitter:
 
             def attempt(size: int) -> tuple[Tensor, Any]:
                 sizes = self._ranks.sizes(whole.size, size)
-                if self._check and len(sizes) > 1 and self._ranks.may_differ:
+                if self._check and len(sizes) > 1:
                     self._check_first(loss_fn, known, whole, max(sizes))
                 return self._accumulate(loss_fn, whole, sizes, changes)
 
@@ -353,6 +353,8 @@ class BatchSplitter:
         """Refuse a loss function that has not been split before if it is not what it was declared to be."""
         references = self._checked_closures.get(known)
         if references is not None and all(reference() is not None for reference in references):
+            return
+        if not self._ranks.may_differ:
             return
         kind, code = (kind_of(loss_fn), self._reduction), identity(loss_fn)
         if kind not in self._checked and self._checks.get(code, 0) < _MOST_CHECKS:
