@@ -100,7 +100,7 @@ class Recovery:
 class OurRecovery(Recovery):
     def begin(self) -> None:
         trainer = self.trainer
-        splitter = speedswap.BatchSplitter(trainer.model)
+        splitter = speedswap.BatchSplitter(trainer.model, check=False)  # new in every step, as no training has it
         splitter.load_state_dict({"micro_batch_size": 2 * self.size})
         work = trainer.work
         trainer.gradients = lambda: splitter.backward(trainer.loss, work.inputs, work.labels)

@@ -14,7 +14,16 @@ from torch.nn.utils.rnn import PackedSequence
 from speedswap._words import a_kind
 from speedswap.errors import BatchError
 
-__all__ = ["Batch", "PerSample", "Whole", "concatenate", "replace_tensors", "tensors_of"]
+__all__ = [
+    "Batch",
+    "PerSample",
+    "Whole",
+    "concatenate",
+    "is_plain_list",
+    "joined_fields",
+    "replace_tensors",
+    "tensors_of",
+]
 
 
 class Whole:
@@ -119,6 +128,11 @@ class Batch:
         yield from tensors_of(self._args)
         yield from tensors_of(self._kwargs)
 
+    def columns(self) -> Iterator[Any]:
+        """Yield everything that is split: tensors, arrays and the like."""
+        for _, _, value in _leading_sizes(self._args, self._kwargs):
+            yield value
+
     def signature(self) -> Hashable:
         """The dtypes and shapes of one sample, as a key."""
         return tuple(
@@ -137,7 +151,7 @@ def _is_sliceable(value: Any) -> bool:
     return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
 
 
-def _is_plain_list(value: Any) -> bool:
+def is_plain_list(value: Any) -> bool:
     """Whether a value is a list of things that are not tensors and hold none."""
     return type(value) is list and next(tensors_of(value), None) is None
 
@@ -185,7 +199,7 @@ def _leading(path: str, value: Any) -> Iterator[tuple[str, int, Any]]:
         yield path, len(value.items), value
     elif _is_sliceable(value):
         yield path, int(value.shape[0]), value
-    elif not isinstance(value, Whole) and not _is_plain_list(value):
+    elif not isinstance(value, Whole) and not is_plain_list(value):
         for place, item in _fields(value) or ():
             yield from _leading(path + place, item)
 
@@ -199,7 +213,7 @@ def _part(value: Any, size: int, cut: Callable[[Any], Any]) -> Any:
         return cut(value.items)
     if _is_sliceable(value):
         return cut(value)
-    if _is_plain_list(value):
+    if is_plain_list(value):
         return cut(value) if len(value) == size else value
     fields = _fields(value)
     if fields is None:
@@ -240,13 +254,24 @@ def concatenate(parts: list[Any]) -> Any:
         if not all(isinstance(part, Tensor) for part in parts):
             raise BatchError("a function returned a tensor for one micro-batch and something else for another")
         return torch.stack(parts) if first.dim() == 0 else torch.cat(parts) if len(parts) > 1 else first
+    return joined_fields(parts, concatenate, first)
+
+
+def joined_fields(parts: list[Any], join: Callable[[list[Any]], Any], otherwise: Any) -> Any:
+    """Return a container like each of ``parts`` around what ``join`` makes of their items; ``otherwise`` for others.
+
+    Raises:
+        BatchError: the structures differ.
+    """
+    first = parts[0]
     fields = _fields(first)
     if fields is None:
-        return first
-    if any(type(part) is not type(first) or len(_fields(part) or ()) != len(fields) for part in parts):
+        return otherwise
+    places = [place for place, _ in fields]
+    if any(type(part) is not type(first) or [place for place, _ in _fields(part) or ()] != places for part in parts):
         raise BatchError(f"a function returned {a_kind(first)} of another structure for each micro-batch")
     columns = zip(*[[item for _, item in _fields(part) or ()] for part in parts], strict=True)
-    return _rebuilt(first, [concatenate(list(column)) for column in columns])
+    return _rebuilt(first, [join(list(column)) for column in columns])
 
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

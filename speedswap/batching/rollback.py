@@ -124,6 +124,10 @@ class Buffers:
         """A copy of the same buffers as they are now."""
         return Buffers(buffer for buffer, _ in self._before.values())
 
+    def have_changed(self) -> bool:
+        """Whether one is not what was copied; on other devices than the CPU the answer is waited for."""
+        return not all(torch.equal(buffer, before) for buffer, before in self._before.values())
+
     def restore(self) -> None:
         """Put back what was copied.
 

@@ -98,6 +98,61 @@ def check_p02_padding_counts_on_all_ranks_and_one_has_nothing_else(rank, world_s
     assert_same(gradients(model), wanted)
 
 
+def check_coupled_loss_is_found_on_every_rank_that_splits(rank, world_size):
+    """The first rank's batch is whole: it is told of the others' errors, and nobody waits."""
+    inputs, _ = data(sizes(world_size))
+    model = small_model()
+    ddp, splitter = split(model, micro_batch_size=100 if rank == 0 else 2)
+    error = raised(lambda: splitter.backward(lambda x: torch.pdist(ddp(x)).mean(), inputs[rank]))
+    assert isinstance(error, errors.PeerError if rank == 0 else errors.CoupledLossError), error
+    assert gradients(model) == [None] * 4
+    splitter.backward(lambda x: ddp(x).square().mean(), inputs[rank])
+
+
+def check_ignored_targets_of_one_rank_alone(rank, world_size):
+    inputs, targets = data([8] * world_size)
+    targets = [target.clone() for target in targets]
+    targets[-1][::2] = -100
+    model = small_model()
+    ddp, splitter = split(model, micro_batch_size=4)
+    error = raised(lambda: splitter.backward(lambda x, y: ce(ddp, x, y), inputs[rank], targets[rank]))
+    assert isinstance(error, errors.BatchError if rank == world_size - 1 else errors.PeerError), error
+    assert gradients(model) == [None] * 4
+
+
+def check_loss_that_communicates_is_not_checked(rank, world_size):
+    """Nothing in it is called more often on one rank than on another."""
+    inputs, targets = data([8] * world_size)
+    model = small_model()
+    for micro_batch_size in (2, 4, 8):
+        ddp, splitter = split(model, micro_batch_size=micro_batch_size)
+        total = torch.zeros(())
+
+        def loss_fn(x, y, ddp=ddp, total=total):
+            one = torch.ones(())
+            dist.all_reduce(one)
+            total.add_(one)
+            return ce(ddp, x, y)
+
+        splitter.backward(loss_fn, inputs[rank], targets[rank])
+        assert total == world_size * 8 // micro_batch_size
+
+
+def check_aux_is_each_ranks_own(rank, world_size):
+    """Also where one has no samples: it is told by the others that there is one."""
+    for counts in (sizes(world_size), [0, *sizes(world_size - 1)]):
+        inputs, _ = data(counts)
+        ddp, splitter = split(small_model(), micro_batch_size=2)
+        for _ in range(2):
+            _, aux = splitter.backward(lambda x, ddp=ddp: (ddp(x).square().mean(), {"x": x}), inputs[rank])
+            if counts[rank]:
+                assert torch.equal(aux["x"], inputs[rank])
+            else:
+                assert aux is None
+        loss = splitter.backward(lambda x, ddp=ddp: ddp(x).square().mean(), inputs[rank])
+        assert loss.dim() == 0
+
+
 def check_p02_no_target_on_any_rank(rank, world_size):
     model = small_model()
     ddp, splitter = split(model, normalizer=lambda x, y: (y != -100).sum())

@@ -95,6 +95,37 @@ def check_p15_fewer_samples_than_micro_batches(rank, world_size):
     assert_same(gradients(model), wanted)
 
 
+def check_aux_is_each_ranks_own(rank, world_size):
+    """A rank that keeps others company returns each of its samples once; so does one whose targets are all padding."""
+    inputs, targets = data([1, 9, 2][:world_size])
+    targets = [target.clone() for target in targets]
+    targets[-1][:2] = -100
+    options = {"micro_batch_size": 2, "normalizer": lambda x, y: (y != -100).sum()}
+    plain, model, splitter = sharded(world_size, **options)
+
+    def loss_fn(x, y):
+        outputs = model(x)
+        return cross_entropy(outputs, y), outputs
+
+    for _ in range(2):
+        _, outputs = splitter.backward(loss_fn, inputs[rank], targets[rank])
+        torch.testing.assert_close(outputs, plain(inputs[rank]).detach(), rtol=1e-12, atol=1e-12)
+
+
+def check_coupled_loss_is_not_looked_for(rank, world_size):
+    """Since one rank would gather parameters that the others do not."""
+    inputs, _ = data([1, 9, 2][:world_size])
+    _, model, splitter = sharded(world_size, micro_batch_size=2)
+    calls = []
+
+    def loss_fn(x):
+        calls.append(len(x))
+        return model(x).std()
+
+    splitter.backward(loss_fn, inputs[rank].expand(-1, 6))
+    assert len(calls) == 5
+
+
 def check_p02_padding_counts_on_all_ranks_and_one_has_nothing_else(rank, world_size):
     inputs, targets = data(sizes(world_size))
     targets = [target.clone() for target in targets]

@@ -40,7 +40,7 @@ def test_p06_two_passes_are_exact(device, dtype, tolerance, size):
 def test_p06_plain_accumulation_of_a_coupled_loss_is_refused():
     model, inputs = classifier(), torch.randn(32, 6, dtype=torch.float64)
     _, wanted = whole(model, inputs)
-    splitter = speedswap.BatchSplitter(model, micro_batch_size=4)
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=4, check=False)
     splitter.backward(lambda x: contrastive(model(x)), inputs)
     assert relative_error(gradients(model), wanted) > 0.1  # what is refused when it is declared
 

@@ -41,7 +41,7 @@ def test_p08_retried_batch_is_a_clean_run_at_the_smaller_size(known, policy, cal
     first, second = batch(40), batch(40)
 
     loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=12)
-    splitter = speedswap.BatchSplitter(model if known else None, batch_norm=policy)
+    splitter = speedswap.BatchSplitter(model if known else None, batch_norm=policy, check=False)
     torch.manual_seed(5)
     splitter.backward(loss_fn, *first)
     loss_fn.limit, loss_fn.calls = 6, calls
@@ -50,7 +50,9 @@ def test_p08_retried_batch_is_a_clean_run_at_the_smaller_size(known, policy, cal
 
     torch.manual_seed(5)
     for size, inputs in ((10, first), (5, second)):
-        splitter = speedswap.BatchSplitter(clean if known else None, micro_batch_size=size, batch_norm=policy)
+        splitter = speedswap.BatchSplitter(
+            clean if known else None, micro_batch_size=size, batch_norm=policy, check=False
+        )
         expected = splitter.backward(lambda x, y: functional.cross_entropy(clean(x), y), *inputs)
     assert loss_fn.sizes == [40, 20, *[10] * 4, *[10] * (calls + 1), *[5] * 8]
     assert torch.equal(loss, expected)
@@ -70,7 +72,9 @@ def test_p08_python_and_numpy_random_numbers_are_put_back():
         return (x * weight).sum()
 
     weight = torch.ones(3, requires_grad=True)
-    speedswap.BatchSplitter(reduction="sum").backward(OutOfMemoryBeyond(loss_fn, limit=2), torch.ones(4, 3))
+    speedswap.BatchSplitter(reduction="sum", check=False).backward(
+        OutOfMemoryBeyond(loss_fn, limit=2), torch.ones(4, 3)
+    )
     whole, first, _ = drawn
     assert whole[1:] == first[1:]
 
@@ -79,7 +83,7 @@ def test_p09_running_out_in_the_optimizers_step_is_the_callers(monkeypatch):
     """The splitter has no part in the step, and so cannot do it twice; the next batch trains on."""
     model, twin = classifier(), classifier()
     twin.load_state_dict(model.state_dict())
-    splitter = speedswap.BatchSplitter(model)
+    splitter = speedswap.BatchSplitter(model, check=False)
     inputs = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
 
     class Failing(torch.optim.SGD):
@@ -122,7 +126,7 @@ def test_running_out_in_the_backward_pass_is_recovered_from():
     model = classifier()
     clean = copy.deepcopy(model)
     inputs = torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,))
-    splitter = speedswap.BatchSplitter(model)
+    splitter = speedswap.BatchSplitter(model, check=False)
     splitter.backward(lambda x, y: functional.cross_entropy(Fails.apply(model(x)), y), *inputs)
     assert splitter.micro_batch_size == 2
     speedswap.BatchSplitter(clean, micro_batch_size=2).backward(
@@ -152,7 +156,7 @@ def test_p17_nothing_of_a_failed_attempt_is_alive_when_memory_is_released(monkey
     monkeypatch.setattr("speedswap.batching.splitting.attempts.release_cached_memory", released)
     gc.disable()  # what is freed is freed by itself, not by a collection that happens to come along
     try:
-        splitter = speedswap.BatchSplitter(model)
+        splitter = speedswap.BatchSplitter(model, check=False)
         splitter.backward(loss_fn, torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,)))
     finally:
         gc.enable()
@@ -164,7 +168,7 @@ def test_p17_the_callers_frame_is_left_alone():
     mine = torch.ones(3)
     weight = torch.ones(3, requires_grad=True)
     loss_fn = OutOfMemoryBeyond(lambda x: (x * weight).sum(), limit=1)
-    speedswap.BatchSplitter(reduction="sum").backward(loss_fn, torch.ones(4, 3))
+    speedswap.BatchSplitter(reduction="sum", check=False).backward(loss_fn, torch.ones(4, 3))
     assert mine.sum() == 3
     assert weight.grad.tolist() == [4, 4, 4]
 
@@ -182,7 +186,7 @@ def test_p18_other_errors_are_never_swallowed(error):
         raise error
 
     with pytest.raises(type(error)) as raised:
-        speedswap.BatchSplitter().backward(loss_fn, torch.ones(4, 3))
+        speedswap.BatchSplitter(check=False).backward(loss_fn, torch.ones(4, 3))
     assert raised.value is error
     assert calls == [4]
 
@@ -191,7 +195,9 @@ def test_p18_one_sample_that_does_not_fit_raises_the_original_with_its_history()
     model = classifier()
     loss_fn = OutOfMemoryBeyond(lambda x, y: functional.cross_entropy(model(x), y), limit=0)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
-        speedswap.BatchSplitter(model).backward(loss_fn, torch.randn(9, 6, dtype=torch.float64), torch.randint(4, (9,)))
+        speedswap.BatchSplitter(model, check=False).backward(
+            loss_fn, torch.randn(9, 6, dtype=torch.float64), torch.randint(4, (9,))
+        )
     assert loss_fn.sizes == [9, 3, 1]  # 9 in two parts of at most 4 would be 5 and 4
     causes = []
     error = raised.value.__cause__
@@ -212,7 +218,7 @@ def test_p18_one_error_object_raised_again_and_again_ends():
         raise error from reason
 
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        speedswap.BatchSplitter().backward(loss_fn, torch.ones(8, 3))
+        speedswap.BatchSplitter(check=False).backward(loss_fn, torch.ones(8, 3))
     assert raised.value is error
     assert error.__cause__ is reason
     assert isinstance(reason.__cause__, BatchError)
@@ -222,7 +228,7 @@ def test_p18_one_error_object_raised_again_and_again_ends():
 def test_given_size_is_not_changed():
     loss_fn = OutOfMemoryBeyond(lambda x: x.sum(), limit=2)
     with pytest.raises(torch.OutOfMemoryError):
-        speedswap.BatchSplitter(micro_batch_size=4).backward(loss_fn, torch.ones(8, 3, requires_grad=True))
+        speedswap.BatchSplitter(micro_batch_size=4, check=False).backward(loss_fn, torch.ones(8, 3, requires_grad=True))
     assert loss_fn.sizes == [4]
 
 
@@ -257,7 +263,7 @@ def limited(limit: int) -> OutOfMemoryBeyond:
 def test_size_is_remembered_and_closes_in_on_the_limit_without_swinging(caplog):
     """37 samples fit, 64 in whole: 32 by halving, 37 by trials, each failed one twice as long after the one before."""
     loss_fn = limited(37)
-    splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3)
+    splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3, check=False)
     caplog.set_level("INFO", logger="speedswap")
     found = split_sizes(splitter, loss_fn, 1024, 100)
     assert [attempts for _, attempts in found[:3]] == [6, 1, 1]  # 1024, 512, 256, 128, 64, 32
@@ -275,7 +281,7 @@ def test_size_is_remembered_and_closes_in_on_the_limit_without_swinging(caplog):
 
 def test_size_grows_to_the_whole_batch_when_memory_is_free_again():
     loss_fn = limited(10)
-    splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3)
+    splitter = speedswap.BatchSplitter(reduction="sum", grow_after=3, check=False)
     split_sizes(splitter, loss_fn, 64, 12)
     loss_fn.limit = 64
     assert split_sizes(splitter, loss_fn, 64, 60)[-1][0] == [64]
@@ -283,7 +289,7 @@ def test_size_grows_to_the_whole_batch_when_memory_is_free_again():
 
 def test_functions_and_shapes_have_sizes_of_their_own():
     small = limited(8)
-    splitter = speedswap.BatchSplitter(reduction="sum")
+    splitter = speedswap.BatchSplitter(reduction="sum", check=False)
     assert split_sizes(splitter, small, 64, 1)[0][0] == [8] * 8
     narrow = torch.ones(64, 2)
     weight = torch.ones(2, requires_grad=True)
@@ -301,7 +307,7 @@ def test_functions_and_shapes_have_sizes_of_their_own():
 def test_lambda_in_a_loop_is_one_function():
     weight = torch.ones(3, requires_grad=True)
     loss_of = OutOfMemoryBeyond(lambda x: (x * weight).sum(), limit=16)
-    splitter = speedswap.BatchSplitter(reduction="sum")
+    splitter = speedswap.BatchSplitter(reduction="sum", check=False)
     for _ in range(3):
         splitter.backward(lambda x: loss_of(x), torch.ones(64, 3))
     assert loss_of.sizes == [64, 32, *[16] * 12]
@@ -309,9 +315,9 @@ def test_lambda_in_a_loop_is_one_function():
 
 def test_resumed_run_begins_with_the_size_that_fitted():
     loss_fn = limited(10)
-    splitter = speedswap.BatchSplitter(reduction="sum")
+    splitter = speedswap.BatchSplitter(reduction="sum", check=False)
     split_sizes(splitter, loss_fn, 64, 1)
-    resumed = speedswap.BatchSplitter(reduction="sum")
+    resumed = speedswap.BatchSplitter(reduction="sum", check=False)
     resumed.load_state_dict(splitter.state_dict())
     assert resumed.micro_batch_size == 8
     assert split_sizes(resumed, loss_fn, 64, 1) == [([8] * 8, 1)]
@@ -344,7 +350,7 @@ def test_callbacks_are_told_what_happens():
         def after_batch(self, event):
             told.append(("after_batch", float(event.loss)))
 
-    splitter = speedswap.BatchSplitter(reduction="sum", callbacks=[Listener()])
+    splitter = speedswap.BatchSplitter(reduction="sum", callbacks=[Listener()], check=False)
     splitter.backward(limited(2), torch.ones(4, 3))
     assert told == [
         ("before_batch", 4, (4,)),

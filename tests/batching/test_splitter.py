@@ -40,7 +40,7 @@ def test_p01_split_gradient_is_the_whole_batchs(device, samples, size):
         sizes.append(len(x))
         return cross_entropy(model, x, y)
 
-    found = speedswap.BatchSplitter(model, micro_batch_size=size).backward(loss_fn, *inputs)
+    found = speedswap.BatchSplitter(model, micro_batch_size=size, check=False).backward(loss_fn, *inputs)
     assert relative_error(gradients(model), wanted) <= 1e-12
     assert torch.allclose(found, loss, rtol=1e-12)
     assert not found.requires_grad
@@ -166,12 +166,31 @@ def test_p10_window_statistics_go_on_over_batches(momentum):
     assert torch.allclose(model[0].running_var, whole[0].running_var, rtol=1e-12)
 
 
-def test_batch_norm_is_said_to_depend_on_the_split(caplog):
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    splitter = speedswap.BatchSplitter(model, micro_batch_size=5)
+@pytest.mark.parametrize("known", [True, False], ids=["model", "no model"])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_batch_norm_is_said_to_depend_on_the_split_and_by_how_much(caplog, known, tracks):
+    """Once, and not of a batch that is whole, nor in eval mode."""
+    model = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=tracks), nn.Linear(6, 4)).double()
+    splitter = speedswap.BatchSplitter(model if known else None, micro_batch_size=5)
+    splitter.backward(lambda x, y: cross_entropy(model, x, y), *batch(5))
+    assert caplog.records == []
     for _ in range(2):
         splitter.backward(lambda x, y: cross_entropy(model, x, y), *batch(10))
-    assert [record.message.split()[0] for record in caplog.records] == ["BatchNorm"]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("BatchNorm normalizes each micro-batch by its own statistics")
+    assert "off by about 80 % of their norm" in record.getMessage()
+
+
+def test_batch_norm_in_eval_mode_does_not_depend_on_the_split(caplog):
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4)).double().eval()
+    inputs = batch(10)
+    _, wanted = full(model, cross_entropy, *inputs)
+    for known in (model, None):
+        model.zero_grad()
+        splitter = speedswap.BatchSplitter(known, micro_batch_size=5)
+        splitter.backward(lambda x, y: cross_entropy(model, x, y), *inputs)
+        assert relative_error(gradients(model), wanted) <= 1e-12
+    assert caplog.records == []
 
 
 def bfloat16_error(parts: int) -> float:
@@ -381,7 +400,7 @@ def test_p20_micro_batch_size_changes_nothing_but_memory():
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        splitter = speedswap.BatchSplitter(model, micro_batch_size=size)
+        splitter = speedswap.BatchSplitter(model, micro_batch_size=size, check=False)
         history = []
         for inputs in batches:
             seen = []

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import speedswap.compat.infinitybatch as infinitybatch
 from speedswap.batching import Callback
 from speedswap.compat.infinitybatch import InfinityBatch, InfinityBatchError, Step
+from speedswap.errors import CoupledLossError
 from speedswap.monitor import CODES, HostStorage, LoopWarning, MemoryMonitor, SplitRecorder, WarningPolicy
 
 
@@ -394,6 +395,28 @@ def test_plan_13_several_models_criteria_and_optimizers_in_one_step(batches, dev
     for name, twin in twins.items():
         torch.testing.assert_close(models[name].weight, twin.weight, rtol=1e-5, atol=1e-6)
     assert [samples for _, samples in ib.losses[0]] == [16, 16, 7]
+
+
+def test_loss_of_a_step_that_compares_samples_is_refused_and_a_criterion_is_given_all_of_them(batches):
+    """InfinityBatch's own criteria see whole batches; a step's loss sees parts, in which such a loss is another."""
+
+    def compare(outputs, targets):
+        return torch.pdist(outputs).mean()
+
+    def step(model, criterion, inputs, targets):
+        return criterion(model(inputs), targets)
+
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ib = InfinityBatch(model, optimizer, compare, batches, verbose=False, micro_batch_size=4, steps=[Step(step)])
+    with pytest.raises(CoupledLossError, match="couples the samples"):
+        ib.epoch()
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = compare(model(batches[0][0]), None).item()
+    ib = InfinityBatch(model, optimizer, compare, batches[:1], verbose=False, micro_batch_size=4)
+    ib.epoch()
+    assert ib.losses[0][0][0] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_plan_13_alternating_steps_leave_the_others_parameters_alone(batches):

@@ -335,7 +335,7 @@ def test_out_of_memory_after_some_micro_batches_is_as_if_it_had_not_been(model, 
         return model(inputs).square().mean()
 
     with codes_said() as said, EventMonitor(model, optimizer, warn="expert") as monitor:
-        splitter = speedswap.BatchSplitter(model, callbacks=[monitor])
+        splitter = speedswap.BatchSplitter(model, callbacks=[monitor], check=False)
         splitter.load_state_dict({"micro_batch_size": 8})
         splitter.backward(loss_fn, torch.randn(16, 4))
         assert monitor.backward_passes == 1

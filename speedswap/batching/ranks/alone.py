@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from speedswap.batching.plan import even_sizes
@@ -25,6 +26,15 @@ class Alone:
     parameters: Sequence[Tensor] = ()
     may_be_empty = False
     in_step = False
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether this rank may call a loss function more often than others, as long as nothing in it communicates.
+
+        Not in a job of several processes of which it is not known how they train together: where parameters are
+        gathered in a forward pass, all have to run it.
+        """
+        return not (dist.is_available() and dist.is_initialized())
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Around one batch: what fails in here is told to the ranks that wait for this one."""
@@ -58,9 +68,13 @@ class Alone:
     def idle(self, run: Callable[[], Any]) -> None:
         """In place of a micro-batch that adds nothing."""
 
-    def end(self, size: int, batch_size: int) -> int:
-        """Agree, after the last pass, that all ranks are through, and on the size for the next batch."""
-        return size
+    def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
+        """Agree, after the last pass, that all ranks are through, and on the size for the next batch.
+
+        Returns:
+            That size, and whether any rank's loss function returned an aux: one without samples cannot tell.
+        """
+        return size, gives_aux
 
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
         """Add up the ranks' gradients of this batch, and their losses.

@@ -36,6 +36,7 @@ class Replicated(Alone):
     """
 
     may_be_empty = True
+    may_differ = True
 
     def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
         self._wrapped = list(wrapped)
@@ -120,9 +121,9 @@ class Replicated(Alone):
             for ddp, value in zip(self._wrapped, before, strict=True):
                 ddp.require_forward_param_sync = value
 
-    def end(self, size: int, batch_size: int) -> int:
-        said = self._exchange.round(END, size if size < batch_size else math.inf)
-        return _at_most(size, min(line[0] for line in said))
+    def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
+        said = self._exchange.round(END, size if size < batch_size else math.inf, float(gives_aux))
+        return _at_most(size, min(line[0] for line in said)), any(line[1] for line in said)
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:

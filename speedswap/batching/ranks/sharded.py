@@ -47,6 +47,7 @@ class Sharded(Alone):
     """
 
     in_step = True
+    may_differ = False
 
     def __init__(self, roots: Sequence[FSDPModule]) -> None:
         self._roots = list(roots)
@@ -204,9 +205,9 @@ class Sharded(Alone):
         buffers.restore()
         random.restore()
 
-    def end(self, size: int, batch_size: int) -> int:
-        said = self._exchange.round(END, size if size < batch_size else math.inf)
-        return int(min(size, *(line[0] for line in said)))
+    def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
+        said = self._exchange.round(END, size if size < batch_size else math.inf, float(gives_aux))
+        return int(min(size, *(line[0] for line in said))), any(line[1] for line in said)
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:

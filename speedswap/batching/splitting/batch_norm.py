@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["batch_norms", "whole_batch_statistics"]
+__all__ = ["batch_norms", "uses_batch_statistics", "whole_batch_statistics"]
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm layer that normalizes by the batch's own statistics."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
 def batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
-    """The BatchNorm layers that normalize by the batch's own statistics and track them; each once."""
+    """The BatchNorm layers in these modules that normalize by the batch's own statistics; each once."""
     found = {part: None for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
-    return [norm for norm in found if norm.training and norm.track_running_stats]
+    return [norm for norm in found if uses_batch_statistics(norm)]
 
 
 @contextmanager
@@ -25,8 +30,10 @@ def whole_batch_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
 
     Inside, each pass leaves its own mean and variance as the running ones; they are combined (Chan, Golub and LeVeque
     1983) and at the end applied with the layer's momentum, and ``num_batches_tracked`` rises by one. Where an exception
-    leaves the block, only the momentum is put back: the buffers are the caller's to restore.
+    leaves the block, only the momentum is put back: the buffers are the caller's to restore. Layers that keep no
+    running statistics are left alone.
     """
+    norms = [norm for norm in norms if norm.running_mean is not None]
     moments = {norm: _Moments(norm) for norm in norms}
     hooks = [norm.register_forward_hook(moments[norm]) for norm in norms]
     momentum = {norm: norm.momentum for norm in norms}

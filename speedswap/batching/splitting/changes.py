@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,11 @@ class Changes:
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
         self._storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+
+    @property
+    def found(self) -> Collection[nn.Module]:
+        """The modules that have run, where they are not known."""
+        return self._seen
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -5,8 +5,9 @@ is, its custom loop with ``ib.batch_()`` included. What differs:
 
 * Memory. Only one micro-batch's activations are in memory at a time; moving outputs to another device did not free
   what their graphs held. Micro-batches are as large as fits, not single samples, so that batch normalization works.
-* Gradients are those of the whole batch. Torch's own criteria are weighed by what their means are over; any other one
-  sees the outputs of the whole batch.
+* Gradients are those of the whole batch, BatchNorm aside. Torch's own criteria are weighed by what their means are
+  over; any other one sees the outputs of the whole batch. The loss of a ``Step`` sees parts: one that compares samples,
+  or is reduced otherwise than declared, is an error.
 * Batches may be tuples or dictionaries, and so may outputs. A sample's output may be a single number.
 * ``batch_()`` without an argument takes the batch that ``ib.dataloader`` has handed out last. ``loss()`` and
   ``backward()`` work in one's own loop too.

@@ -17,7 +17,8 @@ class Step:
 
     Attributes:
         loss: called with the models, the criteria (both as InfinityBatch has them: one, a list, or by name), and inputs
-            and targets of a micro-batch on the forward device; returns its loss.
+            and targets of a micro-batch on the forward device; returns its loss. One that compares samples with each
+            other, or is reduced otherwise than ``reduction`` and ``normalizer`` say, is refused on its first batch.
         optimizers: the names, or the places in the list, of the optimizers that step; None for all.
         reduction: what ``loss`` does with its samples, as of :class:`speedswap.BatchSplitter`.
         normalizer: what its mean is over, called with inputs and targets; samples by default.

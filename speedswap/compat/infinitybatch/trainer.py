@@ -31,9 +31,9 @@ class InfinityBatch(Components, HasContainers):
     """Trains a model with batches of any size.
 
     Batches are split by :class:`speedswap.BatchSplitter`: only one micro-batch's activations are in memory at a time,
-    and the gradients are those of the whole batch. Torch's own criteria are differentiated micro-batch by micro-batch;
-    any other criterion is given the outputs of the whole batch, as it may compare samples, at the cost of one more
-    forward pass.
+    and the gradients are those of the whole batch, unless the model has BatchNorm, which normalizes each micro-batch by
+    its own statistics. Torch's own criteria are differentiated micro-batch by micro-batch; any other criterion is given
+    the outputs of the whole batch, as it may compare samples, at the cost of one more forward pass.
 
     Args:
         model: what is trained; or several, as a list or by name, with ``steps``.
@@ -265,6 +265,7 @@ class InfinityBatch(Components, HasContainers):
                 normalizer=known.normalizer if known else None,
                 batch_norm=self._batch_norm,
                 offload_activations=self._offload,
+                check=step is not None,  # torch's own criteria are what reduction_of says
                 scaler=self.scaler,
                 callbacks=[self._bridge],
             )

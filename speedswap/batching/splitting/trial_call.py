@@ -1,0 +1,187 @@
+"""Calls of a loss function on a few samples that leave no trace, and what can make their results uncertain."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from speedswap.batching.nested import tensors_of
+from speedswap.batching.rollback import Buffers, RandomState
+
+__all__ = ["Collective", "Observed", "no_trace"]
+
+_TF32_EPS = 2.0**-10
+_MATMUL_EPS = {"highest": 0.0, "high": _TF32_EPS, "medium": 2.0**-8}
+
+# Values a sample that a loss may be the small difference of. In half precision only a loss a sample: what is wider is
+# mostly activations, whose rounding the loss averages over.
+_COLUMNS = 64
+_HALF_PRECISION = 1e-4
+
+# Larger values among a few are fillers, such as the -1e9 of a mask, and no terms of a loss.
+_FILLER = 1e8
+
+
+class Collective(BaseException):
+    """A function was about to communicate with other processes, which may not do so now.
+
+    No Exception, so that no ``except Exception`` in the function takes it for a failure of its own.
+    """
+
+
+class _BuffersInPlace:
+    """The buffers of modules, by value and by place: a module may write into one, or assign another tensor."""
+
+    def __init__(self) -> None:
+        self._values = Buffers()
+        self._places: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def note(self, module: nn.Module) -> None:
+        if module not in self._places:
+            self._places[module] = dict(module._buffers)
+            self._values.note(buffer for buffer in module._buffers.values() if buffer is not None)
+
+    def _reassigned(self) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
+        for module, before in self._places.items():
+            for name, buffer in before.items():
+                if module._buffers.get(name) is not buffer:
+                    yield module, name, buffer
+
+    def have_changed(self) -> bool:
+        return next(self._reassigned(), None) is not None or self._values.have_changed()
+
+    def restore(self) -> None:
+        for module, name, buffer in self._reassigned():
+            module._buffers[name] = buffer
+        self._values.restore()
+
+
+class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Everything that torch computes inside, as far as it tells how certain the result is.
+
+    Args:
+        samples: how many the results are of.
+        random: the random numbers' state as it was, and may not have moved.
+        buffers: likewise.
+
+    Attributes:
+        eps: machine epsilon of the least precise arithmetic.
+        largest: the largest magnitude of a value that a loss may be a small difference of.
+        by_design: whether batch statistics were used, or tensors that are scaled by what the batch holds.
+    """
+
+    def __init__(self, samples: int, random: RandomState, buffers: _BuffersInPlace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._samples = samples
+        self._random = random
+        self._buffers = buffers
+        self._generators: dict[torch.Generator, Tensor] = {}
+        self.eps = 0.0
+        self.largest = 1.0
+        self.by_design = False
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the same samples give the same result again, in whatever company."""
+        still = not self._generators and RandomState() == self._random and not self._buffers.have_changed()
+        return still and not self.by_design
+
+    def restore(self) -> None:
+        """Put back the generators that were used by name."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "c10d" in func.namespace or any(kind.__module__.startswith("torch.distributed") for kind in types):
+            raise Collective
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Generator) and value not in self._generators:
+                self._generators[value] = value.get_state()
+        name = func.name()
+        if "quantize" in name or ("batch_norm" in name and _uses_batch(func, args, kwargs)):
+            self.by_design = True
+        result = func(*args, **kwargs)
+        for tensor in tensors_of(result):
+            self._note(name, tensor)
+        return result
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return
+        if tensor.dtype.itemsize == 1:
+            self.by_design = True  # 8-bit floats are scaled by the largest value in the batch
+            return
+        eps = torch.finfo(tensor.dtype).eps
+        self.eps = max(self.eps, eps, _eps_inside(name, tensor))
+        few = self._samples * (1 if eps > _HALF_PRECISION else _COLUMNS)
+        if 0 < tensor.numel() <= few and tensor.layout == torch.strided:
+            size = float(tensor.detach().abs().max())
+            if size < _FILLER:
+                self.largest = max(self.largest, size)
+
+
+def _uses_batch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a normalization's statistics are those of the batch.
+
+    InstanceNorm arrives as one sample with more channels.
+    """
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    training = given.get("training", given.get("train", "no_update" not in func.name()))
+    return bool(training) and any(isinstance(one, Tensor) and one.dim() > 1 and len(one) > 1 for one in args[:1])
+
+
+def _eps_inside(name: str, tensor: Tensor) -> float:
+    """Machine epsilon of the arithmetic inside an operation, where that is less precise than its result."""
+    if tensor.dtype != torch.float32:
+        return 0.0
+    if "conv" in name and tensor.is_cuda:
+        return _TF32_EPS  # cuDNN's default
+    if "mm" in name or "conv" in name or "linear" in name:
+        try:
+            return _MATMUL_EPS[torch.get_float32_matmul_precision()]
+        except RuntimeError:  # set by torch's newer interface, which this one cannot tell
+            return _MATMUL_EPS["medium"]
+    return 0.0
+
+
+@contextmanager
+def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
+    """Around calls that leave random numbers, buffers and caches as they were; no graph is kept.
+
+    Args:
+        modules: those whose buffers are known; of others that run, the buffers are copied just before they do.
+        samples: how many the calls are given.
+    """
+    random, buffers = RandomState(), _BuffersInPlace()
+    for module in modules:
+        for part in module.modules():
+            buffers.note(part)
+    observed = Observed(samples, random, buffers)
+    hook = register_module_forward_pre_hook(lambda module, args: buffers.note(module))
+    try:
+        with torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
+            warnings.simplefilter("ignore")  # about so few samples
+            yield observed
+    finally:
+        hook.remove()
+        observed.restore()
+        buffers.restore()
+        random.restore()
+        torch.clear_autocast_cache()  # of weights that were cast without a graph
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Around calls of compiled functions, which would be compiled again for sizes that do not come again."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: Callable[..., AbstractContextManager[Any]] = torch.compiler.set_stance
+    return stance("force_eager")
