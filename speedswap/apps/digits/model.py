@@ -21,6 +21,7 @@ class DigitsNet(nn.Module):
         seed: of the initial values.
 
     Example:
+        >>> import torch
         >>> DigitsNet(width=8)(torch.zeros(5, 1, 8, 8)).shape
         torch.Size([5, 10])
     """

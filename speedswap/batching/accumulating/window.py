@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedswap.batching.parameters import has_memory
 from speedswap.errors import BatchError, OptimizerError
 
 __all__ = ["Replayable", "Window"]
@@ -203,7 +204,8 @@ def _values(parameter: Tensor) -> Tensor | None:
 
 
 def _has_moved(parameter: Tensor, values: Tensor | None) -> bool:
-    return values is not None and values.data_ptr() != parameter.data_ptr()
+    """Whether it stands for other values than these were. What has no memory of its own stands for new ones each time."""
+    return not has_memory(parameter) or (values is not None and values.data_ptr() != parameter.data_ptr())
 
 
 def _unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from speedswap.batching.parameters import has_memory
 from speedswap.errors import OptimizerError
 
 __all__ = ["OptimizerFactory", "StepMemory", "measure_step"]
@@ -110,15 +111,6 @@ def _unhooked(kind: type[Optimizer]) -> Callable[..., Any]:
     """The step of optimizers without the hooks that torch runs for all of them: the twin's steps are nobody's."""
     step: Callable[..., Any] = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-
-
-def has_memory(parameter: Tensor) -> bool:
-    """Whether a parameter has memory of its own; one that stands for rows elsewhere refuses to show any."""
-    try:
-        parameter.untyped_storage()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _layout(parameter: Tensor) -> torch.layout | None:

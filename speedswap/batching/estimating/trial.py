@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from speedswap._words import a_kind
-from speedswap.batching.estimating.step_memory import has_memory
 from speedswap.batching.estimating.timeline import Recorder, Timeline, record
 from speedswap.batching.nested import Batch, tensors_of
+from speedswap.batching.parameters import has_memory
 from speedswap.batching.rollback import Buffers, Gradients, RandomState, leaves_of
 from speedswap.batching.splitting.accumulate import Float32Sums
 from speedswap.batching.splitting.offload import activations_on_host
