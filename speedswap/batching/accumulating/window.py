@@ -204,7 +204,7 @@ def _values(parameter: Tensor) -> Tensor | None:
 
 
 def _has_moved(parameter: Tensor, values: Tensor | None) -> bool:
-    """Whether it stands for other values than these were. What has no memory of its own stands for new ones each time."""
+    """Whether it stands for other values than these were; without memory of its own it does so each time."""
     return not has_memory(parameter) or (values is not None and values.data_ptr() != parameter.data_ptr())
 
 
