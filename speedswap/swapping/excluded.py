@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from speedswap._words import a_kind
 from speedswap.errors import IdError
 
 __all__ = ["Exclude", "Excluded", "excluded"]
@@ -123,7 +124,7 @@ def _padded(exclude: Tensor, pieces: _Pieces, device: torch.device, table: str) 
 def _listed(exclude: Sequence[Tensor], pieces: _Pieces, device: torch.device, table: str) -> tuple[Tensor, Tensor]:
     """Pairs of query and id, out of a tensor of ids for each query."""
     if isinstance(exclude, str) or not isinstance(exclude, Sequence):
-        raise TypeError(f"exclude is a {type(exclude).__name__}; pass a tensor, or a list with one for each query")
+        raise TypeError(f"exclude is {a_kind(exclude)}; pass a tensor, or a list with one for each query")
     if len(exclude) != pieces.num_queries:
         raise ValueError(
             f"exclude is a list of {len(exclude)}, but there are {pieces.num_queries} queries; give ids for each, or "
@@ -138,7 +139,7 @@ def _listed(exclude: Sequence[Tensor], pieces: _Pieces, device: torch.device, ta
 def _checked(ids: Tensor, name: str, num_rows: int, table: str) -> Tensor:
     """The ids as int64, once they are known to be in the table."""
     if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} is a {type(ids).__name__}; pass a tensor of ids, as torch.tensor makes one")
+        raise TypeError(f"{name} is {a_kind(ids)}; pass a tensor of ids, as torch.tensor makes one")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} has dtype {ids.dtype}; give ids as int32 or int64, or a mask as bool")
     if name != "exclude" and ids.dim() != 1:

@@ -33,8 +33,7 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], *, de
 
     The batches are taken from the loader ``depth`` steps earlier than without, so a loader that draws from the same
     random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
-    has every step that was completed. Between the optimizer's step and the next batch the rows in ``weight`` may be
-    looked at, not changed.
+    has every step that was completed; reading or changing it in between waits for the rows that are on their way.
 
     Args:
         loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.

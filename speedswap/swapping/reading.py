@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._words import a_kind
 from speedswap.tables import Table
 
 __all__ = ["read_rows"]
@@ -21,7 +22,7 @@ def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:
     if isinstance(ids, int) and not isinstance(ids, bool):
         ids = torch.tensor(ids)
     if not isinstance(ids, Tensor):
-        raise TypeError(f"ids is a {type(ids).__name__}; pass a tensor of whole numbers, one number, or None for all")
+        raise TypeError(f"ids is {a_kind(ids)}; pass a tensor of whole numbers, one number, or None for all")
     if ids.dtype not in _INTEGERS:
         raise TypeError(f"ids has dtype {ids.dtype}; give whole numbers, as ids.long() or mask.nonzero() has them")
     wide = ids.long()

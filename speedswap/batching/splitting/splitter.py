@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from speedswap._words import a_kind
 from speedswap.batching.callbacks import Callback, Event
 from speedswap.batching.functions import alive, closure, identity, kind_of, name_of
 from speedswap.batching.nested import Batch, replace_tensors, tensors_of
@@ -595,7 +596,7 @@ class BatchSplitter:
 
     def _checked_loss(self, loss: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
         if not isinstance(loss, Tensor):
-            raise BatchError(f"loss_fn {name_of(loss_fn)} returned a {type(loss).__name__}; it must return a tensor")
+            raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
         if self._reduction == "none" and loss.dim() and len(loss) == size:
             return loss
         if self._reduction != "none" and loss.numel() == 1:

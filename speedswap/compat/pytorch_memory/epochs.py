@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedswap._words import a_kind
 from speedswap.batching.feeding.feed import Feed, feed
 from speedswap.compat.pytorch_memory.config import Config
 from speedswap.errors import BatchError
@@ -192,7 +193,7 @@ def multiply_epochs(epoch_generator: Iterable[Any], epoch_count: int = 2) -> Ite
     """
     if epoch_count > 1 and not isinstance(epoch_generator, _Epoch) and iter(epoch_generator) is epoch_generator:
         raise BatchError(
-            f"epoch_generator is a {type(epoch_generator).__name__}, which gives its batches once; to give them "
+            f"epoch_generator is {a_kind(epoch_generator)}, which gives its batches once; to give them "
             "again they would all have to be kept: pass what generate_epoch returns, or a list"
         )
     for _ in range(epoch_count):
