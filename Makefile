@@ -8,6 +8,7 @@
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
 # PARTS=tests,sanitizer    of gpu-check, these parts alone, by name or group; OUT=… LIMIT=…: its folder and its seconds
+# PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
 # SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
 
 PYTHON ?= python3
@@ -16,6 +17,7 @@ TORCH_INDEX ?=
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 OUT ?= benchmarks/results
 PARTS ?=
+PROCESSES ?= 2
 LIMIT ?= 450
 
 VENV := .venv
@@ -39,7 +41,7 @@ demo: $(VENV)/.stamp-demo
 	@echo "The vectors, the loss plot and the figures are in $(CURDIR)/demo-output"
 
 test: lint
-	$(BIN)/python -m pytest --nbmake
+	$(BIN)/python -m pytest --nbmake -n $(PROCESSES) --dist loadfile
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check

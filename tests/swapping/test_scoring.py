@@ -276,7 +276,7 @@ def test_any_pieces_and_exclusions_give_torchs_rows(data: st.DataObject) -> None
         ({"exclude": torch.tensor([[3, 1]])}, ValueError, "but there are 2 queries; give a row of ids for each"),
         ({"exclude": [torch.tensor([3])]}, ValueError, "exclude is a list of 1, but there are 2 queries"),
         ({"exclude": [torch.tensor([3]), torch.tensor([99])]}, IdError, r"exclude\[1\]\[0\] is 99"),
-        ({"exclude": [3, 4]}, TypeError, r"exclude\[0\] is a int; pass a tensor of ids"),
+        ({"exclude": [3, 4]}, TypeError, r"exclude\[0\] is an int; pass a tensor of ids"),
         (
             {"exclude": torch.ones(50).byte()},
             TypeError,
