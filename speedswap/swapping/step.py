@@ -114,17 +114,27 @@ class RowStep:
             LostUpdateError: it did not, and never will; its rows and gradients are dropped.
         """
         self._require_trainable()
-        with as_plain():
+        self._open()
+        try:
             if self._status is _Status.STEPPING and not self.in_closure:
-                self.abandon()  # the optimizer's step raised
+                self._abandon()  # the optimizer's step raised
             lost = self._what_was_changed()
+            if lost is None and self._status is _Status.STEPPED and self.weight.grad is None:
+                self._release()
+        finally:
+            self._close()
         lost = lost or self._why_in_no_optimizer()
         if lost is not None:
             self.abandon()
             raise LostUpdateError(lost)
-        with as_plain():
-            if self._status is _Status.STEPPED and self.weight.grad is None:
-                self._release()
+
+    def _open(self) -> None:
+        """Let the weight be the tensor behind it: an ordinary parameter with the batch's rows."""
+        self.weight.__class__ = nn.Parameter
+
+    def _close(self) -> None:
+        """Let the weight stand for the whole table."""
+        self.weight.__class__ = TableWeight
 
     def _require_trainable(self) -> None:
         if not self._trainable:
@@ -171,14 +181,17 @@ class RowStep:
         """
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        with as_plain():
+        self._open()
+        try:
             self._receive(block, version, grad.detach())
+        finally:
+            self._close()
 
     def _receive(self, block: Block, version: int, grad: Tensor) -> None:
         if self.padding_idx is not None:
             grad.masked_fill_((block.rows == self.padding_idx).unsqueeze(1), 0)
         if self._status is _Status.STEPPING and not self.in_closure:
-            self.abandon()
+            self._abandon()
         lingering = self.weight.grad
         if self._rows is not None and lingering is not None and not self._is_zeroed(lingering):
             block, grad = self._merged(lingering, block, grad, version)
@@ -247,10 +260,12 @@ class RowStep:
         if self._status is _Status.STEPPING and is_inner_step(optimizer):
             self._has_inner_steps = True
             return
-        with as_plain():
+        self._open()
+        try:
             self._swap_in(optimizer)
-        if self._status is _Status.STEPPING:
-            self.weight.__class__ = nn.Parameter
+        finally:
+            if self._status is not _Status.STEPPING:
+                self._close()
 
     def _swap_in(self, optimizer: Optimizer) -> None:
         grad = self.weight.grad
@@ -299,7 +314,7 @@ class RowStep:
         try:
             self._scatter(optimizer, behind)
         finally:
-            self.weight.__class__ = TableWeight
+            self._close()
 
     def _scatter(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
         assert self._rows is not None
@@ -338,11 +353,16 @@ class RowStep:
 
     def abandon(self) -> None:
         """Forget rows and gradients, and what a step that was not completed has done to the optimizer's scalars."""
+        self._open()
+        try:
+            self._abandon()
+        finally:
+            self._close()
+
+    def _abandon(self) -> None:
         if self._status is _Status.STEPPING:
             self._restore_scalars()
-            self.weight.__class__ = TableWeight
-        with as_plain():
-            self._release()
+        self._release()
 
     def _restore_scalars(self) -> None:
         optimizer = self.optimizer

@@ -212,9 +212,7 @@ class TableModule(nn.Module):
                 table.
         """
         weight = self.weight
-        with as_plain():
-            trained = weight.requires_grad and torch.is_grad_enabled()
-        if not trained:
+        if not (weight.requires_grad and torch.is_grad_enabled()):
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
         require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)

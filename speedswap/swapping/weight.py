@@ -137,7 +137,7 @@ class _Rows:
     def _require_no_graph(self, func: Any) -> None:
         """Raise WeightError for a change in place that autograd would have to know of, as torch does."""
         with as_plain():
-            if torch.is_grad_enabled() and self.requires_grad and func not in _FROM_TORCH_INIT:  # type: ignore[attr-defined]
+            if torch.is_grad_enabled() and self.requires_grad and func not in _FROM_TORCH_INIT:
                 raise WeightError(
                     f"weight requires a gradient and was changed in place by {name_of(func)}; do that under "
                     "torch.no_grad(), or to weight.data"
@@ -151,10 +151,34 @@ class _Rows:
             one = self.new_empty((1,) * len(self._shape))  # type: ignore[attr-defined]
         return func(one, *args, **kwargs).expand(self._shape)
 
+    # Every step asks for these two, and a property answers four times as fast as a torch function.
+    @property
+    def grad(self) -> Tensor | None:
+        with as_plain():
+            return _tensor.grad.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        self._set_grad(grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._set_grad(None)
+
+    @property
+    def requires_grad(self) -> bool:
+        with as_plain():
+            return _tensor.requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        with as_plain():
+            _tensor.requires_grad.__set__(self, requires_grad)
+
     def _set_grad(self, grad: Tensor | None) -> None:
         with as_plain():
-            if grad is None or grad.shape == self.shape:  # type: ignore[attr-defined]
-                self.grad = grad
+            if grad is None or grad.shape == _tensor.shape.__get__(self):
+                _tensor.grad.__set__(self, grad)
                 return
         if grad.shape != self._shape or not is_one_value(grad) or grad.flatten()[0] != 0:
             raise WeightError(
