@@ -46,8 +46,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # What takes long begins first, so that several processes end together.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if not config.pluginmanager.has_plugin("gpu_tests"):  # which has an order of its own
+        # What takes long begins first, so that several processes end together.
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--gpu-only"):
         chosen, others = [], []
         for item in items:
