@@ -308,7 +308,14 @@ class TableModule(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, table={self.table!r}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if fn(torch.zeros(1, dtype=self.table.dtype)).dtype != self.table.dtype:
+        before = torch.zeros(1, dtype=self.table.dtype)
+        after = fn(before)
+        if not torch._has_compatible_shallow_copy_type(before, after):
+            raise TypeError(
+                f"the rows of table {self.table.name!r} cannot be looked up on device {after.device}, and stay where "
+                "they are; leave the embedding out when the model is moved there"
+            )
+        if after.dtype != self.table.dtype:
             raise TypeError(
                 f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when the "
                 "embedding is made, or convert what it returns"

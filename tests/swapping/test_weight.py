@@ -108,6 +108,15 @@ def test_the_error_names_what_to_call_instead(use: str, remedy: str, items: Any)
         USES[use](items.weight)
 
 
+def test_a_device_without_memory_is_refused(items: Any) -> None:
+    """Torch would put another parameter in the weight's place there, and that would be trained in vain."""
+    weight = items.weight
+    with pytest.raises(TypeError, match="'items' cannot be looked up on device meta"):
+        nn.Sequential(items).to("meta")
+    assert items.weight is weight
+    train(items, torch.optim.SGD(items.parameters(), lr=0.1))
+
+
 def test_a_head_tied_to_the_weight_is_an_error_when_it_is_used(items: Any) -> None:
     head = nn.Linear(DIM, ROWS, bias=False)
     head.weight = items.weight
