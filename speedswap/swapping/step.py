@@ -27,7 +27,7 @@ from speedswap.errors import LostUpdateError, OptimizerError
 from speedswap.swapping.doubt import Doubt
 from speedswap.swapping.probe import RowState, probe
 from speedswap.swapping.scalars import Scalars, copied
-from speedswap.swapping.weight import TableWeight, as_plain
+from speedswap.swapping.weight import TableWeight, as_plain, is_one_value
 from speedswap.tables import Block, Column, Table
 
 __all__ = ["RowStep"]
@@ -414,6 +414,8 @@ class RowStep:
         before, self._optimizer = self._optimizer, weakref.ref(optimizer)
         try:
             existing = self._declare(optimizer)
+            held = optimizer.state.get(self.weight, {})
+            self.check_state({key: value for key, value in held.items() if not _is_made_of_weight(value)})
         except BaseException:
             self._optimizer = before
             raise
@@ -499,18 +501,11 @@ class RowStep:
         if not state:
             return
         for column in self._row_state.columns:
-            if self._is_placeholders(column, state.get(column.name)):
-                # Made with the optimizer (Adagrad), out of the weight: the table's rows start with that value.
+            if _is_made_of_weight(state.get(column.name)):  # the table's rows start with that value
                 del state[column.name]
                 self._first_step = False
                 self._scalars.remember(self._row_state.scalars, state)
         self.write_state(state)
-
-    def _is_placeholders(self, column: Column, value: object) -> bool:
-        """Whether a state was made for the placeholder: of one row, or of one row that stands for all."""
-        if self.table.num_embeddings == 1 or not isinstance(value, Tensor) or value.shape[1:] != column.row_shape:
-            return False
-        return len(value) == 1 or value.stride(0) == 0
 
     def _is_whole(self, state: dict[str, Any]) -> bool:
         """Whether a parameter's state has every column for the whole table."""
@@ -518,7 +513,7 @@ class RowStep:
         return all(
             isinstance(value := state.get(column.name), Tensor)
             and tuple(value.shape) == (rows, *column.row_shape)
-            and not self._is_placeholders(column, value)
+            and not _is_made_of_weight(value)
             for column in self._row_state.columns
         )
 
@@ -631,6 +626,11 @@ class RowStep:
                 self.attach(innermost(thing))
                 return True
         return False
+
+
+def _is_made_of_weight(value: object) -> bool:
+    """Whether an optimizer made this state when it was constructed, as Adagrad does with ``full_like(weight)``."""
+    return isinstance(value, Tensor) and is_one_value(value)
 
 
 def is_inner_step(optimizer: Optimizer) -> bool:

@@ -430,6 +430,20 @@ def test_a_step_inside_of_a_step_may_raise_and_be_tried_again(items: speedswap.E
     torch.testing.assert_close(items.table.read(), before, rtol=0, atol=1e-12)
 
 
+def test_loaded_state_of_one_row_is_refused_and_not_taken_for_the_tables(items: speedswap.Embedding) -> None:
+    """As of a table of one row; every step says so, and the table is as before."""
+    optimizer = torch.optim.Adam(items.parameters())
+    one_row = torch.ones(1, DIM, dtype=torch.float64)
+    state = {0: {"step": torch.tensor(3.0), "exp_avg": one_row, "exp_avg_sq": one_row}}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    before = items.table.read()
+    for _ in range(2):
+        items(torch.tensor([1])).sum().backward()
+        with pytest.raises(ValueError, match=r"'exp_avg' in the optimizer's state_dict has shape \(1, 4\)"):
+            optimizer.step()
+    assert torch.equal(items.table.read(), before)
+
+
 def test_writing_the_table_between_backward_and_step_is_seen(items: speedswap.Embedding) -> None:
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     ids = torch.tensor([1, 2])
