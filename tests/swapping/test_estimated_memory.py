@@ -38,6 +38,13 @@ def test_estimating_counts_no_table_and_leaves_no_gradient(made: bool, model: nn
     assert torch.equal(model[0].table.read(), twin[0].table.read())
 
 
+def test_table_that_only_the_loss_knows_is_left_as_it_was() -> None:
+    items, head = speedswap.Embedding(ROWS, DIM, seed=1), nn.Linear(DIM, 1)
+    estimate = speedswap.estimate_memory(head, torch.randint(ROWS, (16,)), loss_fn=lambda ids: head(items(ids)).sum())
+    assert estimate.parameters == 4 * (DIM + 1)
+    assert items.weight.grad is None
+
+
 def test_estimating_between_backward_and_step_is_an_error(model: nn.Sequential) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.tensor([[1, 2]])).sum().backward()

@@ -94,12 +94,12 @@ class Trial(nn.Module):
         Raises:
             BatchError: one has a gradient already, which the trial would mix with its own.
         """
-        elsewhere = [(name, one) for name, one in self.model.named_parameters() if not has_memory(one)]
+        elsewhere = [(name, one) for name, one in self.named_parameters() if not has_memory(one)]
         for name, one in elsewhere:
             if one.grad is not None:
                 raise BatchError(
-                    f"{name} has a gradient, which a trial would add to; estimate before the backward pass, or after "
-                    "optimizer.zero_grad()"
+                    f"{name.removeprefix('model.')} has a gradient, which a trial would add to; estimate before the "
+                    "backward pass, or after optimizer.zero_grad()"
                 )
         try:
             yield
@@ -253,14 +253,15 @@ def _described(result: Any) -> str:
 
 def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
     """Runs on batches of these sizes, at least two, and as long as samples and passes take less than ``most_bytes``."""
-    with _untouched(), trial.rows_elsewhere():
+    with _untouched():
         trial.find_others(*_samples(batch, sizes[0]))
-        runs = _recorded(trial, batch, sizes[:1])
-        if sizes[1] * _bytes_a_sample(runs[0]) > most_bytes:
-            return runs + _recorded(trial, batch, [runs[0].size + 1])
-        runs += _recorded(trial, batch, sizes[1:2])
-        bytes_a_sample = _bytes_a_sample(runs[-1])
-        return runs + _recorded(trial, batch, [size for size in sizes[2:] if size * bytes_a_sample <= most_bytes])
+        with trial.rows_elsewhere():
+            runs = _recorded(trial, batch, sizes[:1])
+            if sizes[1] * _bytes_a_sample(runs[0]) > most_bytes:
+                return runs + _recorded(trial, batch, [runs[0].size + 1])
+            runs += _recorded(trial, batch, sizes[1:2])
+            bytes_a_sample = _bytes_a_sample(runs[-1])
+            return runs + _recorded(trial, batch, [size for size in sizes[2:] if size * bytes_a_sample <= most_bytes])
 
 
 def _bytes_a_sample(run: Run) -> float:
