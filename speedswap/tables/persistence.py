@@ -61,7 +61,7 @@ class Persistence:
         A forked child leaves the files to its parent, and a directory that was removed meanwhile stays removed.
         """
         directory = self._segments.directory
-        if not self.is_needed or directory is None or not directory.path.is_dir():
+        if not self.is_needed or directory is None or not directory.exists:
             return
         if threading.current_thread() is threading.main_thread():
             self.flush()

@@ -20,6 +20,7 @@ from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
 from speedswap.tables.init import Initializer
+from speedswap.tables.manifest import require_size
 from speedswap.tables.persistence import Persistence
 from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
@@ -142,12 +143,14 @@ class Table:
         kind = storages.resolve_storage(storage, path)
         engine = storages.resolve_engine(engine, storage, kind)
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
+        require_size(num_embeddings, [weight])
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
         segments = Segments(num_embeddings, kind, seed, name, directory, engine=engine)
         try:
-            segments.add([weight])
-            segments.save_manifest({})
+            segments.add([weight], lambda: segments.save_manifest({}))
+            if directory is not None:
+                directory.publish()
         except BaseException:
             if directory is not None:
                 directory.remove()
@@ -169,7 +172,7 @@ class Table:
         """
         if mode not in ("r", "r+"):
             raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
-        directory, manifest = TableDirectory.open(Path(path), writable=mode == "r+")
+        directory, manifest, memories = TableDirectory.open(Path(path), writable=mode == "r+")
         segments = Segments(
             manifest.num_embeddings,
             "memmap",
@@ -179,11 +182,7 @@ class Table:
             written=manifest.written,
             writes=manifest.writes,
         )
-        try:
-            segments.open(manifest.segments)
-        except BaseException:
-            segments.close()
-            raise
+        segments.open(manifest.segments, memories)
         return cls(segments, manifest.attributes)
 
     @classmethod
@@ -493,9 +492,7 @@ class Table:
         with self._lock:
             self.version += 1
             self._come_to_rest()
-            self._segments.add(columns)
-            self._persistence.save_manifest()
-            self._segments.discard_stale_files()
+            self._segments.add(columns, self._persistence.save_manifest)
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give columns that exist their initial values again, in every row.
@@ -546,7 +543,7 @@ class Table:
         try:
             if os.getpid() == self._owner_pid:
                 self._come_to_rest()
-                self.flush()
+                self._persistence.flush()
         finally:
             self._closed = True
             if self._persistence.is_needed:
@@ -603,7 +600,11 @@ class Table:
         self.version += 1
         if not self._segments.written:
             self._segments.written = True
-            self._persistence.save_manifest()
+            try:
+                self._persistence.save_manifest()
+            except BaseException:
+                self._segments.written = False  # the manifest may not say so, and no row will change
+                raise
         return self.version
 
     def _check_open(self, *, writing: bool = False) -> None:
@@ -617,3 +618,5 @@ class Table:
             )
         if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
+        if self._segments.follow(self.attributes):
+            self.version += 1
