@@ -7,10 +7,10 @@ import logging
 import os
 import re
 import stat
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from speedswap._locks import Locked
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables import unfinished
 from speedswap.tables.file_memory import FileMemory, write_file
@@ -28,7 +28,7 @@ _TRIES = 100
 _log = logging.getLogger("speedswap")
 
 
-class TableDirectory:
+class TableDirectory(Locked):
     """A table's files. A writable one holds the directory's lock until released.
 
     Attributes:
@@ -37,19 +37,18 @@ class TableDirectory:
     """
 
     def __init__(self, path: Path, place: Path, files: OpenDirectory, lock: WriterLock | None) -> None:
+        super().__init__()
         self.path = path
         self.writable = lock is not None
         self._place = place  # as path, without links
         self._files = files
-        self._lock = lock
+        self._writer_lock = lock
         self._owner_pid = os.getpid()
         self._manifest = b""  # as last read or written by this object
         self._manifest_file: OpenFile | None = None  # open, so that no other file can pass for it
         self._manifest_path = str(place / MANIFEST)
-        self._seen: tuple[int, ...] = ()
+        self._seen: tuple[int, ...] | None = None
         self._made: list[Path] = []  # directories above it that came with it
-        self._following = threading.Lock()
-        self._following_pid = self._owner_pid
 
     # ------------------------------------------------------------------ making one
 
@@ -214,8 +213,11 @@ class TableDirectory:
         """Whether the files are this process's to write; a forked child only reads."""
         return self.writable and os.getpid() == self._owner_pid
 
-    def follow(self) -> tuple[Manifest, list[FileMemory]] | None:
+    def follow(self, accept: Callable[[Manifest], None]) -> tuple[Manifest, list[FileMemory]] | None:
         """Manifest and data as they are now, if another process has replaced them; None if not.
+
+        Args:
+            accept: raises if what the manifest says is another table.
 
         Raises:
             TableClosedError: there is no table any more.
@@ -223,17 +225,20 @@ class TableDirectory:
         """
         if self._current() == self._seen:
             return None
-        if self._following_pid != os.getpid():  # a forked child: its parent's may be held for ever
-            self._following, self._following_pid = threading.Lock(), os.getpid()
-        with self._following:
+        with self.lock:
+            self.writable = False
             try:
                 self._files = open_files(self.path, self._place)
-                self.writable = False
-                return self._read()
-            except FileNotFoundError:
+                manifest, memories = self._read()
+                accept(manifest)
+            except BaseException as error:
+                self._seen = None  # and so the next one finds out as well
+                if not isinstance(error, FileNotFoundError):
+                    raise
                 raise TableClosedError(
                     f"the table at {str(self.path)!r} was removed, or moved away; open it where it is now"
                 ) from None
+            return manifest, memories
 
     def _current(self) -> tuple[int, ...]:
         """What tells the manifest at the table's place from another one; nothing if there is none."""
@@ -324,15 +329,15 @@ class TableDirectory:
 
     def release(self) -> None:
         """Give the lock back; harmless if it is not held."""
-        if self._lock is not None:
-            self._lock.release()
+        if self._writer_lock is not None:
+            self._writer_lock.release()
 
     def remove(self) -> None:
         """Remove the directory with the table that is in it, and what was made for it above."""
         hidden = unfinished.hidden(self._place)
         try:
-            if self._lock is None or not self._lock.is_held:
-                self._lock = WriterLock(self._files, say=False)
+            if self._writer_lock is None or not self._writer_lock.is_held:
+                self._writer_lock = WriterLock(self._files, say=False)
             if self._files.is_at(self._place):  # first out of sight, so that no half of it is found
                 os.rename(self._place, hidden)
             if self._files.is_at(hidden):

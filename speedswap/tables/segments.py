@@ -19,15 +19,6 @@ from speedswap.tables.storage import Memory, Storage
 __all__ = ["Segments"]
 
 
-class _Known:
-    """What is found once for some segments, since every batch asks."""
-
-    def __init__(self, segments: tuple[Segment, ...]) -> None:
-        self.segments = segments
-        self.columns: dict[str, Column] = {c.name: c for segment in segments for c in segment.layout.columns}
-        self.groups: dict[tuple[str, ...], list[tuple[Segment, list[Column]]]] = {}
-
-
 class Segments:
     """The records of every column. Most tables have one segment; columns that come late get another.
 
@@ -40,7 +31,12 @@ class Segments:
         engine: how rows go between host memory and a GPU.
         written: whether rows may differ from their initial values.
         writes: how many scatters there have been.
+
+    Attributes:
+        lost: whether the memory is gone, since columns could neither be added nor the old ones be put back.
     """
+
+    lost = False
 
     def __init__(
         self,
@@ -63,7 +59,9 @@ class Segments:
         self.written = written
         self.writes = writes
         self._segments: tuple[Segment, ...] = ()
-        self._known = _Known(())
+        # Found once for these segments, since every batch asks.
+        self._columns: tuple[tuple[Segment, ...], dict[str, Column]] = (), {}
+        self._groups: dict[tuple[str, ...], list[tuple[Segment, list[Column]]]] = {}
 
     def open(self, entries: Iterable[SegmentEntry], memories: Iterable[FileMemory]) -> None:
         """Take the mapped data files that a manifest names."""
@@ -88,11 +86,10 @@ class Segments:
         """
         if self.directory is None or self.directory.is_mine:
             return False
-        found = self.directory.follow()
+        found = self.directory.follow(self._require_same_table)
         if found is None:
             return False
         manifest, memories = found
-        self._require_same_table(manifest)
         attributes.clear()
         attributes.update(manifest.attributes)
         self.seed, self.written, self.writes = manifest.seed, manifest.written, manifest.writes
@@ -140,13 +137,13 @@ class Segments:
     @property
     def columns(self) -> dict[str, Column]:
         """Every column by name, in the order of their coming."""
-        return self._now().columns
-
-    def _now(self) -> _Known:
-        known = self._known
-        if known.segments is not self._segments:
-            known = self._known = _Known(self._segments)
-        return known
+        segments, columns = self._columns
+        if segments is not self._segments:
+            segments = self._segments
+            columns = {column.name: column for segment in segments for column in segment.layout.columns}
+            self._groups = {}
+            self._columns = segments, columns  # both at once, for other threads
+        return columns
 
     def of(self, column: str) -> Segment:
         """The segment that holds a column.
@@ -161,14 +158,15 @@ class Segments:
 
     def grouped(self, names: Iterable[str]) -> list[tuple[Segment, list[Column]]]:
         """The named columns by the segment that holds them."""
-        wanted, known = tuple(names), self._now()
-        if wanted not in known.groups:
+        wanted = tuple(names)
+        columns = self.columns
+        if wanted not in self._groups:
             for name in wanted:
-                if name not in known.columns:
+                if name not in columns:
                     self.of(name)  # says that it is not there
-            groups = [(segment, [c for c in segment.layout.columns if c.name in wanted]) for segment in known.segments]
-            known.groups[wanted] = [(segment, some) for segment, some in groups if some]
-        return known.groups[wanted]
+            groups = [(segment, [c for c in segment.layout.columns if c.name in wanted]) for segment in self]
+            self._groups[wanted] = [(segment, some) for segment, some in groups if some]
+        return self._groups[wanted]
 
     def add(self, columns: Sequence[Column], save: Callable[[], None]) -> None:
         """Give every row more columns; in the same records if that costs no more than initial values.
@@ -203,11 +201,12 @@ class Segments:
         layouts = [segment.layout for segment in self]
         for segment in self:
             segment.close()
-        self._segments = ()
         try:
             self._segments = (self._new(columns),)
         except BaseException:
+            self.lost = True  # and so it stays if this fails as well
             self._segments = tuple(self._new(layout.columns) for layout in layouts)
+            self.lost = False
             raise
 
     def _new(self, columns: Sequence[Column]) -> Segment:
