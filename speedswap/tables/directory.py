@@ -197,8 +197,8 @@ class TableDirectory(Locked):
             self._files = open_files(self.path, self._place)
 
     def _load(self) -> Manifest:
-        file, manifest = load_manifest(self._files)
-        self._manifest_file, self._seen = file, identity(os.fstat(file.fd))
+        file, body, manifest = load_manifest(self._files)
+        self._manifest_file, self._manifest, self._seen = file, body, identity(os.fstat(file.fd))
         return manifest
 
     def _open_data(self, entry: SegmentEntry, manifest: Manifest) -> FileMemory:
@@ -281,13 +281,11 @@ class TableDirectory(Locked):
         """Make the names of new files durable, before a manifest speaks of them."""
         self._files.sync()
 
-    def discard_data(self, *, keep: Sequence[str | None]) -> list[str]:
-        """Remove the data files that the table does not use (any more); their names."""
-        stale = [name for name in self._files.names() if _DATA.fullmatch(name) and name not in keep]
-        removed = [name for name in stale if self._files.is_regular(name)]
-        for name in removed:
-            self._files.remove(name)
-        return removed
+    def discard_data(self, *, keep: Sequence[str | None]) -> None:
+        """Remove the data files that the table does not use (any more)."""
+        for name in self._files.names():
+            if _DATA.fullmatch(name) and name not in keep and self._files.is_regular(name):
+                self._files.remove(name)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest, durably, unless it says the same already."""
@@ -302,7 +300,7 @@ class TableDirectory(Locked):
     def names_in_manifest(self, file: str) -> bool:
         """Whether the manifest, as it is in the directory, may name a data file."""
         try:
-            return any(entry.file == file for entry in load_manifest(self._files)[1].segments)
+            return any(entry.file == file for entry in load_manifest(self._files)[2].segments)
         except FileNotFoundError:
             return False
         except (OSError, TableFormatError):
@@ -310,15 +308,15 @@ class TableDirectory(Locked):
 
     def _discard_strays(self, manifest: Manifest) -> None:
         """Remove what a process that was killed has left in the directory."""
-        strays = self.discard_data(keep=[entry.file for entry in manifest.segments])
-        for name in self._files.names():
-            if name.startswith(MANIFEST) and name.endswith(".tmp") and unfinished.is_ours(self._files, name):
-                self._files.remove(name)
-                strays.append(name)
+        used = [entry.file for entry in manifest.segments]
+        strays = [
+            name for name in self._files.names() if _is_stray(name, used) and unfinished.is_ours(self._files, name)
+        ]
         if strays:
-            _log.warning(
-                "removed %s from %s: a process that did not end by itself had left that", ", ".join(strays), self.path
-            )
+            self.sync()  # whoever wrote the manifest may not have got that far
+            for name in strays:
+                self._files.remove(name)
+            _log.warning("removed %s from %s, left behind by a process that was killed", ", ".join(strays), self.path)
 
     # ------------------------------------------------------------------ the end
 
@@ -361,3 +359,7 @@ class TableDirectory(Locked):
         """Keep from others what they may not do with another directory."""
         denied = ~stat.S_IMODE(os.fstat(other._files.fd).st_mode) & 0o777
         os.fchmod(self._files.fd, stat.S_IMODE(os.fstat(self._files.fd).st_mode) & ~denied)
+
+
+def _is_stray(name: str, used: Sequence[str]) -> bool:
+    return (name.startswith(MANIFEST) and name.endswith(".tmp")) or (bool(_DATA.fullmatch(name)) and name not in used)

@@ -19,7 +19,7 @@ def open_files(path: Path, place: Path) -> OpenDirectory:
     """The directory at a table's place; if a process was killed while it replaced it, the one that was there before."""
     try:
         if recovered(place):
-            return OpenDirectory(place)
+            return OpenDirectory(place, shown=path)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
@@ -37,8 +37,8 @@ def recovered(place: Path) -> bool:
     return os.path.lexists(place)
 
 
-def load_manifest(files: OpenDirectory) -> tuple[OpenFile, Manifest]:
-    """The open MANIFEST and what it says, checked with the data files."""
+def load_manifest(files: OpenDirectory) -> tuple[OpenFile, bytes, Manifest]:
+    """The open MANIFEST, its bytes after the checksum, and what they say, checked with the data files."""
     try:
         file = OpenFile(files.open(MANIFEST))
         raw = read_bytes(file.fd)
@@ -52,7 +52,7 @@ def load_manifest(files: OpenDirectory) -> tuple[OpenFile, Manifest]:
     manifest = parse(files.path, raw)
     for entry in manifest.segments:
         OpenFile(open_data(files, entry, manifest, writable=False)).close()
-    return file, manifest
+    return file, raw.partition(b"\n")[2], manifest
 
 
 def open_data(files: OpenDirectory, entry: SegmentEntry, manifest: Manifest, *, writable: bool) -> int:

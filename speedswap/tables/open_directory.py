@@ -45,14 +45,15 @@ class OpenDirectory(OpenFile):
     Args:
         path: where it is now.
         follow: whether ``path`` itself may be a link.
+        shown: what messages say for ``path``.
 
     Raises:
         FileNotFoundError: nothing is there.
         NotADirectoryError: it is something else, or a link that is not to be followed.
     """
 
-    def __init__(self, path: Path, *, follow: bool = True) -> None:
-        self.path = path  # for messages
+    def __init__(self, path: Path, *, follow: bool = True, shown: Path | None = None) -> None:
+        self.path = shown or path
         super().__init__(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)))
 
     def names(self) -> list[str]:
@@ -130,8 +131,8 @@ def _check(directory: Path, name: str, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
         raise TableFormatError(
-            f"the table in {directory} is damaged: {name} is missing, and in its place is {kind}, which is neither "
-            "followed nor opened; remove it, and copy the file itself there if it was the table's"
+            f"the table in {directory} is damaged: {name} is {kind}, which is neither followed nor opened; remove it, "
+            "and copy the file itself there if it is missing then"
         )
 
 

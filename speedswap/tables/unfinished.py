@@ -67,7 +67,7 @@ def begin(path: Path) -> tuple[OpenDirectory, WriterLock]:
             discard_leftover(path, "new")
             continue
         try:
-            directory = OpenDirectory(hidden(path), follow=False)
+            directory = OpenDirectory(hidden(path), follow=False, shown=path)
             lock = WriterLock(directory)
         except (FileNotFoundError, TableBusyError):
             continue  # somebody took it for a leftover, as it was not yet locked
@@ -128,7 +128,7 @@ def discard_leftover(path: Path, what: str) -> None:
         # Unlocked since just now, it may have been finished, and then it has another name.
         if directory.is_at(leftover):
             discard(directory, leftover)
-            _log.warning("removed %s, which a process had left that did not end by itself", leftover)
+            _log.warning("removed %s, left behind by a process that was killed", leftover)
     finally:
         lock.release()
 
@@ -197,7 +197,7 @@ def recover(path: Path) -> bool:
         if directory.is_at(old) and not os.path.lexists(path):
             os.rename(old, path)
             sync_names(path.parent)
-            _log.warning("put back %s: a process that was to replace it did not end by itself", path)
+            _log.warning("put back %s, set aside by a process that was killed as it replaced it", path)
     finally:
         lock.release()
     return True
