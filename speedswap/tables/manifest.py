@@ -185,7 +185,7 @@ def _parse(directory: Path, raw: bytes) -> Manifest:
     for column in columns:
         source = column.init.column if isinstance(column.init, init.CopyOf) else None
         _require(
-            source is None or (source in names and source != column.name),
+            source is None or any(c.name == source != column.name and c.row_shape == column.row_shape for c in columns),
             directory,
             f"column {column.name!r} starts as a copy of {source!r}",
         )
