@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,15 +15,20 @@ from typing import Any
 STEPS = ("open", "mkdir", "write", "pwrite", "truncate", "fsync", "rename", "unlink", "rmdir")
 
 
-def killed_at(step: int, work: Callable[[], object]) -> bool:
-    """Do some work in a child that is killed just before it asks the system for the ``step``-th change, from 0 on.
+def killed_at(step: int, work: Callable[[], object], calls: Sequence[str] = STEPS) -> bool:
+    """Do some work in a child that is killed just before its ``step``-th call of the system, from 0 on.
+
+    A forked child has one thread: work that torch divides among several hangs there.
+
+    Args:
+        calls: which of the functions of ``os`` count.
 
     Returns:
         Whether it came to that; if not, the work was done to its end.
     """
     child = os.fork()
     if child == 0:
-        _end_at(step, work)
+        _end_at(step, work, calls)
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
         return True
@@ -31,7 +36,7 @@ def killed_at(step: int, work: Callable[[], object]) -> bool:
     return False
 
 
-def _end_at(step: int, work: Callable[[], object]) -> None:
+def _end_at(step: int, work: Callable[[], object], calls: Sequence[str]) -> None:
     left = step
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,8 +49,10 @@ def _end_at(step: int, work: Callable[[], object]) -> None:
 
         return call
 
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
     try:
-        for name in STEPS:
+        for name in calls:
             setattr(os, name, counted(getattr(os, name)))
         work()
         os._exit(0)
