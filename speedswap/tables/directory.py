@@ -63,7 +63,7 @@ class TableDirectory(Locked):
         path = path.absolute()
         recovered(path)
         refuse_existing(path)
-        return cls._begin(path, path)
+        return cls._begin(path, Path(os.path.realpath(path)))
 
     @classmethod
     def _begin(cls, path: Path, place: Path) -> TableDirectory:
@@ -301,10 +301,8 @@ class TableDirectory(Locked):
         """Whether the manifest, as it is in the directory, may name a data file."""
         try:
             return any(entry.file == file for entry in load_manifest(self._files)[2].segments)
-        except FileNotFoundError:
-            return False
         except (OSError, TableFormatError):
-            return os.path.lexists(self._manifest_path)
+            return self._files.status(MANIFEST) is not None
 
     def _discard_strays(self, manifest: Manifest) -> None:
         """Remove what a process that was killed has left in the directory."""
@@ -319,6 +317,10 @@ class TableDirectory(Locked):
             _log.warning("removed %s from %s, left behind by a process that was killed", ", ".join(strays), self.path)
 
     # ------------------------------------------------------------------ the end
+
+    def lives_at(self, path: Path) -> bool:
+        """Whether a path leads to this directory, now."""
+        return self._files.is_at(Path(os.path.realpath(path)))
 
     @property
     def exists(self) -> bool:

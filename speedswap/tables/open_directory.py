@@ -112,7 +112,7 @@ class OpenDirectory(OpenFile):
 
     def sync(self) -> None:
         """Make the names in it durable."""
-        os.fsync(self.fd)
+        _sync(self.fd)
 
     def is_at(self, path: Path) -> bool:
         """Whether a path leads to this very directory, without a link at its end."""
@@ -142,18 +142,23 @@ def identity(found: os.stat_result) -> tuple[int, ...]:
 
 
 def sync_names(directory: Path) -> None:
-    """Make the names in a directory durable, where it may be read and the file system can."""
+    """Make the names in a directory durable, where it may be read."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
         return
     try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+        _sync(fd)
     finally:
         os.close(fd)
+
+
+def _sync(directory: int) -> None:
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # a file system that cannot, of directories
+            raise
 
 
 @contextmanager

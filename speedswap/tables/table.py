@@ -120,7 +120,7 @@ class Table:
                 the bus), ``staged`` (CPU threads gather, the copy engine carries; pageable and memmap tables have no
                 other way), ``split`` (both at once), or ``auto``: the one that is fastest here. That is measured once
                 on a machine, in two seconds, when the first large table is made; ``speedswap info`` tells.
-            path: the directory of a memmap table; it must not exist yet.
+            path: the directory of a memmap table; it must not exist yet, and does once it is complete and durable.
             init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
             seed: of the initial values; the same seed gives the same bits everywhere.
             name: for messages; the path's last part, or ``table``, by default.
@@ -133,8 +133,9 @@ class Table:
             ValueError: a number out of range, an unknown storage, engine or rounding, a path where none belongs.
             TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
             FileExistsError: ``path`` exists.
+            TableBusyError: another process is making a table there.
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
-            TableTooLargeError: the memory cannot be had.
+            TableTooLargeError: the memory cannot be had, or the bytes cannot be counted.
         """
         num_embeddings = count("num_embeddings", num_embeddings)
         embedding_dim = count("embedding_dim", embedding_dim)
@@ -169,11 +170,13 @@ class Table:
 
         Args:
             path: the table's directory.
-            mode: ``r+`` to read and write, as the only writer; ``r`` to read.
+            mode: ``r+`` to read and write, as the only writer; ``r`` to read, also what another process writes
+                meanwhile.
 
         Raises:
             FileNotFoundError: there is nothing at ``path``.
-            TableFormatError: what is there is damaged, or is not a table.
+            TableFormatError: what is there is damaged, or is not a table; links, and what is no file, are not followed
+                or opened within it.
             TableBusyError: another process, or another Table of this one, has it open for writing.
         """
         if mode not in ("r", "r+"):
@@ -525,21 +528,24 @@ class Table:
         """Write the whole table to a directory that :meth:`open` reads; rows go through in chunks.
 
         Args:
-            path: the directory; it appears there complete or not at all.
+            path: the directory; it appears there complete or not at all, durably. Where it is a symbolic link to a
+                table, that table is replaced, as it is the one that opens under this name, and the link stays.
             overwrite: replace a table that is there already.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds other files
+                beside a table's.
+            TableBusyError: somebody has the table there open for writing, or is making one.
             TableFullError: the disk has no room. What was there before is unchanged.
         """
         self._check_open()
-        target = Path(path)
-        if self.path is not None and target.exists() and target.samefile(self.path):
+        target, directory = Path(path), self._segments.directory
+        if directory is not None and directory.lives_at(target):
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
-        with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
+        with TableDirectory.replacing(target, overwrite=overwrite) as copied, self._lock:
             self._check_open()
             self._traffic.land()
-            self._segments.save_to(directory, self._persistence.note_attributes())
+            self._segments.save_to(copied, self._persistence.note_attributes())
 
     def flush(self) -> None:
         """Make everything written so far durable (memmap tables; nothing to do for others).

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from speedswap.errors import TableBusyError
+from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.lock import WriterLock
 from speedswap.tables.open_directory import OpenDirectory, says_if_full, sync_names
 
@@ -89,7 +89,7 @@ def clear(path: Path) -> None:
         if os.path.lexists(hidden(path, what)):
             try:
                 discard_leftover(path, what)
-            except OSError as error:
+            except (OSError, TableFormatError) as error:
                 _log.debug("%s stays: %s", hidden(path, what), error)
 
 
@@ -191,7 +191,7 @@ def recover(path: Path) -> bool:
     except TableBusyError:
         time.sleep(0.01)  # its owner is between two renames
         return True
-    except OSError:
+    except (OSError, TableFormatError):
         return os.path.lexists(path)
     try:
         if directory.is_at(old) and not os.path.lexists(path):
