@@ -192,7 +192,7 @@ class TableDirectory(Locked):
                 return manifest, [self._open_data(entry, manifest) for entry in manifest.segments]
             except (FileNotFoundError, TableFormatError):
                 tries += 1
-                if tries == _TRIES or self._current() == before:
+                if tries == _TRIES or (self._current() == before and self._files.is_at(self._place)):
                     raise
             self._files = open_files(self.path, self._place)
 

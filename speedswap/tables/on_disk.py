@@ -38,7 +38,7 @@ def recovered(place: Path) -> bool:
 
 
 def load_manifest(files: OpenDirectory) -> tuple[OpenFile, bytes, Manifest]:
-    """The open MANIFEST, its bytes after the checksum, and what they say, checked with the data files."""
+    """The open MANIFEST, its bytes after the checksum, and what they say; the data files are not looked at."""
     try:
         file = OpenFile(files.open(MANIFEST))
         raw = read_bytes(file.fd)
@@ -49,10 +49,7 @@ def load_manifest(files: OpenDirectory) -> tuple[OpenFile, bytes, Manifest]:
         raise TableFormatError(
             f"{files.path} is not a table: its {MANIFEST} cannot be read ({error.strerror}){remedy}"
         ) from error
-    manifest = parse(files.path, raw)
-    for entry in manifest.segments:
-        OpenFile(open_data(files, entry, manifest, writable=False)).close()
-    return file, raw.partition(b"\n")[2], manifest
+    return file, raw.partition(b"\n")[2], parse(files.path, raw)
 
 
 def open_data(files: OpenDirectory, entry: SegmentEntry, manifest: Manifest, *, writable: bool) -> int:
