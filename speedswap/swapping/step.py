@@ -40,6 +40,10 @@ _SAMPLE_ROWS = 64
 _ATTRIBUTE = "optimizer"
 
 
+# What a backward pass changes beside the weight's data and gradient.
+_OF_A_BACKWARD_PASS = ("_status", "_rows", "_looked_up", "_state", "_table_version", "_steps_seen")
+
+
 class _Status(enum.Enum):
     IDLE = "no gradient"
     READY = "a gradient waits for the optimizer's step"
@@ -96,7 +100,10 @@ class RowStep:
         self._weight_version = 0
         self._table_version = 0
         self._steps_seen = 0
+        self._abandoned = 0
         by_weight[id(weight)] = self
+        if isinstance(weight, TableWeight):
+            weight._keeper = weakref.ref(self)
 
     def over(self, table: Table, weight: nn.Parameter) -> RowStep:
         """A step like this one for a copy of the table."""
@@ -231,6 +238,41 @@ class RowStep:
         self._grad_version = grad._version if grad is not None else 0
         self._table_version = self.table.version
 
+    def save_gradient(self) -> Callable[[], None]:
+        """Note the gradient, and the rows that it belongs to, before a backward pass that may have to be undone.
+
+        Returns:
+            What puts both back, as long as no optimizer has stepped since. Rows that were abandoned stay so.
+        """
+        with as_plain():
+            data, grad, version = self.weight.data, self.weight.grad, self.weight._version
+        values = None if grad is None else grad.detach().clone()
+        was_changed = version != self._weight_version
+        was_zeroed = grad is not None and grad._version != self._grad_version
+        fields = {name: vars(self)[name] for name in _OF_A_BACKWARD_PASS}
+        abandoned = self._abandoned
+
+        @torch.no_grad()
+        def restore() -> None:
+            if self._abandoned != abandoned:
+                self.abandon()
+                return
+            self._open()
+            try:
+                self.weight.grad = None  # or the data could not change its shape
+                self.weight.data = data
+                if grad is not None and values is not None:
+                    self.weight.grad = grad.copy_(values)
+            finally:
+                self._close()
+            vars(self).update(fields)
+            # Changes before still count as such, and what was done here does not.
+            with as_plain():
+                self._weight_version = self.weight._version - was_changed
+            self._grad_version = 0 if grad is None else grad._version - was_zeroed
+
+        return restore
+
     def _gather(self, rows: Tensor, device: torch.device) -> Block:
         return self.table._gather(rows, None, device)
 
@@ -360,6 +402,7 @@ class RowStep:
             self._close()
 
     def _abandon(self) -> None:
+        self._abandoned += 1
         if self._status is _Status.STEPPING:
             self._restore_scalars()
         self._release()
