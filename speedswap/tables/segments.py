@@ -29,7 +29,12 @@ class Segments:
         engine: how rows go between host memory and a GPU.
         written: whether rows may differ from their initial values.
         writes: how many scatters there have been.
+
+    Attributes:
+        lost: whether the memory is gone, since columns could neither be added nor the old ones be put back.
     """
+
+    lost = False
 
     def __init__(
         self,
@@ -136,7 +141,9 @@ class Segments:
         try:
             self._segments = (self._new(columns),)
         except BaseException:
+            self.lost = True  # and so it stays if this fails as well
             self._segments = tuple(self._new(layout.columns) for layout in layouts)
+            self.lost = False
             raise
 
     def _new(self, columns: Sequence[Column]) -> Segment:

@@ -41,9 +41,9 @@ class Table:
 
     Made by :meth:`create` or :meth:`open`. A table is a context manager; leaving it closes it.
 
-    Any number of threads may use a table. Each call is whole: a gather sees all of a scatter or nothing of it, calls wait
-    for one another, and one that comes after :meth:`close` raises :class:`TableClosedError`. Only the tensor of
-    :meth:`view` is not guarded.
+    Any number of threads may use a table. Each call is whole: a gather sees all of a scatter or nothing of it, calls
+    wait for one another, and one that comes after :meth:`close` raises :class:`TableClosedError`. Only the tensor that
+    :meth:`view` returns is not guarded.
 
     Attributes:
         num_embeddings: rows.
@@ -570,7 +570,7 @@ class Table:
             failure = error  # in writing rows: the rest is saved all the same
         with self._persistence.change():
             try:
-                self.flush()
+                self._persistence.flush()
             finally:
                 self._closed = True
                 if self._persistence.is_needed:
@@ -634,6 +634,11 @@ class Table:
     def _check_open(self, *, writing: bool = False) -> None:
         if self._closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
+        if self._segments.lost:
+            raise TableClosedError(
+                f"table {self.name!r} lost its memory when columns could neither be added nor the old ones put back; "
+                "make it again"
+            )
         forked = os.getpid() != self._owner_pid
         if forked and self._persistence.changing:
             raise TableClosedError(
