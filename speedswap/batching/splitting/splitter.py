@@ -258,8 +258,8 @@ class BatchSplitter:
                 Or several functions, one for each positional argument of the batch, called with it alone: the
                 arguments may then have different numbers of samples.
             loss_fn: called with the representations of the whole batch, one argument for each encoder; returns one
-                number, or that and an aux as a tuple. Its own parameters get their gradients too. Its reduction is its
-                own affair.
+                number, or that and an aux as a tuple. Its own parameters get their gradients too. How it reduces its
+                samples is its own affair, whatever ``reduction`` the splitter has.
             batch: what is encoded.
             named: more of it, for a single encoder.
 
@@ -466,11 +466,7 @@ class BatchSplitter:
             outputs = [replace_tensors(one.first(each), _as_leaf) for one in passes]
         with changes.watched():
             loss, aux = parted(loss_fn(*outputs))
-            loss = self._checked_loss(loss, loss_fn, 1)
-        if loss.dim():
-            raise BatchError(
-                f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number"
-            )
+            loss = _one_number(loss, loss_fn)
         with changes.summing(len(sizes)):
             changes.before_backward([loss])
             torch.autograd.backward([loss if self._scaler is None else self._scaler.scale(loss)])
@@ -591,8 +587,7 @@ class BatchSplitter:
         return [count / total if total else 0.0 for count in counts]
 
     def _checked_loss(self, loss: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
-        if not isinstance(loss, Tensor):
-            raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
+        _require_tensor(loss, loss_fn)
         if self._reduction == "none" and loss.dim() and len(loss) == size:
             return loss
         if self._reduction != "none" and loss.numel() == 1:
@@ -663,6 +658,20 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.splitter._replay(ctx.passes, gradients)
         return (None,) * (3 + len(gradients))
+
+
+def _require_tensor(loss: Any, loss_fn: Callable[..., Any]) -> None:
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
+
+
+def _one_number(loss: Any, loss_fn: Callable[..., Any]) -> Tensor:
+    """Return the loss of all samples together, 0-d."""
+    _require_tensor(loss, loss_fn)
+    if loss.numel() != 1:
+        raise BatchError(f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number")
+    result: Tensor = loss.reshape(())
+    return result
 
 
 def _is_differentiable(tensor: Tensor) -> bool:
