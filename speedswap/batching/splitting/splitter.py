@@ -586,8 +586,8 @@ class BatchSplitter:
             total = self._ranks.total(sum(counts))
         return [count / total if total else 0.0 for count in counts]
 
-    def _checked_loss(self, loss: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
-        _require_tensor(loss, loss_fn)
+    def _checked_loss(self, given: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
+        loss = _require_tensor(given, loss_fn)
         if self._reduction == "none" and loss.dim() and len(loss) == size:
             return loss
         if self._reduction != "none" and loss.numel() == 1:
@@ -660,18 +660,18 @@ class _Replay(torch.autograd.Function):
         return (None,) * (3 + len(gradients))
 
 
-def _require_tensor(loss: Any, loss_fn: Callable[..., Any]) -> None:
+def _require_tensor(loss: Any, loss_fn: Callable[..., Any]) -> Tensor:
     if not isinstance(loss, Tensor):
         raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
+    return loss
 
 
 def _one_number(loss: Any, loss_fn: Callable[..., Any]) -> Tensor:
     """Return the loss of all samples together, 0-d."""
-    _require_tensor(loss, loss_fn)
-    if loss.numel() != 1:
-        raise BatchError(f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number")
-    result: Tensor = loss.reshape(())
-    return result
+    found = _require_tensor(loss, loss_fn)
+    if found.numel() != 1:
+        raise BatchError(f"loss_fn {name_of(loss_fn)} returned shape {tuple(found.shape)}; it must return one number")
+    return found.reshape(())
 
 
 def _is_differentiable(tensor: Tensor) -> bool:
