@@ -103,6 +103,7 @@ class RowStep(Locked):
         self._saved_scalars: dict[str, Any] = {}
         self._scalars = Scalars("")  # what the table keeps of them; those of an optimizer, once there is one
         self._lost_state: list[str] = []  # columns that start over, unless a state_dict is loaded first
+        self._says_lag = False  # likewise: scalars may be of an earlier step than the state
         self._grad_version = 0
         self._weight_version = 0
         self._table_version = 0
@@ -444,6 +445,7 @@ class RowStep(Locked):
         if held or not self._row_state.columns:
             self._first_step = False
             self._scalars.remember(self._row_state.scalars, state)
+        self.table._keep_scalars(known=self._scalars.at_hand)
         self._state = {}
         self._saved_scalars = {}
         self._weight_version = self.weight._version
@@ -584,8 +586,10 @@ class RowStep(Locked):
         self._first_step = not resumes
         if resumes:
             self._recall_scalars(optimizer, noted["scalars"])
+            self._says_lag = self.table._attributes_lag
         elif not self._is_whole(optimizer.state.get(self.weight, {}) if loaded is None else loaded):
             self._lost_state = [column.name for column in existing] if is_first else []
+            self.table._keep_scalars()  # there are none, before the state that they went with is gone
             self.table.reset_columns(existing)
         self._take_state_of(optimizer)
 
@@ -609,6 +613,14 @@ class RowStep(Locked):
                 type(self.optimizer).__name__,
             )
             self._lost_state = []
+        if self._says_lag:
+            _log.warning(
+                "table %r was not closed by the process that wrote it, and its step count may be of an earlier step "
+                "than its state (%s); to begin with a state that goes together, load one with load_state_dict",
+                self.table.name,
+                ", ".join(column.name for column in self._row_state.columns),
+            )
+            self._says_lag = False
 
     def _declare(self, optimizer: Optimizer) -> None:
         """Give the table a column for each of the optimizer's."""
@@ -696,13 +708,23 @@ class RowStep(Locked):
             ValueError: a tensor's shape is not that of the table. Nothing was written.
         """
         found = self.check_state(state)
+        if not found:
+            return
+        self._forget_scalars()
         for column, value in found.items():
             self.table.write(0, value.to(column.dtype), column=column.name)
             del state[column.name]
-        if found:
-            self._first_step = False
-            self._lost_state = []
-            self._scalars.remember(self._row_state.scalars, {key: copied(value) for key, value in state.items()})
+        self._first_step = False
+        self._lost_state = []
+        self._says_lag = False
+        self._scalars.remember(self._row_state.scalars, {key: copied(value) for key, value in state.items()})
+        self.table._keep_scalars()
+
+    def _forget_scalars(self) -> None:
+        """Let the table keep none, before the state that they go with changes."""
+        self.table.attributes.pop(_ATTRIBUTE, None)
+        self._scalars.forget()
+        self.table._keep_scalars()
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Write the columns of a parameter's state that was loaded; without one, every row's state starts over."""
@@ -746,9 +768,8 @@ class RowStep(Locked):
     def start_over(self) -> None:
         """Give every row the state that it starts with."""
         if not self._first_step:
+            self._forget_scalars()
             self.table.reset_columns(self._row_state.columns)
-            self.table.attributes.pop(_ATTRIBUTE, None)
-            self._scalars.forget()
             self._first_step = True
 
     def read_state(self, *, initial: bool = False) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from speedswap.tables.in_flight import Ahead, Found
 from speedswap.tables.init import Initializer
 from speedswap.tables.persistence import Persistence
 from speedswap.tables.record import Column, count
+from speedswap.tables.scalars import read_scalars
 from speedswap.tables.segments import Segments
 from speedswap.tables.traffic import Later, Traffic, gather_later
 
@@ -76,6 +77,7 @@ class Table:
         self.name = segments.name
         self.version = 0
         self.attributes = attributes
+        self._attributes_lag = False  # whether they may be of an earlier step than the rows
         self._closed = False
         self._traffic = Traffic(segments)
         self._persistence = Persistence(segments, self._traffic, attributes)
@@ -175,6 +177,7 @@ class Table:
         """
         if mode not in ("r", "r+"):
             raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
+        unclean = os.path.lexists(Path(path) / "OWNER")  # as nobody else has it open
         directory, manifest = TableDirectory.open(Path(path), writable=mode == "r+")
         segments = Segments(
             manifest.num_embeddings,
@@ -186,11 +189,14 @@ class Table:
             writes=manifest.writes,
         )
         try:
+            attributes, lag = read_scalars(directory.path, manifest.attributes, unclean=unclean)
             segments.open(manifest.segments)
         except BaseException:
             segments.close()
             raise
-        return cls(segments, manifest.attributes)
+        table = cls(segments, attributes)
+        table._attributes_lag = lag
+        return table
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, storage: str = "auto", engine: str = "auto") -> Table:
@@ -211,7 +217,9 @@ class Table:
         """A table in memory with the same rows and attributes."""
         segments = Segments(self.num_embeddings, kind, self.seed, self.name, None, engine=engine, writes=self.writes)
         segments.copy(self._segments)
-        return type(self)(segments, copy.deepcopy(self.attributes))
+        copied = type(self)(segments, copy.deepcopy(self.attributes))
+        copied._attributes_lag = self._attributes_lag
+        return copied
 
     # ------------------------------------------------------------------ what it is
 
@@ -331,6 +339,10 @@ class Table:
             self._check_open(writing=True)
             if len(rows):
                 self._traffic.write(rows, values, begins=self._mark_written, behind=behind)
+
+    def _keep_scalars(self, *, known: bool = True) -> None:
+        """Let the live attributes outlive the process with the rows; see :meth:`Persistence.keep_scalars`."""
+        self._persistence.keep_scalars(known=known)
 
     def _take(self, ahead: Ahead) -> Found | None:
         """Take what was gathered ahead, as the table has it now; see :meth:`Ahead.take`."""
@@ -575,6 +587,7 @@ class Table:
                 self._closed = True
                 if self._persistence.is_needed:
                     self._flush_at_the_end.detach()
+                self._persistence.close()
                 self._segments.close()
         if failure is not None:
             raise failure
