@@ -151,7 +151,7 @@ def _check_writable(path: Path | None) -> None:
 
 def _numbers(text: str) -> tuple[float, ...]:
     wrong = argparse.ArgumentTypeError(
-        f"{text[:60]!r} is not one or more numbers above 0 and of at most {_MOST_COMPUTE}, separated by commas"
+        f"{text[:60]!r} is not one or more numbers above 0, separated by commas (and of at most {_MOST_COMPUTE})"
     )
     try:
         numbers = tuple(float(word) for word in text.replace(",", " ").split())
