@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from speedswap.apps.errors import OutputError
 from speedswap.errors import SpeedswapError
-from speedswap.tables.directory import _exchange
+from speedswap.tables.unfinished import _EXCHANGE, _rename_at_once
 
 __all__ = [
     "UNFINISHED",
@@ -117,10 +117,14 @@ def fresh_folder(parent: Path) -> Iterator[Path]:
 
 def take_name(folder: Path, name: Path) -> None:
     """Give a folder a name, durably. Where another one has that, the two change names at one instant."""
-    if name.is_dir():
-        _exchange(folder, name)
-    else:
+    if not name.is_dir():
         os.rename(folder, name)
+    elif not _rename_at_once(folder, name, _EXCHANGE):
+        # This file system cannot: one after the other.
+        aside = name.with_name(f".{name.name}.before")
+        os.rename(name, aside)
+        os.rename(folder, name)
+        os.rename(aside, folder)
     _sync_folder(name.parent)
 
 

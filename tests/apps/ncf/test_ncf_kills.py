@@ -33,7 +33,7 @@ import json, os, pathlib, shutil, signal, sys
 import torch
 import torch._dynamo  # as the first optimizer does
 from speedswap.apps.ncf import Settings, train
-from speedswap.tables import directory  # brings what exchanges two names
+import speedswap.tables
 
 calls, folder, settings = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
 settings["layers"] = tuple(settings["layers"])
