@@ -509,7 +509,13 @@ def test_an_exception_anywhere_leaves_the_table_as_after_the_last_step(place: st
     assert not torch.equal(items.table.read(), before["weight"])
 
 
-def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
+def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does any other signal that has a handler, such as one that turns SIGTERM into an exception."""
+    signal.signal(number, signal.default_int_handler)
     users, items = (speedswap.Embedding(ROWS, DIM, dtype=torch.float64, name=name) for name in ("users", "items"))
     optimizer = torch.optim.Adam([*users.parameters(), *items.parameters()])
     ids = torch.tensor([1, 2])
@@ -522,13 +528,13 @@ def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(monkeypatch: 
     one_step()
     before = [module.table.read() for module in (users, items)]
     memory = users.table._segments.of("weight").memory
-    monkeypatch.setattr(memory, "reserve", lambda rows, stride: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(memory, "reserve", lambda rows, stride: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt):
         one_step()
     for module, old in zip((users, items), before, strict=True):
         assert (module.table.read() != old).any(dim=1).nonzero().flatten().tolist() == [1, 2]
         assert optimizer.state[module.weight]["step"] == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is signal.default_int_handler
 
 
 def test_ids_out_of_range_are_refused_before_anything_is_read(items: speedswap.Embedding, device: str) -> None:
