@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap._words import a_kind
 
 __all__ = ["Bags", "Keyed", "bags_of", "keyed_bags"]
@@ -49,6 +50,7 @@ def bags_of(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, include
                 f"per_sample_weights has shape {tuple(weights.shape)}, but input has {tuple(ids.shape)}; "
                 "give one for each id"
             )
+        kernels.require_memory(weights, "per_sample_weights")
         if weights.device != ids.device:
             raise ValueError(f"per_sample_weights is on {weights.device}, but input on {ids.device}; move one of them")
         weights = weights.reshape(-1)
@@ -119,6 +121,7 @@ def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:
         raise ValueError(f"offsets has shape {tuple(offsets.shape)}; give one dimension: where each bag begins")
     if offsets.device != ids.device:
         raise ValueError(f"offsets is on {offsets.device}, but input on {ids.device}; move one of them")
+    kernels.require_memory(offsets, "offsets")
     begins = offsets.long()
     if not include_last_offset:
         begins = torch.cat([begins, begins.new_full((1,), len(ids))])
