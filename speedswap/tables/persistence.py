@@ -38,7 +38,7 @@ class Persistence(Locked):
         self._owner_pid = os.getpid()
         self.changing = False
         directory = segments.directory
-        self._scalars = ScalarsFile(directory.path) if directory is not None and directory.writable else None
+        self._scalars = ScalarsFile(directory) if directory is not None and directory.writable else None
         self.live: dict[str, Callable[[], Any]] = {}
 
     @contextmanager
@@ -102,7 +102,7 @@ class Persistence(Locked):
         A forked child leaves the files to its parent, and a directory that was removed meanwhile stays removed.
         """
         directory = self._segments.directory
-        if not self.is_needed or directory is None or not directory.path.is_dir():
+        if not self.is_needed or directory is None or not directory.exists:
             return
         if kernels.is_beside():
             # The garbage collector is running in the very thread that writes what is on its way.

@@ -10,19 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
-import weakref
 import zlib
-from pathlib import Path
 from typing import Any
 
-from speedswap.errors import TableFormatError
+from speedswap.tables.directory import TableDirectory
+from speedswap.tables.open_directory import OpenFile
 
 __all__ = ["ScalarsFile", "read_scalars"]
 
-_NAME = "SCALARS"
+_NAME, _UNFINISHED = "SCALARS", "SCALARS.tmp"
 _MAX_BYTES = 4096
-_CHECKSUM_BYTES = 8  # of the manifest's first line
 
 _log = logging.getLogger("speedswap")
 
@@ -34,10 +31,9 @@ class ScalarsFile:
         directory: the table's.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: TableDirectory) -> None:
         self._directory = directory
-        self._fd = -1
-        self._close_fd: weakref.finalize[Any, Any] | None = None
+        self._file: OpenFile | None = None
         self._manifest: str | None = None
         self._last: dict[str, Any] | None = {}
         self._has_failed = False
@@ -52,21 +48,29 @@ class ScalarsFile:
         if self._has_failed or (attributes == self._last and self._manifest is not None):
             return
         if self._manifest is None:
-            self._manifest = _manifest_checksum(self._directory)
+            self._manifest = self._directory.manifest_checksum
         body = json.dumps({"manifest": self._manifest, "attributes": attributes}).encode()
         if len(body) > _MAX_BYTES - 16 and attributes is not None:
             self.write(None)
             return
         try:
-            if self._fd < 0:
-                self._fd = _open(self._directory / _NAME, os.O_RDWR | os.O_CREAT)
-                self._close_fd = weakref.finalize(self, os.close, self._fd)
-                self._close_fd.atexit = False  # the table may still be flushed then
-            # In one call, over what was there before, which a kill does not interrupt; the rest of a longer text stays.
-            os.pwrite(self._fd, b"%08x\n%s\n" % (zlib.crc32(body), body), 0)
+            self._put(b"%08x\n%s\n" % (zlib.crc32(body), body))
             self._last = attributes
         except OSError as error:
             self._give_up(error)
+
+    def _put(self, text: bytes) -> None:
+        if self._file is not None:
+            # In one call, over what was there before, which a kill does not interrupt; the rest of a longer text stays.
+            os.pwrite(self._file.fd, text, 0)
+            return
+        # The file that is there may be a hard link to something precious.
+        files = self._directory.files
+        files.remove(_UNFINISHED)
+        file = OpenFile(files.create(_UNFINISHED))
+        os.pwrite(file.fd, text, 0)
+        files.rename(_UNFINISHED, _NAME)
+        self._file = file
 
     def manifest_has_changed(self) -> None:
         """Note that the manifest was saved: what is written from now on goes with the new one."""
@@ -74,45 +78,44 @@ class ScalarsFile:
 
     def close(self) -> None:
         """Close the file."""
-        if self._close_fd is not None:
-            self._close_fd()
-        self._fd, self._close_fd = -1, None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _give_up(self, error: OSError) -> None:
         """Leave the file without a meaning rather than with an old one."""
         self._has_failed = True
-        if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
+        if self._file is not None:
+            os.ftruncate(self._file.fd, 0)
+        else:
+            self._directory.files.remove(_NAME)
         _log.warning(
             "the step count cannot be kept with the rows of %s at every step (%s); it is saved when the table is "
             "flushed or closed",
-            self._directory,
+            self._directory.path,
             error,
         )
 
 
-def read_scalars(directory: Path, attributes: dict[str, Any], *, unclean: bool) -> tuple[dict[str, Any], bool]:
+def read_scalars(directory: TableDirectory, attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a table's attributes as of its last step, and whether some of them may be of an earlier one.
 
     Args:
         directory: the table's.
         attributes: those of its manifest.
-        unclean: whether the process that wrote the table did not close it.
 
     Raises:
         TableFormatError: what is there is no regular file.
     """
+    unclean = directory.was_left_open and bool(attributes)
     try:
-        fd = _open(directory / _NAME, os.O_RDONLY)
+        file = OpenFile(directory.files.open(_NAME))
     except FileNotFoundError:
-        return attributes, unclean and bool(attributes)
-    try:
-        raw = os.pread(fd, _MAX_BYTES, 0)
-    finally:
-        os.close(fd)
-    newer = _parsed(raw)
-    if newer is None or newer["manifest"] != _manifest_checksum(directory):
-        return attributes, unclean and bool(attributes)
+        return attributes, unclean
+    newer = _parsed(os.pread(file.fd, _MAX_BYTES, 0))
+    file.close()
+    if newer is None or newer["manifest"] != directory.manifest_checksum:
+        return attributes, unclean
     if newer["attributes"] is None:
         return attributes, True
     merged = attributes | newer["attributes"]
@@ -132,29 +135,3 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.keys() != {"manifest", "attributes"}:
         return None
     return found if found["attributes"] is None or isinstance(found["attributes"], dict) else None
-
-
-def _manifest_checksum(directory: Path) -> str:
-    """The checksum with which the manifest begins; empty if it cannot be read."""
-    try:
-        fd = _open(directory / "MANIFEST", os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        return os.pread(fd, _CHECKSUM_BYTES, 0).decode("ascii", "replace")
-    finally:
-        os.close(fd)
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a regular file without following a link, or waiting for whoever is at the other end of a pipe."""
-    try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise TableFormatError(f"{path} cannot be opened as a regular file ({error.strerror}); remove it") from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise TableFormatError(f"{path} is not a regular file; remove it")
-    return fd
