@@ -12,6 +12,7 @@ from speedswap import _C
 from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.kernels.distinct import distinct
+from speedswap.kernels.memory import address, require_memory
 from speedswap.kernels.threads import get_num_threads
 
 __all__ = [
@@ -27,13 +28,14 @@ __all__ = [
 
 
 def require_id_dtype(ids: Tensor) -> None:
-    """Raise TypeError unless ids is a dense int32 or int64 tensor."""
+    """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids is {a_kind(ids)}; pass a tensor, as torch.as_tensor(ids) makes one")
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
     if ids.layout is not torch.strided:
         raise TypeError(f"ids has layout {ids.layout}; make it dense with ids.to_dense()")
+    require_memory(ids, "ids")
 
 
 def check_ids(ids: Tensor, num_rows: int, what: str) -> None:
@@ -119,7 +121,7 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
         require_id_dtype(each.ids)
     if asked and asked[0].ids.device.type != "cpu":
         return distinct([each.ids for each in asked], [each.num_rows for each in asked])
-    return [unique(each.ids) if _position_outside(each.ids, each.num_rows) < 0 else None for each in asked]
+    return [_unique(each.ids) if _position_outside(each.ids, each.num_rows) < 0 else None for each in asked]
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,12 +143,16 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
         (found,) = distinct([ids])
         assert found is not None
         return found
+    return _unique(ids)
+
+
+def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     flat = ids.contiguous()
     count = flat.numel()
     rows = torch.empty(count, dtype=torch.int64)
     local = torch.empty(ids.shape, dtype=torch.int64)
     found_rows = _C.unique(
-        flat.data_ptr(), flat.element_size(), count, rows.data_ptr(), local.data_ptr(), get_num_threads()
+        flat.data_ptr(), flat.element_size(), count, address(rows), address(local), get_num_threads()
     )
     # A view of far too large a memory would be kept alive by the rows.
     return (rows if found_rows == count else rows[:found_rows].clone()), local
@@ -172,7 +178,7 @@ def last_occurrences(ids: Tensor) -> Tensor:
         return positions.scatter_reduce_(0, local, every, "amax")
     flat = ids.contiguous()
     positions = torch.empty(len(flat), dtype=torch.int64)
-    found = _C.last_occurrences(flat.data_ptr(), flat.element_size(), len(flat), positions.data_ptr())
+    found = _C.last_occurrences(flat.data_ptr(), flat.element_size(), len(flat), address(positions))
     return positions[:found].clone()
 
 

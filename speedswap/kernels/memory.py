@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedswap import _C
 
-__all__ = ["address", "empty", "has_memory", "require_memory"]
+__all__ = ["address", "empty", "has_memory", "require_apart", "require_memory"]
 
 # From here on torch's memory is new from the system each time; on a GPU it comes from blocks of its own.
 _LARGE_BYTES = 1 << 20
@@ -30,7 +30,7 @@ def has_memory(tensor: Tensor) -> bool:
     except RuntimeError:  # there is none
         return False
     if not tensor.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        count = _extent(tensor)
     return begin != 0 and (tensor.storage_offset() + count) * tensor.element_size() <= nbytes
 
 
@@ -42,6 +42,28 @@ def require_memory(tensor: Tensor, name: str) -> None:
             "its storage was resized, or it stands for another tensor, as FakeTensors and those inside torch.func do; "
             "pass the tensor itself, outside of such modes"
         )
+
+
+def require_apart(written: Tensor, name: str, read: Tensor, read_name: str) -> None:
+    """Raise ValueError if a tensor that is written has memory in common with one that is read meanwhile."""
+    if written.device != read.device or not written.numel() or not read.numel():
+        return
+    if written.untyped_storage().data_ptr() != read.untyped_storage().data_ptr():
+        return
+    first, last = _span(written)
+    read_first, read_last = _span(read)
+    if first < read_last and read_first < last:
+        raise ValueError(f"{name} shares memory with {read_name}; pass {name}.clone()")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    first = tensor.data_ptr()
+    return first, first + _extent(tensor) * tensor.element_size()
+
+
+def _extent(tensor: Tensor) -> int:
+    """Items from the first to the last one, with those between that are not the tensor's."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def address(result: Tensor) -> int:

@@ -10,7 +10,7 @@ from speedswap._words import a_kind
 from speedswap.errors import DuplicateIdError
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
-from speedswap.kernels.memory import empty
+from speedswap.kernels.memory import empty, require_apart, require_memory
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
 from speedswap.kernels.threads import get_num_threads
@@ -49,7 +49,8 @@ def gather_rows(source: Tensor, ids: Tensor, *, out: Tensor | None = None) -> Te
         out = empty(shape, source.dtype, ids.device if source.device.type == "cpu" else source.device)
     else:
         _require_rows(out, "out", shape, source, "source")
-        _require_apart(out, "out", source, "source")
+        require_apart(out, "out", source, "source")
+        require_apart(out, "out", ids, "ids")
         _require_own_rows(out, "out")
         check_ids(ids, source.shape[0], "source")
     if out.numel():
@@ -82,7 +83,8 @@ def scatter_rows(target: Tensor, ids: Tensor, values: Tensor, *, duplicates: str
     _require_matrix(target, "target")
     _require_vector(ids)
     _require_rows(values, "values", (len(ids), target.shape[1]), target, "target")
-    _require_apart(values, "values", target, "target")
+    require_apart(values, "values", target, "target")
+    require_apart(target, "target", ids, "ids")
     _require_own_rows(target, "target")
     if duplicates not in ("error", "last"):
         raise ValueError(f'duplicates is {duplicates!r}; choose "error" or "last"')
@@ -176,6 +178,7 @@ def _require_plain(tensor: Tensor, name: str) -> None:
         raise ValueError(f"{name} is a lazily conjugated view; make it plain with {name}.resolve_conj().resolve_neg()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"{name} is on {tensor.device}; move it to the CPU or a CUDA device")
+    require_memory(tensor, name)
 
 
 def _require_rows(rows: Tensor, name: str, shape: tuple[int, int], matrix: Tensor, matrix_name: str) -> None:
@@ -190,22 +193,7 @@ def _require_rows(rows: Tensor, name: str, shape: tuple[int, int], matrix: Tenso
     _require_plain(rows, name)
 
 
-def _require_apart(rows: Tensor, name: str, matrix: Tensor, matrix_name: str) -> None:
-    if rows.device == matrix.device and rows.numel() and matrix.numel():
-        if rows.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr():
-            return
-        first, last = _span(rows)
-        matrix_first, matrix_last = _span(matrix)
-        if first < matrix_last and matrix_first < last:
-            raise ValueError(f"{name} shares memory with {matrix_name}; pass {name}.clone()")
-
-
 def _require_own_rows(matrix: Tensor, name: str) -> None:
     # With items apart, torch's own check finds what overlaps.
     if matrix.stride(1) == 1 and matrix.shape[0] > 1 and matrix.stride(0) < matrix.shape[1]:
         raise ValueError(f"{name}'s rows overlap (strides {matrix.stride()}); write to {name}.clone()")
-
-
-def _span(matrix: Tensor) -> tuple[int, int]:
-    items = (matrix.shape[0] - 1) * matrix.stride(0) + (matrix.shape[1] - 1) * matrix.stride(1) + 1
-    return matrix.data_ptr(), matrix.data_ptr() + items * matrix.element_size()

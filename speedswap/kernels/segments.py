@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedswap import _C
 from speedswap.kernels.ids import check_ids
-from speedswap.kernels.memory import empty
+from speedswap.kernels.memory import address, empty, require_memory
 from speedswap.kernels.rows import gather_rows
 from speedswap.kernels.threads import get_num_threads
 
@@ -92,7 +92,7 @@ def group(local: Tensor, num_rows: int) -> Groups:
     local = _int64(local, "local").reshape(-1)
     check_ids(local, num_rows, "the block")
     order, offsets = torch.empty_like(local), torch.empty(num_rows + 1, dtype=torch.int64)
-    _C.group(local.data_ptr(), len(local), num_rows, order.data_ptr(), offsets.data_ptr())
+    _C.group(local.data_ptr(), len(local), num_rows, address(order), address(offsets))
     return Groups(order, offsets)
 
 
@@ -119,6 +119,7 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None
     """
     if values.device.type != "cpu":
         return torch.ops.aten.embedding_dense_backward(values.detach(), local, num_rows, -1, False)  # type: ignore[no-any-return]
+    require_memory(values, "values")
     if values.dtype in _HALF:
         return sum_rows(values.float(), local, num_rows, groups).to(values.dtype)
     order, offsets = groups or group(local, num_rows)
@@ -144,6 +145,8 @@ def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
             f"{tuple(index.shape)}"
         )
     out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
+    if weights is not None:
+        require_memory(weights, "weights")
     factors = None if weights is None else weights.detach().contiguous()
     pointer = 0 if factors is None else factors.data_ptr()
     segments, index, offsets = _segments(index, offsets)
@@ -169,7 +172,7 @@ def dot_segments(values: Tensor, index: Tensor, offsets: Tensor, others: Tensor)
         )
     out = torch.zeros(len(index), dtype=values.dtype)
     segments, index, offsets = _segments(index, offsets)
-    _C.dot_segments(segments, _pitch(rows), _pitch(others), out.data_ptr(), rows.element_size(), get_num_threads())
+    _C.dot_segments(segments, _pitch(rows), _pitch(others), address(out), rows.element_size(), get_num_threads())
     return out
 
 
@@ -221,6 +224,7 @@ def sum_taken(values: Tensor, index: Tensor, offsets: Tensor, entries: Tensor, t
 def _int64(tensor: Tensor, name: str) -> Tensor:
     if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
         raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; make it torch.int64 on the CPU")
+    require_memory(tensor, name)
     return tensor.contiguous()
 
 
@@ -233,6 +237,7 @@ def _segments(index: Tensor, offsets: Tensor) -> tuple[tuple[int, int, int], Ten
 def _rows(values: Tensor, name: str) -> Tensor:
     if values.device.type != "cpu" or values.dtype not in _ENGINE:
         raise TypeError(f"{name} is {values.dtype} on {values.device}; make it float32 or float64 on the CPU")
+    require_memory(values, name)
     if values.stride(1) == 1 or values.shape[1] <= 1:
         return values.detach()
     if values.stride(0) == 0 and len(values):

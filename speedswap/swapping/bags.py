@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap._words import a_kind
+from speedswap.swapping.transforms import in_transform
 
 __all__ = ["Bags", "Keyed", "bags_of", "keyed_bags"]
 
@@ -49,6 +51,7 @@ def bags_of(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, include
                 f"per_sample_weights has shape {tuple(weights.shape)}, but input has {tuple(ids.shape)}; "
                 "give one for each id"
             )
+        _require_memory(weights, "per_sample_weights")
         if weights.device != ids.device:
             raise ValueError(f"per_sample_weights is on {weights.device}, but input on {ids.device}; move one of them")
         weights = weights.reshape(-1)
@@ -110,6 +113,11 @@ def _require_tensor(thing: Any, name: str) -> None:
         raise TypeError(f"{name} is {a_kind(thing)}; pass a tensor")
 
 
+def _require_memory(tensor: Tensor, name: str) -> None:
+    if not in_transform():  # where torch's own operators get what stands for it
+        kernels.require_memory(tensor, name)
+
+
 def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:
     """Where each bag begins, and the number of ids."""
     _require_tensor(offsets, "offsets")
@@ -119,6 +127,7 @@ def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:
         raise ValueError(f"offsets has shape {tuple(offsets.shape)}; give one dimension: where each bag begins")
     if offsets.device != ids.device:
         raise ValueError(f"offsets is on {offsets.device}, but input on {ids.device}; move one of them")
+    _require_memory(offsets, "offsets")
     begins = offsets.long()
     if not include_last_offset:
         begins = torch.cat([begins, begins.new_full((1,), len(ids))])

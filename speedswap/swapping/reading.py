@@ -25,6 +25,7 @@ def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:
         raise TypeError(f"ids is {a_kind(ids)}; pass a tensor of whole numbers, one number, or None for all")
     if ids.dtype not in _INTEGERS:
         raise TypeError(f"ids has dtype {ids.dtype}; give whole numbers, as ids.long() or mask.nonzero() has them")
+    kernels.require_memory(ids, "ids")
     wide = ids.long()
     kernels.check_ids(wide, table.num_embeddings, f"table {table.name!r}")
     rows = table._gather(wide.reshape(-1), ["weight"], ids.device).weight

@@ -22,6 +22,7 @@ from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.reading import read_rows
 from speedswap.swapping.scoring import Scored, top_rows
 from speedswap.swapping.step import RowStep
+from speedswap.swapping.transforms import constant_rows, in_transform, refuse_training
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
 from speedswap.tables import init as initializers
@@ -211,12 +212,18 @@ class TableModule(nn.Module):
             LostUpdateError: the training step before could not reach the table.
             RanksError: something is to be trained in a job of several processes, and nobody said that each has its own
                 table.
-            WeightError: other rows were put in the weight's place, and do not fit.
+            WeightError: other rows were put in the weight's place, and do not fit; or something is to be trained inside
+                of ``torch.func``.
         """
         weight = self.weight
         if weight is not self._step.weight and self._takes(weight):
             return self._given(weight, ids)
-        if not (weight.requires_grad and torch.is_grad_enabled()):
+        is_trained = weight.requires_grad and torch.is_grad_enabled()
+        if in_transform():
+            if is_trained:
+                refuse_training(self.table.name)
+            return constant_rows(ids, self._find)
+        if not is_trained:
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
         require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)
@@ -245,13 +252,17 @@ class TableModule(nn.Module):
 
     def _given(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows that were given in the table's place, all of them, and each id's place among them."""
-        kernels.require_id_dtype(ids)
-        if not torch._C._are_functorch_transforms_active():  # inside of which torch's own lookup checks them
+        if not in_transform():  # where torch's own lookup checks them
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
         if self.padding_idx is not None:
             is_padding = torch.arange(self.num_embeddings, device=weight.device).unsqueeze(1) == self.padding_idx
             weight = torch.where(is_padding, weight.detach(), weight)
         return weight, ids.long()
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights of the distinct rows, as they are in the table, and each id's place among them."""
+        block, local = self._look_up(ids, ["weight"])
+        return block.weight, local
 
     def _look_up(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Rows of the table as it is now, and each id's place among them."""

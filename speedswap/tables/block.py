@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap.tables.record import Column
 
 __all__ = ["Block", "fitting"]
@@ -55,4 +56,5 @@ def fitting(
             )
         if tuple(tensor.shape) != wanted:
             raise ValueError(f"values of column {name!r} have shape {tuple(tensor.shape)}; they must have {wanted}")
+        kernels.require_memory(tensor, f"values of column {name!r}")
     return values

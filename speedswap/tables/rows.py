@@ -42,6 +42,7 @@ def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = Non
         return source.gather(ids, columns=["weight"]).weight
     _require_room(out, (len(ids), *source.columns["weight"].row_shape), source.dtype)
     source.check_rows(ids)
+    kernels.require_apart(out, "out", ids, "ids")
     own = source._segments.of("weight").memory.bytes.untyped_storage().data_ptr()
     if not out.is_contiguous() or out.untyped_storage().data_ptr() == own:
         return out.copy_(source._gather(ids, ["weight"], out.device).weight)
@@ -96,3 +97,4 @@ def _require_room(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> No
         raise TypeError(f"out is {out.dtype}, but the table is {dtype}; give an out of the table's dtype")
     if out.shape != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, but {shape} is needed")
+    kernels.require_memory(out, "out")

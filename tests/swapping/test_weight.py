@@ -68,6 +68,14 @@ USES: dict[str, Callable[[Any], Any]] = {
     "a hook on its gradient": lambda w: w.register_hook(print),
     "an optimizer in its backward pass": lambda w: w.register_post_accumulate_grad_hook(print),
     "backward into it": lambda w: torch.ones((), requires_grad=True).backward(inputs=[w]),
+    "backward into it, by function": lambda w: torch.autograd.backward(torch.ones((), requires_grad=True), inputs=[w]),
+    "a hook of several gradients": lambda w: torch.autograd.graph.register_multi_grad_hook((w,), print),
+    "its place in a graph": lambda w: torch.autograd.graph.get_gradient_edge(w),
+    "its gradient kept": lambda w: w.retain_grad(),
+    "backward from it": lambda w: w.backward(),
+    "unused gradients for it": lambda w: torch.autograd.grad(
+        torch.ones((), requires_grad=True) * 2, [w], allow_unused=True
+    ),
     "gradients for it": lambda w: torch.autograd.grad(torch.ones((), requires_grad=True) * 2, w),
 }
 
