@@ -121,7 +121,7 @@ def writes_to(log: Path) -> int:
     said = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(said, 1)
     os.dup2(said, 2)
-    sys.stdout = sys.stderr = open(said, "w", buffering=1, closefd=False)
+    sys.stdout = sys.stderr = open(said, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=said)
     return said
 

@@ -31,7 +31,7 @@ _STACKS_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended (``held``, ``skipped``, ``broken``, ``error``, ``crash``, ``hang``), and what there is to say."""
+    """How a round ended: ``held``, ``skipped``, ``broken``, ``error``, ``crash`` or ``hang``; and what is known."""
 
     how: str
     text: str
