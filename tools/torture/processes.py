@@ -72,6 +72,9 @@ class Child:
         if self.code is None:
             os.kill(self.pid, number)
 
+    def has_ended(self) -> bool:
+        return self.code is not None or bool(select.select([self._pidfd], [], [], 0)[0])
+
     def kill(self) -> int:
         """End it at once, with SIGKILL; harmless if it has ended."""
         self.signal(signal.SIGKILL)
