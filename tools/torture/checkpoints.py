@@ -60,8 +60,6 @@ def _round(seed: int, folder: Path) -> str:
     for _ in range(draw.choice([1, 1, 2])):
         _end(draw, settings, output, begun == "resumed", how, folder / "log")
         _check(output, settings, (older, newer), f"{begun}, killed {how}")
-        if begun == "over":
-            begun = draw.choice(["over", "resumed"])
     left = [path.name for path in scratch.iterdir()]
     if left:
         raise Broken(f"tables of an ended run stay in its scratch folder\n{left}, {how}")
