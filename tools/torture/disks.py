@@ -246,6 +246,7 @@ class _Player:
         if self.table is not None:
             is_closed = self.attempt("close", self.table.close)
             self.is_noted = is_closed and (self.is_noted or self.has_stepped)
+            self.has_stepped = False
         self.table = None
         self.items = self.trainer = None
         self.attempt("open", self._open)
