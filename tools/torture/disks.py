@@ -42,6 +42,7 @@ def _round(seed: int, folder: Path) -> str:
     kind = draw.choice(["tmpfs", "ext4", "limit"])
     rows, optimizer = draw.choice([50, 3_000]), draw.choice(["SGD", "Adam", "momentum"])
     disk = _disk(kind, folder)
+    kind = "limit" if isinstance(disk, Limit) else kind
     ending = draw.choice(["killed", "killed", "closed"])
     with child(_plays, disk, kind, seed, rows, optimizer, ending, log=folder / "log") as player:
         reference = Reference(optimizer, {"weight": _initial(rows)})
