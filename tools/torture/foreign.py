@@ -200,7 +200,10 @@ def _loaded(path: Path, expected: Tensor) -> None:
 def _saved_over(path: Path, expected: Tensor) -> None:
     with speedswap.Table.create(ROWS, DIM) as table:
         table.write(0, expected)
-        table.save(path, overwrite=True)
+        try:
+            table.save(path, overwrite=True)
+        except FileExistsError as error:  # there is more than a table
+            raise SpeedswapError("refused, as it is said") from error
 
 
 def _created(path: Path, expected: Tensor) -> None:
