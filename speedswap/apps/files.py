@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from speedswap.apps.errors import OutputError
 from speedswap.errors import SpeedswapError
-from speedswap.tables.unfinished import _EXCHANGE, _rename_at_once
+from speedswap.tables.unfinished import exchange
 
 __all__ = [
     "UNFINISHED",
@@ -119,7 +119,7 @@ def take_name(folder: Path, name: Path) -> None:
     """Give a folder a name, durably. Where another one has that, the two change names at one instant."""
     if not name.is_dir():
         os.rename(folder, name)
-    elif not _rename_at_once(folder, name, _EXCHANGE):
+    elif not exchange(folder, name):
         # This file system cannot: one after the other.
         aside = name.with_name(f".{name.name}.before")
         os.rename(name, aside)

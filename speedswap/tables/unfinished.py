@@ -26,6 +26,7 @@ __all__ = [
     "begin",
     "clear",
     "discard",
+    "exchange",
     "hidden",
     "is_ours",
     "make_parents",
@@ -164,7 +165,7 @@ def place(path: Path) -> None:
 
 def replace(path: Path) -> None:
     """Let a finished table and the one at its place change names, durably: at no time is there none."""
-    if not _rename_at_once(hidden(path), path, _EXCHANGE):
+    if not exchange(hidden(path), path):
         # This file system cannot: one after the other. A process killed in between leaves what recover() finds.
         old = hidden(path, "old")
         try:
@@ -223,6 +224,11 @@ def remove_parents(made: Sequence[Path]) -> None:
     for directory in reversed(made):
         with contextlib.suppress(OSError):  # somebody has put something there
             os.rmdir(directory)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Let two names change places at one instant; return False where the system or the file system cannot."""
+    return _rename_at_once(first, second, _EXCHANGE)
 
 
 def _rename_at_once(source: Path, target: Path, how: int) -> bool:
