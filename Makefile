@@ -3,11 +3,13 @@
 #   make demo        install into .venv and train word2vec on real text; vectors and plot go to demo-output/
 #   make test        install into .venv, then every check and every test
 #   make gpu-check   on a machine with a GPU: build, test, sanitize, measure; needs no network and makes no .venv
+#   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
 #   make lint | format | bench | clean
 #
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
 # PARTS=tests,sanitizer    of gpu-check, these parts alone, by name or group; OUT=… LIMIT=…: its folder and its seconds
+# MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
 # PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
 # SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
 
@@ -18,6 +20,9 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 OUT ?= benchmarks/results
 PARTS ?=
 PROCESSES ?= 2
+MINUTES ?= 10
+SEED ?=
+ONLY ?=
 LIMIT ?= 450
 
 VENV := .venv
@@ -28,9 +33,9 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
-demo test: export OMP_WAIT_POLICY ?= passive
+demo test torture: export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test lint format bench gpu-check clean FORCE
+.PHONY: demo test torture lint format bench gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -42,6 +47,9 @@ demo: $(VENV)/.stamp-demo
 
 test: lint
 	$(BIN)/python -m pytest --nbmake -n $(PROCESSES) --dist loadfile
+
+torture: $(VENV)/.stamp-dev
+	PYTHONPATH=tools $(BIN)/python -m torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check

@@ -1,0 +1,298 @@
+"""Trainers of a table in files that end at any instant, in any way, and the trainer that goes on after them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import random
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import speedswap
+from torture.attack import Attack, Broken
+from torture.processes import Child, child
+from torture.reference import OPTIMIZERS, Reference, batch
+
+DIM = 6
+# Those after which everything must be there, as after a close.
+ORDERLY = ("return", "return with globals", "SystemExit", "error", "freed", "closed", "closed later", "flushed, killed")
+ABRUPT = ("killed", "killed", "killed", "killed", "_exit", "SIGTERM")
+_kept: list[Any] = []
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trainer: what it does, and how it ends.
+
+    Attributes:
+        steps: after which it ends by itself; those that are killed go on until they are.
+        flushes: steps after which it flushes.
+        ahead: depth of the lookahead.
+    """
+
+    path: str
+    seed: int
+    rows: int
+    size: int
+    optimizer: str
+    ending: str
+    steps: int
+    flushes: tuple[int, ...]
+    ahead: int
+
+
+def _round(seed: int, folder: Path) -> str:
+    draw = random.Random(seed)
+    rows, optimizer = draw.choice([8, 60, 3_000]), draw.choice(["Adam", *OPTIMIZERS])
+    size = draw.choice([4, 16, rows])
+    table = _created(folder / "table", rows, draw)
+    known = Reference(optimizer, table)
+    endings = []
+    for generation in range(draw.choice([1, 2, 2, 3])):
+        ending = draw.choice(ORDERLY if draw.random() < 0.5 else ABRUPT)
+        steps = draw.randrange(1, 25) if ending in ORDERLY else 10**9
+        flushes = tuple(sorted(draw.sample(range(1, 25), draw.choice([0, 0, 1, 3]))))
+        ahead = draw.choice([0, 0, 1, 2])
+        run = Run(str(folder / "table"), seed + generation, rows, size, optimizer, ending, steps, flushes, ahead)
+        endings.append(ending)
+        told = _ended(run, draw, folder / f"log-{generation}")
+        known = _checked(run, known, told)
+    return endings[-1]
+
+
+def _created(path: Path, rows: int, draw: random.Random) -> dict[str, Tensor]:
+    init = draw.choice([speedswap.init.normal(std=1.0), None])
+    with speedswap.Table.create(rows, DIM, dtype=torch.float64, path=path, init=init, seed=7) as table:
+        return {"weight": table.read()}
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+def _trains(tell: Any, run: Run) -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("speedswap").addHandler(handler)
+    table = speedswap.Table.open(run.path)
+    tell(json.dumps({"opened": True}))
+    if run.ending == "freed":
+        del table
+        _steps(tell, run, speedswap.Table.open(run.path), said)
+        gc.collect()
+        tell(json.dumps({"freed": True}))
+        time.sleep(60)
+    _steps(tell, run, table, said)  # the optimizer and the module are gone when it returns
+    if run.ending in ("closed", "closed later"):
+        gc.collect()
+        table.close()
+        if run.ending == "closed later":
+            os._exit(0)
+    if run.ending == "flushed, killed":
+        table.flush()
+        tell(json.dumps({"flushed": True}))
+        time.sleep(60)
+    if run.ending == "SystemExit":
+        raise SystemExit(3)
+    if run.ending == "error":
+        raise RuntimeError("a trainer's own")
+
+
+def _steps(tell: Any, run: Run, table: speedswap.Table, said: list[str]) -> None:
+    items = speedswap.Embedding(run.rows, DIM, table=table)
+    optimizer = OPTIMIZERS[run.optimizer](items.parameters())
+    if run.ending == "return with globals":
+        _kept.extend([items, optimizer])
+    batches = (batch(run.seed, step, run.rows, DIM, run.size) for step in range(1, run.steps + 1))
+    loader = speedswap.lookahead(batches, {items: lambda pair: pair[0]}, depth=run.ahead)
+    for step, (ids, gradients) in enumerate(loader, start=1):
+        optimizer.zero_grad()
+        (items(ids) * gradients).sum().backward()
+        optimizer.step()
+        scalars = {
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in optimizer.state[items.weight].items()
+            if not (isinstance(value, Tensor) and value.dim())
+        }
+        tell(json.dumps({"step": step, "scalars": scalars, "said": said}))
+        said.clear()
+        if step in run.flushes:
+            table.flush()
+    if run.ending == "_exit":
+        os._exit(0)
+
+
+@dataclass
+class Told:
+    """What a trainer has told: its completed steps with the scalars after each, and its warnings."""
+
+    scalars: list[dict[str, Any]]
+    said: list[str]
+    code: int
+
+
+def _ended(run: Run, draw: random.Random, log: Path) -> Told:
+    """Let a trainer run to its end, or end it at a random instant."""
+    if run.ending == "_exit":
+        run = Run(**{**asdict(run), "steps": draw.randrange(1, 25)})
+    with child(_trains, run, log=log) as trainer:
+        told = Told([], [], 0)
+        first = trainer.line()
+        if first is None:
+            raise Broken(f"the table that a trainer left does not open\n{trainer.said()}")
+        if run.ending in ("killed", "SIGTERM"):
+            if draw.random() < 0.8:  # else while it attaches
+                _hear(told, trainer.line(), trainer)
+            time.sleep(draw.choice([0.0, draw.uniform(0, 0.003), draw.uniform(0, 0.03)]))
+            trainer.signal(signal.SIGKILL if run.ending == "killed" else signal.SIGTERM)
+        for line in trainer.lines():
+            if _hear(told, line, trainer):
+                trainer.kill()
+        told.code = trainer.wait()
+        expected = {"SystemExit": 3, "error": 1, "freed": -9, "flushed, killed": -9, "killed": -9, "SIGTERM": -15}
+        if told.code != expected.get(run.ending, 0):
+            raise Broken(f"a trainer ended with {told.code}\nending {run.ending!r}: {trainer.said()}")
+        return told
+
+
+def _hear(told: Told, line: str | None, trainer: Child) -> bool:
+    """Keep what one line says; whether the trainer waits to be killed."""
+    if line is None:
+        raise Broken(f"a trainer ended before its first step\n{trainer.said()}")
+    heard = json.loads(line)
+    if "step" in heard:
+        told.scalars.append(heard["scalars"])
+        told.said += heard["said"]
+    return "freed" in heard or "flushed" in heard
+
+
+# ---------------------------------------------------------------------- what it must have left
+
+
+def _checked(run: Run, known: Reference, told: Told) -> Reference:
+    """Check what a trainer has left against what it has told; what is known of the table now."""
+    done = len(told.scalars)
+    with speedswap.Table.open(run.path) as table:
+        columns = {name: table.read(column=name) for name in table.columns}
+        noted = (table.attributes.get("optimizer") or {}).get("scalars")
+    afresh = Reference(run.optimizer, {"weight": known.columns["weight"]})
+    start = _resumed(run, known, told) if done else known if known.scalars else afresh
+    before, after = _span(run, done)
+    # The last step that is certainly in the table, and the ones after it that may be, each as torch takes it.
+    certain = start.copy()
+    for step in range(1, before + 1):
+        certain.step(*batch(run.seed, step, run.rows, DIM, run.size))
+        if step <= done:
+            _same_scalars(certain.scalars, told.scalars[step - 1], f"step {step}", run)
+    versions, touched = [certain.copy()], torch.zeros(run.rows, dtype=torch.bool)
+    if before == 0:  # it may have ended while state that starts over was given its initial values
+        versions += [known, *_started_over(run, known)]
+    for step in range(before + 1, after + 1):
+        touched[certain.step(*batch(run.seed, step, run.rows, DIM, run.size))] = True
+        versions.append(certain.copy())
+    _same_rows(run, columns, versions, touched, before)
+    if run.ending in ORDERLY and known.optimizer != "SGD":
+        _same_scalars(versions[0].scalars, noted or {}, "the end", run)
+    _not_stale(run, versions, noted)
+    return Reference(run.optimizer, columns, _as_torch_has(versions[-1].scalars, noted))
+
+
+def _started_over(run: Run, known: Reference) -> list[Reference]:
+    """What a table goes through where its state starts over and one step is taken."""
+    zeros = {name: torch.zeros_like(values) for name, values in known.columns.items() if name != "weight"}
+    stepped = Reference(run.optimizer, {"weight": known.columns["weight"]})
+    stepped.step(*batch(run.seed, 1, run.rows, DIM, run.size))
+    return [Reference(run.optimizer, {"weight": known.columns["weight"], **zeros}), stepped]
+
+
+def _span(run: Run, done: int) -> tuple[int, int]:
+    """How many steps are in the table for certain, and how many may be."""
+    if run.ending in ORDERLY:
+        return done, done
+    # A step is told when it is done; with a lookahead its rows are written while later ones compute.
+    return max(0, done - (run.ahead + 1 if run.ahead else 0)), done + 1
+
+
+def _resumed(run: Run, known: Reference, told: Told) -> Reference:
+    """Where this trainer's optimizer has started: where the one before it ended, or afresh, if it has said so."""
+    first = told.scalars[0].get("step")
+    expected = known.scalars.get("step")
+    afresh = Reference(run.optimizer, {"weight": known.columns["weight"]})
+    if len(known.columns) == 1 or known.optimizer == "SGD":
+        return afresh
+    if any("starts over" in message for message in told.said):
+        return afresh
+    if first is not None and expected is not None and first != float(expected) + 1:
+        raise Broken(
+            f"a trainer goes on with another step count than the table has\nfirst step {first}, table {expected}, {run}"
+        )
+    return known
+
+
+def _same_rows(run: Run, columns: dict[str, Tensor], versions: list[Reference], touched: Tensor, step: int) -> None:
+    for name, expected in versions[0].columns.items():
+        if name not in columns:
+            if step:
+                raise Broken(f"a column is lost\n{name!r} after step {step}, {run}")
+            continue
+        matches = torch.zeros_like(columns[name], dtype=torch.bool)
+        for version in versions:
+            if name in version.columns:
+                matches |= torch.isclose(columns[name], version.columns[name], rtol=1e-9, atol=1e-12)
+        wrong = (~matches).flatten(1).any(1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise Broken(
+                f"rows of completed steps are not in the table\ncolumn {name!r}, {int(wrong.sum())} rows; row {row} is "
+                f"{columns[name][row].tolist()}, not {expected[row].tolist()}; in flight: {bool(touched[row])}; after "
+                f"step {step}, {run}"
+            )
+
+
+def _same_scalars(expected: dict[str, Any], found: dict[str, Any], when: str, run: Run) -> None:
+    for name, value in expected.items():
+        if name not in found or abs(float(value) - float(found[name])) > 1e-6 * abs(float(value)):
+            raise Broken(
+                f"a scalar of the optimizer is lost or stale\n{name!r} at {when} is {found.get(name)}, not "
+                f"{float(value)}, {run}"
+            )
+
+
+def _not_stale(run: Run, versions: list[Reference], noted: dict[str, Any] | None) -> None:
+    """A step count that is in the table must be that of the rows; none may be, since that is said when it is used."""
+    if not noted or "step" not in noted or "step" not in versions[-1].scalars:
+        return
+    low, high = float(versions[0].scalars.get("step", 0)), float(versions[-1].scalars["step"])
+    if not low <= float(noted["step"]) <= high:
+        raise Broken(
+            "the step count is not that of the rows\n"
+            f"it is {noted['step']} beside state of step {low:.0f} to {high:.0f}, {run}"
+        )
+
+
+def _as_torch_has(scalars: dict[str, Any], noted: dict[str, Any] | None) -> dict[str, Any]:
+    """Scalars as a table has them, with the types that torch's optimizer gives them."""
+    if not noted:
+        return {}
+    return {
+        name: torch.full_like(value, noted[name]) if isinstance(value, Tensor) else noted[name]
+        for name, value in scalars.items()
+        if name in noted
+    }
+
+
+ATTACK = Attack(
+    name="kills",
+    promise="a trainer that ends in any way leaves the rows of its completed steps, and no step count of others",
+    round=_round,
+    seconds=60.0,
+    quick=12,
+)

@@ -1,0 +1,159 @@
+"""Children that attacks start, talk with and kill."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torture.attack import Broken
+
+__all__ = ["Child", "child", "writes_to"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A forked process that runs one function.
+
+    Args:
+        function: called with ``tell``, which sends a line to the parent, and with ``args``. Where it returns, or raises
+            SystemExit, the process ends as Python does: threads are waited for, and what is registered at exit runs.
+        log: a file for what it writes to its standard streams, its traceback and its stacks.
+    """
+
+    def __init__(self, function: Callable[..., None], *args: Any, log: Path) -> None:
+        self.log = log
+        self.code: int | None = None
+        self._replies, replies = os.pipe()
+        self._rest = b""
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._replies)
+            _run(function, args, replies, log)
+        os.close(replies)
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def line(self, seconds: float = 20.0) -> str | None:
+        """The next line that the child sends; None where it has ended without another.
+
+        Raises:
+            Broken: it does not come in time.
+        """
+        end = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._replies, self._pidfd], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise Broken(f"a child hangs\n{self.stacks()}")
+            piece = os.read(self._replies, 1 << 16) if self._replies in ready else b""
+            if not piece:
+                return None
+            self._rest += piece
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def lines(self, seconds: float = 20.0) -> Iterator[str]:
+        """The lines that the child sends until it ends."""
+        while (line := self.line(seconds)) is not None:
+            yield line
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> int:
+        """End it at once, with SIGKILL; harmless if it has ended."""
+        self.signal(signal.SIGKILL)
+        return self.wait()
+
+    def wait(self, seconds: float = 20.0) -> int:
+        """Wait for its end; its exit status, or the negative number of the signal that ended it.
+
+        Raises:
+            Broken: it does not end in time.
+        """
+        if self.code is None:
+            if not select.select([self._pidfd], [], [], seconds)[0]:
+                raise Broken(f"a child does not end\n{self.stacks()}")
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+    def stacks(self) -> str:
+        """End it, and return the stacks of its threads."""
+        self.signal(signal.SIGABRT)
+        select.select([self._pidfd], [], [], 3.0)
+        return self.said()
+
+    def said(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace")[-6000:]
+        return ""
+
+    def close(self) -> None:
+        self.kill()
+        os.close(self._replies)
+        os.close(self._pidfd)
+
+
+@contextlib.contextmanager
+def child(function: Callable[..., None], *args: Any, log: Path) -> Iterator[Child]:
+    """A child that is gone when the block ends."""
+    started = Child(function, *args, log=log)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def writes_to(log: Path) -> int:
+    """Let this process write all that it says, and its stacks when it crashes, to a file; its descriptor."""
+    said = os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdout = sys.stderr = open(said, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=said)
+    return said
+
+
+def _run(function: Callable[..., None], args: tuple[Any, ...], replies: int, log: Path) -> NoReturn:
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        writes_to(log)
+        code = _ended(function, lambda line: _tell(replies, line), args)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _ended(function: Callable[..., None], tell: Callable[[str], None], args: tuple[Any, ...]) -> int:
+    """Run the function, and return the exit status that Python would give it."""
+    try:
+        function(tell, *args)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _tell(fd: int, line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, line.encode() + b"\n")
