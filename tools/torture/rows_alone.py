@@ -92,7 +92,9 @@ class RowsAlone:
             if _is_by_row(value):
                 if key not in self.columns:
                     self._begin(key, value.dtype, value.shape[1:])
-                self.columns[key][self.has_grad] = self._held(value, self.state_stored if value[0].numel() > 1 else None)
+                self.columns[key][self.has_grad] = self._held(
+                    value, self.state_stored if value[0].numel() > 1 else None
+                )
             else:
                 self.scalars[key] = value
         self.weight[self.has_grad] = self._held(self.parameter.detach(), self.stored)
