@@ -288,5 +288,5 @@ ATTACK = Attack(
     name="splitter",
     promise="a split batch trains like the whole one, whatever runs out of memory; a failed one leaves nothing behind",
     round=_round,
-    quick=40,
+    quick=6,
 )
