@@ -350,8 +350,8 @@ class Game:
         return (
             f"{self.choice.name} {self.choice.settings}, {self.configs}, lookups {self.lookups}, accumulation "
             f"{self.accumulation}, zero_grad {self.zero}, closure {self.by_closure}, clip {self.clip}, dense "
-            f"{bool(self.dense)}, depth {getattr(self, 'depth', None)}, exact {self.exact}, scheduled {self.scheduled}, "
-            f"ways {self.ways}"
+            f"{bool(self.dense)}, depth {getattr(self, 'depth', None)}, exact {self.exact}, "
+            f"scheduled {self.scheduled}, ways {self.ways}"
         )
 
     # ------------------------------------------------------------------ what comes between loops
