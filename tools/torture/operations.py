@@ -20,6 +20,7 @@ from torture.processes import child
 
 ROWS, DIM = 300, 4
 State = dict[str, Tensor]
+Call = Callable[[], None]
 COLUMNS = [
     speedswap.Column("momentum", (DIM,), torch.float32, speedswap.init.normal()),
     speedswap.Column("count", (), torch.int64, speedswap.init.zeros()),
@@ -32,12 +33,12 @@ class Operation:
 
     Attributes:
         prepare: makes what is there before.
-        operate: does it, given the folder; what it calls before ``begin`` is not killed.
+        operate: does it, given the folder; calls ``begin`` just before, and ``done`` when it has returned.
         mixes: rows may be partly the old and partly the new ones.
     """
 
     prepare: Callable[[Path], None]
-    operate: Callable[[Path, Callable[[], None]], None]
+    operate: Callable[[Path, Call, Call], None]
     mixes: bool = False
 
 
@@ -75,32 +76,37 @@ def _values(count: int, start: float) -> Tensor:
     return start + torch.arange(float(count * DIM)).view(count, DIM)
 
 
-def _create(**options: Any) -> Callable[[Path, Callable[[], None]], None]:
-    def operate(folder: Path, begin: Callable[[], None]) -> None:
+def _create(**options: Any) -> Callable[[Path, Call, Call], None]:
+    def operate(folder: Path, begin: Call, done: Call) -> None:
         begin()
-        speedswap.Table.create(ROWS, DIM, path=folder / "here", **options).close()
-
-    return operate
-
-
-def _on_table(work: Callable[[speedswap.Table, Path], None]) -> Callable[[Path, Callable[[], None]], None]:
-    def operate(folder: Path, begin: Callable[[], None]) -> None:
-        table = speedswap.Table.open(folder / "here")
-        begin()
-        work(table, folder)
+        table = speedswap.Table.create(ROWS, DIM, path=folder / "here", **options)
+        done()
         table.close()
 
     return operate
 
 
-def _opened(folder: Path, begin: Callable[[], None]) -> None:
+def _on_table(work: Callable[[speedswap.Table, Path], None]) -> Callable[[Path, Call, Call], None]:
+    def operate(folder: Path, begin: Call, done: Call) -> None:
+        table = speedswap.Table.open(folder / "here")
+        begin()
+        work(table, folder)
+        done()
+        table.close()
+
+    return operate
+
+
+def _opened(folder: Path, begin: Call, done: Call) -> None:
     begin()
     speedswap.Table.open(folder / "here").close()
+    done()
 
 
-def _loaded(folder: Path, begin: Callable[[], None]) -> None:
+def _loaded(folder: Path, begin: Call, done: Call) -> None:
     begin()
     speedswap.Table.load(folder / "here")
+    done()
 
 
 def _attached(table: speedswap.Table, folder: Path) -> None:
@@ -113,10 +119,11 @@ def _noted(table: speedswap.Table, folder: Path) -> None:
     table.flush()
 
 
-def _from_memory(folder: Path, begin: Callable[[], None]) -> None:
+def _from_memory(folder: Path, begin: Call, done: Call) -> None:
     table = speedswap.Table.create(ROWS, DIM, init=speedswap.init.uniform(), seed=11)
     begin()
     table.save(folder / "there")
+    done()
 
 
 OPERATIONS = {
@@ -157,9 +164,9 @@ def _round(seed: int, folder: Path) -> str:
     for each in (whole, killed):
         each.mkdir()
         operation.prepare(each)
-    old = _states(whole)
+    old = states(whole)
     calls, seconds = _completed(operation, whole, folder / "log-whole")
-    new = _states(whole)
+    new = states(whole)
     how = draw.choice(["before a call", "after a call", "any time"])
     for _ in range(draw.choice([1, 1, 2])):  # what cleans up after a kill may be killed itself
         number = draw.randrange(1, calls + 1)
@@ -193,7 +200,7 @@ def _does(tell: Callable[[str], None], operation: Operation, folder: Path) -> No
         nonlocal before, start
         before, start = calls.number, time.perf_counter()
 
-    operation.operate(folder, begin)
+    operation.operate(folder, begin, lambda: None)
     tell(f"{max(1, calls.number - before)} {time.perf_counter() - start}")
 
 
@@ -203,10 +210,10 @@ def _dies(tell: Callable[[str], None], operation: Operation, folder: Path, numbe
             Calls(number, before=how == "before a call")
         tell("begins")
 
-    operation.operate(folder, begin)
+    operation.operate(folder, begin, lambda: None)
 
 
-def _states(folder: Path) -> dict[str, State | None]:
+def states(folder: Path) -> dict[str, State | None]:
     return {name: _state(folder / name) if (folder / name).exists() else None for name in ("here", "there")}
 
 
@@ -228,10 +235,8 @@ def _check(
     old: dict[str, State | None],
     new: dict[str, State | None],
 ) -> None:
-    what = f"{name}, killed {how}: {_listed(killed)}"
-    for place in ("here", "there"):
-        if old[place] is not None or new[place] is not None:
-            _check_table(operation, killed / place, old[place], new[place], what)
+    what = f"{name}, killed {how}: {listed(killed)}"
+    check_tables(operation, killed, old, new, what)
     left = {path.name for path in killed.iterdir()} - {path.name for path in whole.iterdir()}
     if left:
         raise Broken(f"files of a killed operation stay beside the table\n{sorted(left)}; {what}")
@@ -239,7 +244,16 @@ def _check(
         if (killed / place).exists() and (whole / place).exists():
             ours, theirs = len(list((killed / place).iterdir())), len(list((whole / place).iterdir()))
             if ours > theirs:
-                raise Broken(f"files of a killed operation stay in the table\n{_listed(killed)}; {what}")
+                raise Broken(f"files of a killed operation stay in the table\n{listed(killed)}; {what}")
+
+
+def check_tables(
+    operation: Operation, folder: Path, old: dict[str, State | None], new: dict[str, State | None], what: str
+) -> None:
+    """Check that each table in a folder is the old or the new one."""
+    for place in ("here", "there"):
+        if old[place] is not None or new[place] is not None:
+            _check_table(operation, folder / place, old[place], new[place], what)
 
 
 def _check_table(operation: Operation, path: Path, old: State | None, new: State | None, what: str) -> None:
@@ -276,7 +290,7 @@ def _is_mixed(found: State, states: list[State]) -> bool:
     return all(bool(sum(found[name] == state[name] for state in states).all()) for name in found)
 
 
-def _listed(folder: Path) -> str:
+def listed(folder: Path) -> str:
     return ", ".join(f"{path.relative_to(folder)} ({path.lstat().st_size})" for path in sorted(folder.rglob("*")))
 
 

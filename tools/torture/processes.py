@@ -19,17 +19,34 @@ from typing import Any, NoReturn
 
 from torture.attack import Broken
 
-__all__ = ["Child", "child", "writes_to"]
+__all__ = ["Child", "Parent", "child", "writes_to"]
 
 _PR_SET_PDEATHSIG = 1
+
+
+class Parent:
+    """A child's side of what it says to its parent: calling it tells a line."""
+
+    def __init__(self, replies: int, orders: int) -> None:
+        self._replies = replies
+        self._orders = open(orders, encoding="utf-8")  # noqa: SIM115
+
+    def __call__(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._replies, line.encode() + b"\n")
+
+    def hear(self) -> str:
+        """Wait for the next line of the parent; empty where there will be none."""
+        return self._orders.readline().rstrip("\n")
 
 
 class Child:
     """A forked process that runs one function.
 
     Args:
-        function: called with ``tell``, which sends a line to the parent, and with ``args``. Where it returns, or raises
-            SystemExit, the process ends as Python does: threads are waited for, and what is registered at exit runs.
+        function: called with a :class:`Parent`, with which it tells and hears lines, and with ``args``. Where it
+            returns, or raises SystemExit, the process ends as Python does: threads are waited for, and what is
+            registered at exit runs.
         log: a file for what it writes to its standard streams, its traceback and its stacks.
     """
 
@@ -37,13 +54,21 @@ class Child:
         self.log = log
         self.code: int | None = None
         self._replies, replies = os.pipe()
+        orders, self._orders = os.pipe()
         self._rest = b""
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self._replies)
-            _run(function, args, replies, log)
+            os.close(self._orders)
+            _run(function, args, Parent(replies, orders), log)
         os.close(replies)
+        os.close(orders)
         self._pidfd = os.pidfd_open(self.pid)
+
+    def order(self, line: str) -> None:
+        """Send the child a line."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._orders, line.encode() + b"\n")
 
     def line(self, seconds: float = 20.0) -> str | None:
         """The next line that the child sends; None where it has ended without another.
@@ -71,6 +96,9 @@ class Child:
     def signal(self, number: int) -> None:
         if self.code is None:
             os.kill(self.pid, number)
+
+    def has_ended(self) -> bool:
+        return self.code is not None or bool(select.select([self._pidfd], [], [], 0)[0])
 
     def kill(self) -> int:
         """End it at once, with SIGKILL; harmless if it has ended."""
@@ -102,8 +130,8 @@ class Child:
 
     def close(self) -> None:
         self.kill()
-        os.close(self._replies)
-        os.close(self._pidfd)
+        for fd in (self._replies, self._orders, self._pidfd):
+            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -126,12 +154,12 @@ def writes_to(log: Path) -> int:
     return said
 
 
-def _run(function: Callable[..., None], args: tuple[Any, ...], replies: int, log: Path) -> NoReturn:
+def _run(function: Callable[..., None], args: tuple[Any, ...], parent: Parent, log: Path) -> NoReturn:
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         writes_to(log)
-        code = _ended(function, lambda line: _tell(replies, line), args)
+        code = _ended(function, parent, args)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stderr.flush()
@@ -142,18 +170,13 @@ def _run(function: Callable[..., None], args: tuple[Any, ...], replies: int, log
         os._exit(code)
 
 
-def _ended(function: Callable[..., None], tell: Callable[[str], None], args: tuple[Any, ...]) -> int:
+def _ended(function: Callable[..., None], parent: Parent, args: tuple[Any, ...]) -> int:
     """Run the function, and return the exit status that Python would give it."""
     try:
-        function(tell, *args)
+        function(parent, *args)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except BaseException:
         traceback.print_exc()
         return 1
     return 0
-
-
-def _tell(fd: int, line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(fd, line.encode() + b"\n")

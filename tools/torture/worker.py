@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import torch._dynamo  # the first optimizer of a process does this, which takes a second
 
 from torture.attack import Attack, Broken, Skipped
 from torture.processes import writes_to

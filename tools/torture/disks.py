@@ -1,0 +1,281 @@
+"""Disks that are full, for a while, at any step: one error of speedswap's, and nothing of what was done is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import speedswap
+from speedswap.errors import TableFullError
+from torture.attack import Attack, Broken, Skipped
+from torture.mounts import Disk, mount_ext4, mount_tmpfs
+from torture.processes import child
+from torture.reference import OPTIMIZERS, Reference, batch
+
+DIM = 6
+_UNLIMITED = resource.RLIM_INFINITY
+
+
+class Limit(Disk):
+    """A limit on the size of files, for those who may not mount: writes beyond it fail as on a full disk."""
+
+    def fill(self, left: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (left, _UNLIMITED))
+
+    def make_room(self) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_UNLIMITED, _UNLIMITED))
+
+
+def _round(seed: int, folder: Path) -> str:
+    draw = random.Random(seed)
+    kind = draw.choice(["tmpfs", "ext4", "limit"])
+    rows, optimizer = draw.choice([50, 3_000]), draw.choice(["SGD", "Adam", "momentum"])
+    disk = _disk(kind, folder)
+    ending = draw.choice(["killed", "killed", "closed"])
+    with child(_plays, disk, kind, seed, rows, optimizer, ending, log=folder / "log") as player:
+        reference = Reference(optimizer, {"weight": _initial(rows)})
+        flaws: list[str] = []
+        refused: set[str] = set()
+        for line in player.lines():
+            heard = json.loads(line)
+            if "step" in heard:
+                reference.step(*batch(seed, heard["step"], rows, DIM, 16))
+            flaws += heard.get("flaw", [])
+            refused |= {heard["full"]} if "full" in heard else set()
+            if "waits" in heard:
+                player.kill()
+        code = player.wait()
+        if code not in (0, -9):
+            raise Broken(f"a process on a full disk ended with {code}\n{kind}, {optimizer}: {player.said()}")
+    if flaws:
+        raise Broken(f"{flaws[0]}\n{kind}, {optimizer}, {rows} rows: {flaws[1:]}")
+    disk.make_room()
+    _check(disk, reference, f"{kind}, {optimizer}, {rows} rows, {ending}")
+    return f"{kind}, {'a step' if 'a step' in refused else 'something' if refused else 'nothing'} refused"
+
+
+def _disk(kind: str, folder: Path) -> Disk:
+    try:
+        if kind == "tmpfs":
+            return mount_tmpfs(folder / "disk", 4 << 20)
+        if kind == "ext4":
+            return mount_ext4(folder / "disk", folder / "image", 4 << 20)
+    except Skipped:
+        if not os.geteuid():
+            raise
+    (folder / "limited").mkdir()
+    return Limit(folder / "limited")
+
+
+def _initial(rows: int) -> torch.Tensor:
+    with speedswap.Table.create(rows, DIM, dtype=torch.float64, init=speedswap.init.normal(), seed=5) as table:
+        return table.read()
+
+
+# ---------------------------------------------------------------------- the process that meets the full disk
+
+
+def _plays(
+    tell: Callable[[str], None], disk: Disk, kind: str, seed: int, rows: int, optimizer: str, ending: str
+) -> None:
+    player = _Player(tell, disk, random.Random(seed), seed, rows, optimizer)
+    player.play()
+    disk.make_room()
+    player.steps()  # it goes on once there is room
+    if ending == "closed":
+        player.attempt("close", player.table.close)
+        return
+    tell(json.dumps({"waits": True}))
+    time.sleep(60)
+
+
+class _Player:
+    """A trainer that is in the way of a full disk again and again."""
+
+    def __init__(
+        self, tell: Callable[[str], None], disk: Disk, draw: random.Random, seed: int, rows: int, optimizer: str
+    ) -> None:
+        self.tell, self.disk, self.draw = tell, disk, draw
+        self.seed, self.rows, self.optimizer = seed, rows, optimizer
+        self.step = 0
+        self.is_full = False
+        self._create()
+
+    def play(self) -> None:
+        self._begin()
+        actions = [self.steps, self.steps, self.full, self.full, self.room, self.flush, self.save, self.reopen]
+        actions += [self.create, self.add_columns]
+        if self.draw.random() < 0.4:  # the very first step that is taken finds no room
+            self.full()
+            self.steps()
+            self.room()
+            self.steps()
+        for _ in range(self.draw.choice([0, 4, 8, 14])):
+            self.draw.choice(actions)()
+        if self.is_full:
+            self.disk.make_room()
+        if self.table is None:
+            self._open()
+
+    def attempt(self, what: str, work: Callable[[], Any]) -> bool:
+        """Do something; whether it was done. The only error that is allowed is that the disk is full, when it is."""
+        try:
+            work()
+        except TableFullError as error:
+            self.tell(json.dumps({"full": what}))
+            if not self.is_full:
+                self.flaw(f"{what} says that a disk with room is full", error)
+            return False
+        except Exception as error:
+            self.flaw(f"{what} raises {type(error).__name__} on a full disk", error)
+            return False
+        return True
+
+    def flaw(self, what: str, detail: object) -> None:
+        self.tell(json.dumps({"flaw": [what, str(detail)]}))
+
+    def _create(self) -> None:
+        speedswap.Table.create(
+            self.rows, DIM, dtype=torch.float64, path=self.path, init=speedswap.init.normal(), seed=5
+        ).close()
+
+    def _open(self) -> None:
+        self.table = None
+        self.table = speedswap.Table.open(self.path)
+        self._begin()
+
+    def _begin(self) -> None:
+        if getattr(self, "table", None) is None:
+            self.table = speedswap.Table.open(self.path)
+        self.items = speedswap.Embedding(self.rows, DIM, table=self.table)
+        self.trainer = OPTIMIZERS[self.optimizer](self.items.parameters())
+        if self.draw.random() < 0.7:
+            self.attempt("attach", lambda: speedswap.attach(self.trainer, self.items))
+
+    @property
+    def path(self) -> Path:
+        return self.disk.path / "table"
+
+    # what may happen
+
+    def steps(self) -> None:
+        if self.table is None:
+            return
+        for _ in range(self.draw.randrange(1, 6)):
+            self.step += 1
+            ids, gradients = batch(self.seed, self.step, self.rows, DIM, 16)
+
+            def train(ids: torch.Tensor = ids, gradients: torch.Tensor = gradients) -> None:
+                self.trainer.zero_grad()
+                (self.items(ids) * gradients).sum().backward()
+                self.trainer.step()
+
+            if self.attempt("a step", train):
+                self.tell(json.dumps({"step": self.step}))
+
+    def full(self) -> None:
+        self.is_full = True
+        self.disk.fill(self.draw.choice([0, 0, 100, 5_000, 40_000, 500_000]))
+
+    def room(self) -> None:
+        self.is_full = False
+        self.disk.make_room()
+
+    def flush(self) -> None:
+        if self.table is not None:
+            self.table.attributes["note"] = self.draw.randrange(100)
+            self.attempt("flush", self.table.flush)
+
+    def save(self) -> None:
+        target = self.disk.path / "saved"
+        if self.table is None:
+            return
+        is_new, before = not target.exists(), set(os.listdir(self.disk.path))
+        expected = self.table.read()
+        if self.attempt("save", lambda: self.table.save(target, overwrite=True)):
+            self._compare("saved", target, expected)
+        elif set(os.listdir(self.disk.path)) != before or (is_new and target.exists()):
+            self.flaw("a save that found no room left something", os.listdir(self.disk.path))
+        elif not is_new:
+            self.attempt("opening what was saved before", lambda: speedswap.Table.open(target, mode="r").close())
+        if self.draw.random() < 0.5:
+            shutil.rmtree(target, ignore_errors=True)
+
+    def create(self) -> None:
+        target = self.disk.path / "another"
+        done = self.attempt("create", lambda: speedswap.Table.create(
+            self.draw.choice([10, 20_000]), DIM, path=target, init=self.draw.choice([None, speedswap.init.normal()])
+        ).close())  # fmt: skip
+        if not done and target.exists():
+            self.flaw("a create that found no room left something", os.listdir(target))
+        shutil.rmtree(target, ignore_errors=True)
+
+    def reopen(self) -> None:
+        if self.table is not None:
+            self.attempt("close", self.table.close)
+        self.table = None
+        self.items = self.trainer = None
+        self.attempt("open", self._open)
+
+    def add_columns(self) -> None:
+        name = f"extra{self.step}"
+        if self.table is None or name in self.table.columns:
+            return
+        column = speedswap.Column(name, (2,), torch.float32, speedswap.init.uniform())
+        before = self.table.read()
+        done = self.attempt("add_columns", lambda: self.table.add_columns([column]))
+        if done != (name in self.table.columns):
+            self.flaw("add_columns failed half-way", list(self.table.columns))
+        if not torch.equal(self.table.read(), before):
+            self.flaw("add_columns changed the rows", "")
+
+    def _compare(self, what: str, path: Path, expected: torch.Tensor) -> None:
+        with speedswap.Table.open(path, mode="r") as table:
+            if not torch.equal(table.read(), expected):
+                self.flaw(f"what was {what} on a full disk differs", "")
+
+
+# ---------------------------------------------------------------------- what it must have left
+
+
+def _check(disk: Disk, reference: Reference, what: str) -> None:
+    with speedswap.Table.open(disk.path / "table") as table:
+        _compare(table, reference, f"{what}, opened")
+        # What a table has not been written to is computed again when columns are added.
+        table.add_columns([speedswap.Column("more", (1,), torch.float32, speedswap.init.zeros())])
+        _compare(table, reference, f"{what}, columns added")
+    with contextlib.suppress(FileNotFoundError), speedswap.Table.open(disk.path / "saved"):
+        pass
+
+
+def _compare(table: speedswap.Table, reference: Reference, what: str) -> None:
+    for name, expected in reference.columns.items():
+        if name not in table.columns:
+            raise Broken(f"a column of completed steps is lost\n{name!r}, {what}")
+        found = table.read(column=name)
+        wrong = ~torch.isclose(found, expected, rtol=1e-9, atol=1e-12)
+        if wrong.any():
+            row = int(wrong.flatten(1).any(1).nonzero()[0])
+            raise Broken(
+                f"rows of completed steps are lost on a full disk\ncolumn {name!r}, row {row} of "
+                f"{int(wrong.flatten(1).any(1).sum())}: {found[row].tolist()}, not {expected[row].tolist()}; {what}"
+            )
+
+
+ATTACK = Attack(
+    name="disks",
+    promise="a full disk is a TableFullError; rows of completed steps stay, and training goes on when there is room",
+    round=_round,
+    seconds=60.0,
+    quick=8,
+)
