@@ -14,6 +14,7 @@
     ├── MemoryBudgetError       (ValueError)    a memory budget is too small for the least that was asked for
     ├── PeerError               (RuntimeError)  another process of the job failed, or was asked for something else
     ├── RanksError              (RuntimeError)  tables of several processes would be trained apart in silence
+    ├── ThreadError             (RuntimeError)  two threads are in a training step of one module at once
     └── TableError
         ├── TableFormatError    (ValueError)    a file is damaged, or is not a table
         ├── TableBusyError      (OSError)       another process has the table open for writing
@@ -46,6 +47,7 @@ __all__ = [
     "TableFormatError",
     "TableFullError",
     "TableTooLargeError",
+    "ThreadError",
     "WeightError",
 ]
 
@@ -96,6 +98,10 @@ class PeerError(SpeedswapError, RuntimeError):
 
 class RanksError(SpeedswapError, RuntimeError):
     """Tables of several processes would be trained apart, or mixed, without anybody having said so."""
+
+
+class ThreadError(SpeedswapError, RuntimeError):
+    """Two threads are in a training step of one module at once; the second one's gradient was not taken."""
 
 
 class TableError(SpeedswapError):

@@ -1,6 +1,6 @@
 """Move rows between two memories. Knows pointers, strides and streams; nothing of tables or training."""
 
-from speedswap.kernels.aside import Aside, Bundle, Bundled, beside, used_here
+from speedswap.kernels.aside import Aside, Bundle, Bundled, beside, is_beside, used_here
 from speedswap.kernels.background import (
     AheadJob,
     Job,
@@ -74,6 +74,7 @@ __all__ = [
     "get_num_threads",
     "group",
     "hand_over",
+    "is_beside",
     "last_occurrences",
     "max_segments",
     "places_among",

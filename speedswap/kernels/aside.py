@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Literal, TypeVar
@@ -20,7 +21,7 @@ from torch.profiler import record_function
 from speedswap import _C
 from speedswap.kernels.cuda.streams import index_of, side_stream
 
-__all__ = ["Aside", "Bundle", "Bundled", "beside", "finish_threads", "used_here"]
+__all__ = ["Aside", "Bundle", "Bundled", "beside", "finish_threads", "is_beside", "used_here"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -200,14 +201,18 @@ def finish_threads() -> None:
 
 
 _threads: dict[Direction, ThreadPoolExecutor] = {}
-# A forked child does not have the threads.
-os.register_at_fork(after_in_child=_threads.clear)
+_NAME = "speedswap-"
+os.register_at_fork(after_in_child=_threads.clear)  # which does not have the threads
+
+
+def is_beside() -> bool:
+    """Return whether this is one of the threads, which must not wait for what it is to do itself."""
+    return threading.current_thread().name.startswith(_NAME)
 
 
 def _thread(direction: Direction) -> ThreadPoolExecutor:
     if direction not in _threads:
         # With a pool of its own for the engine's loops: a second team of OpenMP's, for this thread, would spin.
-        _threads[direction] = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix=f"speedswap-{direction}", initializer=_C.use_own_pool
-        )
+        pool = ThreadPoolExecutor(1, f"{_NAME}{direction}", initializer=_C.use_own_pool)
+        _threads.setdefault(direction, pool)  # another caller's, if that was first: it starts no thread before its work
     return _threads[direction]

@@ -7,7 +7,7 @@ given before it. It takes no Python lock and none of torch's threads.
 from __future__ import annotations
 
 import atexit
-from collections import deque
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,8 +24,10 @@ __all__ = ["AheadJob", "Job", "Lookup", "WantedColumn", "finish_jobs", "hand_ove
 
 Job = _C.Job
 
-# Jobs that may still run, with what must stay alive until they are done.
-_running: deque[tuple[_C.Job, object]] = deque()
+# Jobs that may still run, with what must stay alive until they are done. A dict, each of whose operations is whole for
+# every thread: a lock might be asked for again by a finalizer that runs while it is held.
+_running: dict[_C.Job, object] = {}
+os.register_at_fork(after_in_child=_running.clear)  # which has none of them
 
 
 class WantedColumn(NamedTuple):
@@ -186,7 +188,7 @@ def finish_jobs() -> None:
     """Return when everything that was given to be done beside the computation is done."""
     _C.finish_jobs()
     finish_threads()
-    _running.clear()
+    _drop_done()
 
 
 def _background_threads() -> int:
@@ -195,9 +197,15 @@ def _background_threads() -> int:
 
 
 def _keep(job: _C.Job, owners: object) -> None:
-    while _running and _running[0][0].done():
-        _running.popleft()
-    _running.append((job, owners))
+    _drop_done()
+    _running[job] = owners
+
+
+def _drop_done() -> None:
+    for job in list(_running):
+        if not job.done():
+            return
+        _running.pop(job, None)
 
 
 # What was given to be written is written before the process ends; Python itself waits for the threads of its pools.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedswap.tables import Block, Table
 from speedswap.tables.in_flight import Ahead
-from speedswap.tables.traffic import gather_ahead
+from speedswap.tables.table import gather_ahead
 
 __all__ = ["Announced", "announce"]
 
@@ -65,16 +65,17 @@ class Announced:
         Returns:
             None where they are not current and have to be asked for again.
         """
-        if self._found_version < 0:
-            self._found = self._ahead.take(self._table.version)
-            self._found_version = self._table.version
-        return self._found if self._found_version == self._table.version else None
+        with self._table._lock:
+            if self._found_version < 0:
+                self._found = self._table._take(self._ahead)
+                self._found_version = self._table.version
+            return self._found if self._found_version == self._table.version else None
 
 
 def announce(lookups: Sequence[tuple[Table, Tensor, torch.device]]) -> list[Announced]:
     """Begin all lookups of a batch, together: tables, ids and devices as for :class:`Announced`."""
     announced = [Announced(*lookup) for lookup in lookups]
-    ahead = gather_ahead([each._table._later(each._copy, each._device) for each in announced])
+    ahead = gather_ahead((each._table, each._copy, each._device) for each in announced)
     for each, rows in zip(announced, ahead, strict=True):
         each._ahead = rows
     return announced

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from speedswap import kernels
 from speedswap.swapping.interrupts import deferred_interrupts
 from speedswap.swapping.probe import is_probing
-from speedswap.swapping.step import RowStep, by_weight, holds, innermost
+from speedswap.swapping.step import RowStep, by_weight, every_step, holds, innermost
 from speedswap.tables import Table
 
 __all__ = ["attach"]
@@ -40,7 +40,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
         OptimizerError: the optimizer mixes rows, or takes sparse gradients only; the message says which.
         ValueError: there is no embedding, or its weight is not in the optimizer.
     """
-    steps = [step for step in list(by_weight.values()) if _belongs(step, module_or_table)]
+    steps = [step for step in every_step() if _belongs(step, module_or_table)]
     if not steps:
         raise ValueError(
             f"module_or_table, of type {type(module_or_table).__name__}, is without a speedswap.Embedding; give the "

@@ -27,6 +27,10 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     :class:`~speedswap.errors.WeightError`, since its rows are not on the device. ``state_dict`` has the whole table
     under its name, as ``nn.Embedding`` would, and this is one: ``isinstance(items, nn.Embedding)``.
 
+    Threads may train modules of their own, and look up in any module under ``torch.no_grad()``. One module is trained
+    in one thread at a time, as with torch's: backward passes of several threads add up, and what would undo another
+    thread's optimizer step raises :class:`~speedswap.errors.ThreadError`.
+
     Args:
         num_embeddings: rows of the table.
         embedding_dim: items in a row.

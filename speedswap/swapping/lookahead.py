@@ -108,7 +108,7 @@ class Lookahead(Generic[Batch]):
             for module in self._ids:
                 module._step.behind -= 1
                 module._announced = None
-                module.table._traffic.land()
+                module.table._land()
 
     def _turns(self) -> Iterator[Batch]:
         source = iter(self._loader)

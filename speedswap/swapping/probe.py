@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap._locks import Locked
 from speedswap.errors import OptimizerError
 from speedswap.swapping.weight import is_one_value
 from speedswap.tables import Column, init
@@ -33,7 +35,16 @@ _LR = 0.01
 # Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
 _NOT_COPIED = frozenset({"state", "step"})
 
-_probing = False
+
+class _Thread(threading.local):
+    """What is true of one thread alone: others take steps of their own meanwhile."""
+
+    probing = False
+
+
+_thread = _Thread()
+# The random generators of a probe are those of the process. A forked child finds the lock free.
+_one_at_a_time = Locked()
 
 
 @dataclass(frozen=True)
@@ -85,8 +96,8 @@ class _FirstValues(dict[str, Any]):
 
 
 def is_probing() -> bool:
-    """Whether the optimizer that steps right now is a copy of :func:`probe`."""
-    return _probing
+    """Return whether the optimizer that steps right now, in this thread, is a copy of :func:`probe`."""
+    return _thread.probing
 
 
 def probe(
@@ -104,6 +115,11 @@ def probe(
     Raises:
         OptimizerError: it mixes rows, takes sparse gradients only, or keeps state that has no rows.
     """
+    with _one_at_a_time.lock:
+        return _probe(optimizer, weight, embedding_dim, dtype, fresh)
+
+
+def _probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype: torch.dtype, fresh: bool) -> RowState:
     name = type(optimizer).__name__
     num_rows = 7 if embedding_dim != 7 else 11
     generator = torch.Generator().manual_seed(_SEED)
@@ -323,9 +339,8 @@ def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], e
 
 @contextlib.contextmanager
 def _as_probe() -> Iterator[None]:
-    global _probing
-    _probing = True
+    _thread.probing = True
     try:
         yield
     finally:
-        _probing = False
+        _thread.probing = False

@@ -88,14 +88,14 @@ def _scan(table: Table, queries: Tensor, pieces: Pieces, left_out: Excluded, bes
         block //= 2
     room = queries.new_empty(pieces.group, -(-pieces.chunk // block) * block)
     for i, rows in enumerate(pieces.chunks()):
-        weights = table._stretch(rows.start, rows.stop, queries.device)
-        for j, some in enumerate(pieces.groups()):
-            scores = room[: some.stop - some.start, : rows.stop - rows.start]
-            torch.mm(queries[some], weights.T, out=scores)
-            left_out.blank(scores, i, j)
-            blocks = room[: len(scores), : -(-scores.shape[1] // block) * block]
-            blocks[:, scores.shape[1] :] = -math.inf
-            _offer(blocks.view(len(scores), -1, block), rows.start, Scored(best.values[some], best.ids[some]))
+        with table._stretch(rows.start, rows.stop, queries.device) as weights:
+            for j, some in enumerate(pieces.groups()):
+                scores = room[: some.stop - some.start, : rows.stop - rows.start]
+                torch.mm(queries[some], weights.T, out=scores)
+                left_out.blank(scores, i, j)
+                blocks = room[: len(scores), : -(-scores.shape[1] // block) * block]
+                blocks[:, scores.shape[1] :] = -math.inf
+                _offer(blocks.view(len(scores), -1, block), rows.start, Scored(best.values[some], best.ids[some]))
 
 
 def _offer(scores: Tensor, first_row: int, best: Scored) -> None:

@@ -13,9 +13,12 @@ import enum
 import gc
 import inspect
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.errors import LostUpdateError, OptimizerError
+from speedswap._locks import Locked
+from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.doubt import Doubt
 from speedswap.swapping.probe import RowState, probe
 from speedswap.swapping.scalars import Scalars, copied
@@ -47,7 +51,7 @@ class _Status(enum.Enum):
     STEPPED = "the rows are in the table; their gradient may still be looked at"
 
 
-class RowStep:
+class RowStep(Locked):
     """Rows, gradient and state of an embedding's current training step.
 
     Args:
@@ -69,6 +73,7 @@ class RowStep:
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
     ) -> None:
+        super().__init__()
         self.table = table
         self.weight = weight
         self.padding_idx = padding_idx
@@ -96,6 +101,7 @@ class RowStep:
         self._weight_version = 0
         self._table_version = 0
         self._steps_seen = 0
+        self._stepping_in = 0  # the thread
         by_weight[id(weight)] = self
 
     def over(self, table: Table, weight: nn.Parameter) -> RowStep:
@@ -112,8 +118,26 @@ class RowStep:
         Raises:
             OptimizerError: they are for lookup only.
             LostUpdateError: it did not, and never will; its rows and gradients are dropped.
+            ThreadError: another thread is inside the optimizer's step.
         """
         self._require_trainable()
+        with self.lock:
+            self._require_no_other_step()
+            self._look_back()
+
+    def _require_no_other_step(self) -> None:
+        """Raise if another thread is inside the optimizer's step for these rows, which this one would undo."""
+        if self._status is not _Status.STEPPING or self.in_closure or self._stepping_in == threading.get_ident():
+            return
+        frame = sys._current_frames().get(self._stepping_in)
+        if self.optimizer is not None and steps_under_way(self.optimizer, frame):
+            raise ThreadError(
+                f"the embedding over table {self.table.name!r} is inside its optimizer's step in another thread; train "
+                "a module in one thread at a time, as with torch's own (others may look up under torch.no_grad())"
+            )
+
+    def _look_back(self) -> None:
+        """Raise if the training step before did not reach the table."""
         self._open()
         try:
             if self._status is _Status.STEPPING and not self.in_closure:
@@ -181,11 +205,13 @@ class RowStep:
         """
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
-        self._open()
-        try:
-            self._receive(block, version, grad.detach())
-        finally:
-            self._close()
+        with self.lock:
+            self._require_no_other_step()
+            self._open()
+            try:
+                self._receive(block, version, grad.detach())
+            finally:
+                self._close()
 
     def _receive(self, block: Block, version: int, grad: Tensor) -> None:
         if self.padding_idx is not None:
@@ -257,15 +283,17 @@ class RowStep:
 
     def swap_in(self, optimizer: Optimizer) -> None:
         """Just before the optimizer's own step: its state for the weight becomes that of the rows."""
-        if self._status is _Status.STEPPING and is_inner_step(optimizer):
-            self._has_inner_steps = True
-            return
-        self._open()
-        try:
-            self._swap_in(optimizer)
-        finally:
-            if self._status is not _Status.STEPPING:
-                self._close()
+        with self.lock:
+            self._require_no_other_step()
+            if self._status is _Status.STEPPING and is_inner_step(optimizer):
+                self._has_inner_steps = True
+                return
+            self._open()
+            try:
+                self._swap_in(optimizer)
+            finally:
+                if self._status is not _Status.STEPPING:
+                    self._close()
 
     def _swap_in(self, optimizer: Optimizer) -> None:
         grad = self.weight.grad
@@ -297,6 +325,7 @@ class RowStep:
                 state[column.name] = self._state[column.name]
             self._scalars.remember(self._row_state.scalars, self._saved_scalars)
         self._status = _Status.STEPPING
+        self._stepping_in = threading.get_ident()
 
     def swap_out(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
         """Just after it: weight and state go to the table, and only scalars stay in the optimizer.
@@ -305,16 +334,17 @@ class RowStep:
             optimizer: the one that stepped.
             behind: writes the rows, where that may be done behind the next step; the caller starts it.
         """
-        if self._status is not _Status.STEPPING or self._rows is None:
-            return
-        if self._has_inner_steps:
-            if is_inner_step(optimizer):
+        with self.lock:
+            if self._status is not _Status.STEPPING or self._rows is None:
                 return
-            self._has_inner_steps = False
-        try:
-            self._scatter(optimizer, behind)
-        finally:
-            self._close()
+            if self._has_inner_steps:
+                if is_inner_step(optimizer):
+                    return
+                self._has_inner_steps = False
+            try:
+                self._scatter(optimizer, behind)
+            finally:
+                self._close()
 
     def _scatter(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
         assert self._rows is not None
@@ -353,11 +383,12 @@ class RowStep:
 
     def abandon(self) -> None:
         """Forget rows and gradients, and what a step that was not completed has done to the optimizer's scalars."""
-        self._open()
-        try:
-            self._abandon()
-        finally:
-            self._close()
+        with self.lock:
+            self._open()
+            try:
+                self._abandon()
+            finally:
+                self._close()
 
     def _abandon(self) -> None:
         if self._status is _Status.STEPPING:
@@ -404,7 +435,7 @@ class RowStep:
                 f"this {type(optimizer).__name__} was replaced as the optimizer of table {self.table.name!r}, whose "
                 "rows have the state of one optimizer at a time; take the weight out of one of the two"
             )
-        for other in list(by_weight.values()):
+        for other in every_step():
             if other is not self and other.table is self.table and other.optimizer is not None:
                 raise OptimizerError(
                     f"table {self.table.name!r} is trained through another embedding already, and two would undo each "
@@ -634,17 +665,27 @@ def _is_made_of_weight(value: object) -> bool:
 
 
 def is_inner_step(optimizer: Optimizer) -> bool:
-    """Whether the step that begins or ends is called by a step of the same optimizer, as ``super().step()`` is."""
-    steps, frame = 0, inspect.currentframe()
+    """Return whether the step that begins or ends is called by one of the same optimizer, as ``super().step()`` is."""
+    return steps_under_way(optimizer, inspect.currentframe()) == 2
+
+
+def steps_under_way(optimizer: Optimizer, frame: FrameType | None) -> int:
+    """Count the steps of an optimizer that a frame of some thread is inside of, up to two."""
+    steps = 0
     while frame is not None and steps < 2:
         # Torch calls every step in the same function, which calls the hooks too.
         if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == Optimizer.__module__:
             steps += frame.f_locals["args"][0] is optimizer
         frame = frame.f_back
-    return steps == 2
+    return steps
 
 
 by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
+
+
+def every_step() -> list[RowStep]:
+    """Return the steps of all embeddings that are alive; other threads may make embeddings meanwhile."""
+    return [step for reference in by_weight.valuerefs() if (step := reference()) is not None]
 
 
 def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:

@@ -171,10 +171,17 @@ class InFlight:
 
     def land(self) -> None:
         """Return when every write has arrived: the table may be read and written by whoever calls."""
-        writes, self._writes = self._writes, []
-        for write in writes:
-            if write.job is not None:
-                write.job.wait()
+        failure: Exception | None = None
+        while self._writes:
+            job = self._writes[0].job
+            try:
+                if job is not None:
+                    job.wait()  # interrupted, it is waited for again
+            except Exception as error:
+                failure = failure or error
+            del self._writes[0]
+        if failure is not None:
+            raise failure
 
 
 def _waits(ahead: Ahead | None) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from speedswap import kernels
+from speedswap._locks import Locked
 from speedswap.tables.segments import Segments
 from speedswap.tables.traffic import Traffic
 
 __all__ = ["Persistence"]
 
 
-class Persistence:
+class Persistence(Locked):
     """The durable side of a table. It outlives the Table object, which it must not know.
 
     Args:
@@ -22,18 +24,31 @@ class Persistence:
         attributes: plain data that is saved with the rows.
 
     Attributes:
-        lock: held while rows or files change.
+        lock: held by the thread that uses the table's memory or files; a forked child finds it free.
         live: sources of attributes that change at every step, by key; called when attributes are saved. One that
             returns None leaves the attribute as it is. They must not hold the table either.
     """
 
     def __init__(self, segments: Segments, traffic: Traffic, attributes: dict[str, Any]) -> None:
+        super().__init__()
         self._segments = segments
         self._traffic = traffic
         self._attributes = attributes
         self._owner_pid = os.getpid()
-        self.lock = threading.RLock()
+        self.changing = False
         self.live: dict[str, Callable[[], Any]] = {}
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Exchange memory or files for others, alone, once nothing reads or writes them any more."""
+        with self.lock:
+            self._traffic.land()
+            kernels.finish_jobs()
+            self.changing = True
+            try:
+                yield
+            finally:
+                self.changing = False
 
     def note_attributes(self) -> dict[str, Any]:
         """Bring the attributes up to date, and return them."""
@@ -63,11 +78,11 @@ class Persistence:
         directory = self._segments.directory
         if not self.is_needed or directory is None or not directory.path.is_dir():
             return
-        if threading.current_thread() is threading.main_thread():
-            self.flush()
-        else:
-            # The garbage collector may be running in the very thread that writes what is on its way.
+        if kernels.is_beside():
+            # The garbage collector is running in the very thread that writes what is on its way.
             self._flush_segments()
+        else:
+            self.flush()
 
     @property
     def is_needed(self) -> bool:

@@ -29,7 +29,12 @@ class Segments:
         engine: how rows go between host memory and a GPU.
         written: whether rows may differ from their initial values.
         writes: how many scatters there have been.
+
+    Attributes:
+        lost: whether the memory is gone, since columns could neither be added nor the old ones be put back.
     """
+
+    lost = False
 
     def __init__(
         self,
@@ -53,8 +58,7 @@ class Segments:
         self.writes = writes
         self._segments: tuple[Segment, ...] = ()
         # Found once for these segments, since every batch asks.
-        self._known: tuple[Segment, ...] | None = None
-        self._columns: dict[str, Column] = {}
+        self._columns: tuple[tuple[Segment, ...], dict[str, Column]] = (), {}
         self._groups: dict[tuple[str, ...], list[tuple[Segment, list[Column]]]] = {}
 
     def open(self, entries: Iterable[SegmentEntry]) -> None:
@@ -86,11 +90,13 @@ class Segments:
     @property
     def columns(self) -> dict[str, Column]:
         """Every column by name, in the order of their coming."""
-        if self._known is not self._segments:
-            self._columns = {column.name: column for segment in self for column in segment.layout.columns}
+        segments, columns = self._columns
+        if segments is not self._segments:
+            segments = self._segments
+            columns = {column.name: column for segment in segments for column in segment.layout.columns}
             self._groups = {}
-            self._known = self._segments
-        return self._columns
+            self._columns = segments, columns  # both at once, for other threads
+        return columns
 
     def of(self, column: str) -> Segment:
         """The segment that holds a column.
@@ -132,11 +138,12 @@ class Segments:
         layouts = [segment.layout for segment in self]
         for segment in self:
             segment.close()
-        self._segments = ()
         try:
             self._segments = (self._new(columns),)
         except BaseException:
+            self.lost = True  # and so it stays if this fails as well
             self._segments = tuple(self._new(layout.columns) for layout in layouts)
+            self.lost = False
             raise
 
     def _new(self, columns: Sequence[Column]) -> Segment:

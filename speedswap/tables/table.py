@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,24 +21,29 @@ from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
+from speedswap.tables.in_flight import Ahead, Found
 from speedswap.tables.init import Initializer
 from speedswap.tables.persistence import Persistence
 from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
-from speedswap.tables.traffic import Later, Traffic
+from speedswap.tables.traffic import Later, Traffic, gather_later
 
 if TYPE_CHECKING:
     import enum
 
     from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["Table"]
+__all__ = ["Table", "gather_ahead"]
 
 
 class Table:
     """``num_embeddings`` rows of weights and, once an optimizer is attached, of its state.
 
     Made by :meth:`create` or :meth:`open`. A table is a context manager; leaving it closes it.
+
+    Any number of threads may use a table. Each call is whole: a gather sees all of a scatter or nothing of it, calls
+    wait for one another, and one that comes after :meth:`close` raises :class:`TableClosedError`. Only the tensor that
+    :meth:`view` returns is not guarded.
 
     Attributes:
         num_embeddings: rows.
@@ -73,7 +80,6 @@ class Table:
         self._traffic = Traffic(segments)
         self._persistence = Persistence(segments, self._traffic, attributes)
         self.live_attributes = self._persistence.live
-        self._lock = self._persistence.lock
         self._owner_pid = os.getpid()
         if self._persistence.is_needed:
             self._flush_at_the_end = weakref.finalize(self, self._persistence.flush_at_the_end)
@@ -283,9 +289,10 @@ class Table:
         into: Mapping[str, Tensor] | None = None,
     ) -> Block:
         """Gather rows whose ids have been checked; columns named in ``into`` go to those contiguous tensors."""
-        self._check_open()
-        self._traffic.land()
-        return self._traffic.fetch(rows, columns, device, into)
+        with self._lock:
+            self._check_open()
+            self._traffic.land()
+            return self._traffic.fetch(rows, columns, device, into)
 
     def scatter(self, rows: Tensor, values: Block | Tensor | Mapping[str, Tensor]) -> None:
         """Copy rows into the table.
@@ -320,20 +327,20 @@ class Table:
             behind: return before the rows are written, which the bundle does, or the engine's thread. They are
                 ascending, and nobody changes ``values`` any more.
         """
-        self._check_open(writing=True)
-        if len(rows):
-            with self._lock:
+        with self._lock:
+            self._check_open(writing=True)
+            if len(rows):
                 self._traffic.write(rows, values, begins=self._mark_written, behind=behind)
 
-    def _later(self, ids: Tensor, device: torch.device) -> Later:
-        """A lookup of a later batch, for :func:`gather_ahead`.
+    def _take(self, ahead: Ahead) -> Found | None:
+        """Take what was gathered ahead, as the table has it now; see :meth:`Ahead.take`."""
+        with self._lock:
+            return ahead.take(self.version)
 
-        Args:
-            ids: int64 or int32, any shape, at least one; nobody changes them any more.
-            device: where the block goes.
-        """
-        self._check_open()
-        return Later(self._traffic, ids, device, self.version)
+    def _land(self) -> None:
+        """Return when every write that is on its way has arrived."""
+        with self._lock:
+            self._traffic.land()
 
     @property
     def writes(self) -> int:
@@ -361,32 +368,36 @@ class Table:
         Raises:
             TableTooLargeError: they do not fit into the memory that is free; read fewer rows, or use :meth:`save`.
         """
-        self._check_open()
         start, stop, _ = slice(start, stop).indices(self.num_embeddings)
-        segment = self._segments.of(column)
-        nbytes = max(0, stop - start) * self.columns[column].width * self.columns[column].dtype.itemsize
-        export.require_memory(nbytes, f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}")
-        self._traffic.land()
-        segment.memory.settle()
-        values = segment.read(column, start, max(start, stop))
-        return values.to("cpu", copy=not self.columns[column].compact).contiguous()
+        with self._lock:
+            self._check_open()
+            segment = self._segments.of(column)
+            nbytes = max(0, stop - start) * self.columns[column].width * self.columns[column].dtype.itemsize
+            export.require_memory(nbytes, f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}")
+            self._traffic.land()
+            segment.memory.settle()
+            values = segment.read(column, start, max(start, stop))
+            return values.to("cpu", copy=not self.columns[column].compact).contiguous()
 
-    def _stretch(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Weights of rows ``start`` to ``stop`` on a device, to be read at once and neither kept nor changed.
+    @contextmanager
+    def _stretch(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
+        """Weights of rows ``start`` to ``stop`` on a device, to be read inside the block and not changed.
 
-        Returns:
+        Yields:
             Shape (stop - start, embedding_dim): a view of the table's memory where that has them as they are, on that
             device; else a copy.
         """
-        self._check_open()
-        segment, column = self._segments.of("weight"), self.columns["weight"]
-        segment.memory.expect(start * segment.layout.stride, stop * segment.layout.stride)
-        if column.compact or segment.memory.device != device:
-            ids = torch.arange(start, stop, device=segment.memory.device)
-            return self._gather(ids, ["weight"], device).weight
-        self._traffic.land()
-        segment.memory.settle()
-        return segment.view("weight")[start:stop]
+        with self._lock:
+            self._check_open()
+            segment, column = self._segments.of("weight"), self.columns["weight"]
+            segment.memory.expect(start * segment.layout.stride, stop * segment.layout.stride)
+            if column.compact or segment.memory.device != device:
+                ids = torch.arange(start, stop, device=segment.memory.device)
+                yield self._gather(ids, ["weight"], device).weight
+                return
+            self._traffic.land()
+            segment.memory.settle()
+            yield segment.view("weight")[start:stop]
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         """Copy all weights into an array: what ``np.asarray(table)`` gives.
@@ -432,15 +443,15 @@ class Table:
             IdError: the rows do not all lie in the table.
             TypeError, ValueError: dtype or shape does not fit. Nothing was written.
         """
-        self._check_open(writing=True)
         fitting({column: values}, self.columns, len(values), self.name)
         if start < 0 or start + len(values) > self.num_embeddings:
             raise IdError(
                 f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
                 f"{self.num_embeddings - 1}"
             )
-        segment = self._segments.of(column)
         with self._lock:
+            self._check_open(writing=True)
+            segment = self._segments.of(column)
             segment.memory.reserve(slice(start, start + len(values)), segment.layout.stride)
             self._traffic.land()
             self._mark_written()
@@ -463,15 +474,16 @@ class Table:
             TypeError: the column is stored as int8 with scales.
             TableFullError: the disk has no room for every row.
         """
-        self._check_open(writing=True)
-        segment = self._segments.of(column)
-        view = segment.view(column)
-        segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
-        self._traffic.land()
-        self._mark_written()
-        segment.memory.share()
-        segment.memory.settle()
-        return view
+        with self._lock:
+            self._check_open(writing=True)
+            segment = self._segments.of(column)
+            view = segment.view(column)
+            segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
+            self._traffic.land()
+            self._mark_written()
+            segment.memory.share()
+            segment.memory.settle()
+            return view
 
     # ------------------------------------------------------------------ columns
 
@@ -484,18 +496,18 @@ class Table:
         Raises:
             ValueError: a column of that name exists already.
         """
-        self._check_open(writing=True)
-        for column in columns:
-            if column.name in self.columns:
-                raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
-        if not columns:
-            return
         with self._lock:
-            self.version += 1
-            self._come_to_rest()
-            self._segments.add(columns)
-            self._persistence.save_manifest()
-            self._segments.discard_stale_files()
+            self._check_open(writing=True)
+            for column in columns:
+                if column.name in self.columns:
+                    raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
+            if not columns:
+                return
+            with self._persistence.change():
+                self.version += 1
+                self._segments.add(columns)
+                self._persistence.save_manifest()
+                self._segments.discard_stale_files()
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give columns that exist their initial values again, in every row.
@@ -503,8 +515,8 @@ class Table:
         Args:
             columns: name and initial values; the rest is that of the table's own column.
         """
-        self._check_open(writing=True)
         with self._lock:
+            self._check_open(writing=True)
             self._traffic.land()
             self._mark_written()
             for column in columns:
@@ -528,6 +540,7 @@ class Table:
         if self.path is not None and target.exists() and target.samefile(self.path):
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
         with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
+            self._check_open()
             self._traffic.land()
             self._segments.save_to(directory, self._persistence.note_attributes())
 
@@ -536,23 +549,35 @@ class Table:
 
         A table that is not closed is flushed when it is freed, or when the process ends by itself.
         """
-        self._check_open()
-        self._persistence.flush()
+        with self._lock:
+            self._check_open()
+            self._persistence.flush()
 
     def close(self) -> None:
         """Flush, and give memory, file and lock back. Closing twice is harmless."""
-        if self._closed:
-            return
-        try:
-            if os.getpid() == self._owner_pid:
-                self._come_to_rest()
-                self.flush()
-        finally:
+        with self._lock:
+            if not self._closed:
+                self._close()
+
+    def _close(self) -> None:
+        if os.getpid() != self._owner_pid:
             self._closed = True
-            if self._persistence.is_needed:
-                self._flush_at_the_end.detach()
-            if os.getpid() == self._owner_pid:
+            return
+        failure: Exception | None = None
+        try:
+            self._traffic.land()
+        except Exception as error:
+            failure = error  # in writing rows: the rest is saved all the same
+        with self._persistence.change():
+            try:
+                self._persistence.flush()
+            finally:
+                self._closed = True
+                if self._persistence.is_needed:
+                    self._flush_at_the_end.detach()
                 self._segments.close()
+        if failure is not None:
+            raise failure
 
     def _remove(self) -> None:
         """Close the table and remove its files: what was to fill it failed."""
@@ -583,8 +608,8 @@ class Table:
                 f"table {self.name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
                 "and Table.open(path), or into memory with Table.load(path)"
             )
-        self._check_open()
         with self._lock:
+            self._check_open()
             self._traffic.land()
             self._persistence.note_attributes()
             for segment in self._segments:
@@ -593,10 +618,10 @@ class Table:
 
     # ------------------------------------------------------------------ checks
 
-    def _come_to_rest(self) -> None:
-        """Wait until nothing reads or writes the table's memory, which is about to go."""
-        self._traffic.land()
-        kernels.finish_jobs()
+    @property
+    def _lock(self) -> threading.RLock:
+        """Held by the thread that uses the table."""
+        return self._persistence.lock
 
     def _mark_written(self) -> int:
         """Note that rows are about to change; returns the version that they will be of."""
@@ -609,7 +634,18 @@ class Table:
     def _check_open(self, *, writing: bool = False) -> None:
         if self._closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
-        if os.getpid() != self._owner_pid and (writing or self.pinned):
+        if self._segments.lost:
+            raise TableClosedError(
+                f"table {self.name!r} lost its memory when columns could neither be added nor the old ones put back; "
+                "make it again"
+            )
+        forked = os.getpid() != self._owner_pid
+        if forked and self._persistence.changing:
+            raise TableClosedError(
+                f"table {self.name!r} was being changed by process {self._owner_pid} when this one was forked from it; "
+                "open its path here with mode='r', or fork at another time"
+            )
+        if forked and (writing or self.pinned):
             raise TableClosedError(
                 f"table {self.name!r} belongs to process {self._owner_pid}; a forked process can "
                 + ("not see its pinned memory" if self.pinned else "only read it")
@@ -617,3 +653,22 @@ class Table:
             )
         if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
+
+
+def gather_ahead(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Ahead]:
+    """Begin to look up what a later batch needs of any number of tables.
+
+    Args:
+        lookups: tables, each with ids (int64 or int32, any shape, at least one; nobody changes them any more) and the
+            device where the block goes.
+
+    Returns:
+        For each lookup its rows on their way, for :meth:`Table._take`.
+    """
+    wanted = list(lookups)
+    with ExitStack() as held:
+        # In one order: two threads that look up in the same tables do not wait for each other.
+        for table in sorted({table for table, _, _ in wanted}, key=id):
+            held.enter_context(table._lock)
+            table._check_open()
+        return gather_later([Later(table._traffic, ids, device, table.version) for table, ids, device in wanted])

@@ -15,7 +15,7 @@ from speedswap.tables.record import Column
 from speedswap.tables.segment import Segment
 from speedswap.tables.segments import Segments
 
-__all__ = ["Later", "Traffic", "gather_ahead"]
+__all__ = ["Later", "Traffic", "gather_later"]
 
 _CPU = torch.device("cpu")
 
@@ -174,7 +174,7 @@ class Later(NamedTuple):
     version: int
 
 
-def gather_ahead(lookups: Sequence[Later]) -> list[Ahead]:
+def gather_later(lookups: Sequence[Later]) -> list[Ahead]:
     """Begin to look up what a later batch needs of any number of tables: check ids, find their rows, gather those.
 
     Returns:

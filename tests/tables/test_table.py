@@ -468,3 +468,21 @@ def test_a_saved_table_is_loaded_into_memory(storage: str, tmp_path: Path) -> No
                         each.scatter(rows, values)
                 for name in table.columns:
                     assert torch.equal(loaded.read(column=name), table.read(column=name))
+
+
+def test_a_table_whose_columns_were_interrupted_twice_says_that_its_rows_are_gone():
+    """Ctrl-C while columns are added, and again while the old ones are put back, leaves no table to crash in."""
+    interrupts = iter([False, True, True])
+
+    def fill(tensor: torch.Tensor) -> None:
+        tensor.zero_()
+        if next(interrupts):
+            raise KeyboardInterrupt
+
+    table = speedswap.Table.create(10, 4, storage="pageable", init=speedswap.init.from_torch(fill))
+    with pytest.raises(KeyboardInterrupt):
+        table.add_columns([Column("more", (4,), torch.float32, speedswap.init.zeros())])
+    for use in (lambda: table.gather(torch.tensor([1])), table.read, lambda: table.write(0, torch.ones(1, 4))):
+        with pytest.raises(TableClosedError, match="make it again"):
+            use()
+    table.close()

@@ -1,0 +1,33 @@
+"""Locks that a forked child finds free."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+__all__ = ["Locked"]
+
+
+class Locked:
+    """An object that one thread uses at a time.
+
+    Attributes:
+        lock: held by that thread, which may ask for it again.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        _all.add(self)
+
+
+_all: weakref.WeakSet[Locked] = weakref.WeakSet()
+
+
+def _free() -> None:
+    """Give every object a new lock: a thread that did not come along may have held the old one."""
+    for locked in list(_all):
+        locked.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_free)

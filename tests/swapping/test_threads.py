@@ -1,0 +1,139 @@
+"""Modules in several threads: each trains its own, others look up meanwhile, and no step is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import speedswap
+from speedswap.errors import ThreadError
+
+
+def in_threads(*functions: Callable[[], object]) -> None:
+    """Run functions at once, each in a thread of its own; raise the first error."""
+    start = threading.Barrier(len(functions))
+
+    def run(function: Callable[[], object]) -> object:
+        start.wait()
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as threads:
+        for done in [threads.submit(run, function) for function in functions]:
+            done.result(60)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_threads_with_modules_of_their_own_lose_no_step(name: str):
+    """An optimizer's first step, in which it is examined, does not keep another thread's step from its table."""
+
+    def train(twin: torch.nn.Module, module: torch.nn.Module, steps: int) -> None:
+        for each in (module, twin):
+            optimizer = getattr(torch.optim, name)(each.parameters(), lr=0.1)
+            for step in range(steps):
+                optimizer.zero_grad()
+                each(torch.arange(5)).square().sum().mul(step + 1).backward()
+                optimizer.step()
+
+    for seed in range(25):
+        pairs = []
+        for i in range(4):
+            torch.manual_seed(10 * seed + i)
+            values = torch.randn(5, 3)
+            pairs.append((torch.nn.Embedding.from_pretrained(values.clone(), freeze=False),
+                          speedswap.Embedding.from_pretrained(values, freeze=False)))  # fmt: skip
+        in_threads(*[lambda pair=pair: train(*pair, steps=3) for pair in pairs])
+        for twin, module in pairs:
+            assert torch.equal(module.read(), twin.weight)
+
+
+def test_examining_optimizers_in_several_threads_leaves_the_random_generator_alone():
+    """After two probes at once the process draws the numbers that it would have drawn without them."""
+    modules = [speedswap.Embedding(10, 4) for _ in range(6)]
+    optimizers = [torch.optim.Adam(module.parameters()) for module in modules]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    in_threads(*[lambda m=m, o=o: speedswap.attach(o, m) for m, o in zip(modules, optimizers, strict=True)])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_thread_that_trains_a_module_inside_anothers_step_is_refused_and_undoes_nothing():
+    """While a thread is in optimizer.step(), forward, backward and step of another raise, and change nothing."""
+    module = speedswap.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(torch.optim.SGD):
+        slow = False
+
+        def step(self, closure=None):
+            if self.slow:
+                inside.set()
+                assert go_on.wait(60)
+            return super().step(closure)
+
+    optimizer = Slow(module.parameters(), lr=1.0)
+    speedswap.attach(optimizer, module)
+    begun = module(torch.tensor([2])).sum()
+    module(torch.tensor([1])).sum().backward()
+    Slow.slow = True
+    with ThreadPoolExecutor(1) as thread:
+        step = thread.submit(optimizer.step)
+        assert inside.wait(60)
+        try:
+            for train in (lambda: module(torch.tensor([3])), begun.backward, optimizer.step):
+                with pytest.raises(ThreadError, match="inside its optimizer's step in another thread"):
+                    train()
+            with torch.no_grad():
+                assert module(torch.tensor([3])).tolist() == [[0.0, 0.0]]
+        finally:
+            go_on.set()
+        step.result(60)
+    assert module.read().tolist() == [[0.0, 0.0], [-1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
+    Slow.slow = False
+    optimizer.zero_grad()
+    module(torch.tensor([3])).sum().backward()
+    optimizer.step()
+    assert module.read(3).tolist() == [-1.0, -1.0]
+
+
+def test_gradients_of_one_module_from_two_threads_add_up():
+    """Backward passes of several threads before one step are summed, as torch sums them in a parameter's gradient."""
+    module = speedswap.Embedding.from_pretrained(torch.zeros(64, 2), freeze=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+
+    def accumulate(first: int) -> None:
+        for i in range(50):
+            module(torch.tensor([first, 40 + i % 8])).sum().backward()
+
+    in_threads(*[lambda first=first: accumulate(first) for first in range(4)])
+    optimizer.step()
+    expected = torch.zeros(64, 2)
+    expected[:4] = -50.0
+    for i in range(50):
+        expected[40 + i % 8] -= 4.0
+    assert torch.equal(module.read(), expected)
+
+
+def test_a_lookahead_in_each_of_several_threads_gives_the_rows_of_the_plain_loop():
+    """Lookaheads over tables of their own, in threads, train to the bits of the loop without them."""
+
+    def train(seed: int, depth: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        batches = [torch.randint(50, (20,), generator=generator) for _ in range(15)]
+        values = torch.randn(50, 4, generator=generator)
+        module = speedswap.Embedding.from_pretrained(values, freeze=False)
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+        for batch in speedswap.lookahead(batches, {module: lambda batch: batch}, depth=depth):
+            optimizer.zero_grad()
+            module(batch).square().sum().backward()
+            optimizer.step()
+        return module.read()
+
+    found: dict[int, torch.Tensor] = {}
+    in_threads(*[lambda seed=seed: found.update({seed: train(seed, 2)}) for seed in range(4)])
+    for seed in range(4):
+        assert torch.equal(found[seed], train(seed, 0))
