@@ -204,7 +204,7 @@ class _Shared:
             self._require_whole(saved.read(), "save")
 
     def _add(self, rng: random.Random, generator: torch.Generator) -> None:
-        name = f"column-{rng.randrange(2**62)}"
+        name = f"column_{rng.randrange(2**62)}"
         self.table.add_columns([Column(name, (rng.choice([1, 4]),), torch.float32, speedswap.init.constant(2.0))])
         values = self.table.read(column=name)
         if not bool((values == 2).all()):

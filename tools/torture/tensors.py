@@ -1,0 +1,453 @@
+"""Tensors of every unusual kind, given to everything that takes one: right values, or a clear error, never a crash."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import speedswap
+from speedswap.errors import SpeedswapError
+from torture.attack import Attack, Broken
+
+__all__ = ["ATTACK"]
+
+_Kind = Callable[[Tensor, random.Random], Any]
+_CLEAR = (SpeedswapError, TypeError, ValueError)
+
+
+class _Subclass(Tensor):
+    """A subclass that changes nothing."""
+
+
+def _on_meta(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.to("meta")
+
+
+def _fake(tensor: Tensor, rng: random.Random) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode().from_tensor(tensor)
+
+
+def _functional(tensor: Tensor, rng: random.Random) -> Any:
+    return torch._to_functional_tensor(tensor)
+
+
+def _without_memory(tensor: Tensor, rng: random.Random) -> Any:
+    gone = tensor.clone()
+    gone.untyped_storage().resize_(0)
+    return gone
+
+
+def _half_of_memory(tensor: Tensor, rng: random.Random) -> Any:
+    gone = tensor.clone()
+    gone.untyped_storage().resize_(gone.untyped_storage().nbytes() // 2)
+    return gone
+
+
+def _sparse(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.to_sparse_csr() if tensor.dim() == 2 and rng.random() < 0.5 else tensor.to_sparse()
+
+
+def _quantized(tensor: Tensor, rng: random.Random) -> Any:
+    return torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8)
+
+
+def _nested(tensor: Tensor, rng: random.Random) -> Any:
+    return torch.nested.nested_tensor([tensor, tensor])
+
+
+def _conj(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.to(torch.complex64).conj() if tensor.is_floating_point() else tensor.flip(0)
+
+
+def _neg(tensor: Tensor, rng: random.Random) -> Any:
+    if not tensor.is_floating_point():
+        return torch._neg_view(-tensor)
+    return torch.complex(tensor.float(), -tensor.float()).conj().imag.to(tensor.dtype)
+
+
+def _apart(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.repeat_interleave(2, 0)[::2] if tensor.dim() < 2 else tensor.repeat_interleave(2, 1)[:, ::2]
+
+
+def _window(tensor: Tensor, rng: random.Random) -> Any:
+    return F.pad(tensor, (1, 2))[..., 1:-2] if tensor.dim() == 2 else F.pad(tensor, (3, 2))[3:-2]
+
+
+def _transposed(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.t().contiguous().t()
+
+
+def _expanded(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor[:1].expand_as(tensor)
+
+
+def _overlapping(tensor: Tensor, rng: random.Random) -> Any:
+    if tensor.dim() != 2 or tensor.shape[0] < 2:
+        return tensor[:1].expand_as(tensor)
+    flat = tensor.flatten().clone()
+    return flat.as_strided(tensor.shape, (max(1, tensor.shape[1] - 1), 1))
+
+
+def _mkldnn(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.float().to_mkldnn()
+
+
+def _inference(tensor: Tensor, rng: random.Random) -> Any:
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def _grad(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _in_graph(tensor: Tensor, rng: random.Random) -> Any:
+    return tensor.clone().requires_grad_() * 1 if tensor.is_floating_point() else tensor
+
+
+def _odd_bytes(tensor: Tensor, rng: random.Random) -> Any:
+    """Begin at an address that is no multiple of the item's size."""
+    data = torch.empty(tensor.numel() * tensor.element_size() + 1, dtype=torch.uint8)
+    import numpy as np
+
+    array = np.frombuffer(data.numpy(), dtype=np.uint8)[1:].view(tensor.numpy().dtype).reshape(tensor.shape)
+    array.flags.writeable = True
+    array[...] = tensor.numpy()
+    return torch.from_numpy(array)
+
+
+_KINDS: dict[str, _Kind] = {
+    "plain": lambda tensor, rng: tensor.clone(),
+    "on meta": _on_meta,
+    "fake": _fake,
+    "functional": _functional,
+    "without memory": _without_memory,
+    "half of its memory": _half_of_memory,
+    "sparse": _sparse,
+    "quantized": _quantized,
+    "nested": _nested,
+    "conjugated": _conj,
+    "negated": _neg,
+    "items apart": _apart,
+    "a window": _window,
+    "transposed": _transposed,
+    "expanded": _expanded,
+    "overlapping": _overlapping,
+    "mkldnn": _mkldnn,
+    "inference": _inference,
+    "requires grad": _grad,
+    "in a graph": _in_graph,
+    "a subclass": lambda tensor, rng: tensor.clone().as_subclass(_Subclass),
+    "a parameter": lambda tensor, rng: torch.nn.Parameter(tensor.clone(), requires_grad=False),
+    "a list": lambda tensor, rng: tensor.tolist(),
+    "an array": lambda tensor, rng: tensor.numpy(),
+    "a number": lambda tensor, rng: 3,
+    "None": lambda tensor, rng: None,
+    "0-d": lambda tensor, rng: tensor.flatten()[0].clone(),
+    "one dimension more": lambda tensor, rng: tensor.unsqueeze(0).clone(),
+    "empty": lambda tensor, rng: tensor[:0].clone(),
+    "float64": lambda tensor, rng: tensor.double(),
+    "int32": lambda tensor, rng: tensor.to(torch.int32),
+    "int16": lambda tensor, rng: tensor.to(torch.int16),
+    "uint64": lambda tensor, rng: tensor.to(torch.uint64),
+    "bool": lambda tensor, rng: tensor.bool(),
+    "bfloat16": lambda tensor, rng: tensor.to(torch.bfloat16),
+    "complex": lambda tensor, rng: tensor.to(torch.complex64),
+    "odd address": _odd_bytes,
+}
+
+
+@dataclass
+class _Guard:
+    """A table that a call may change: how it was, and what it must be if the call does not raise."""
+
+    read: Callable[[], Tensor]
+    before: Tensor
+    after: Callable[[], Any]
+
+
+@dataclass
+class _Call:
+    """One call: what is done, what torch gives for it (or raises), and what it may change."""
+
+    do: Callable[[], Any]
+    expected: Callable[[], Any] | None = None
+    guard: _Guard | None = None
+
+
+def _round(seed: int, folder: Path) -> str:
+    warnings.simplefilter("ignore")
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    target = rng.choice(list(_TARGETS))
+    count = 20
+    for _ in range(count):  # cheap, so that a round has many
+        _one(target, rng, folder)
+    return target
+
+
+def _one(target: str, rng: random.Random, folder: Path) -> None:
+    rows, dim, asked = rng.choice([2, 7, 40]), rng.choice([1, 3, 16, 65]), rng.choice([0, 1, 5, 30])
+    kinds = [rng.choice(list(_KINDS)) if rng.random() < 0.6 else "plain" for _ in range(3)]
+    text = f"{target} of {rows} × {dim} with {asked} ids; {', '.join(kinds)}"
+    try:
+        call = _TARGETS[target](rng, rows, dim, asked, kinds)
+    except Exception:
+        return  # torch cannot make such a tensor
+    failed = True
+    try:
+        found = call.do()
+        failed = False
+    except _CLEAR:
+        pass
+    except Exception as error:
+        raise Broken(f"{type(error).__name__}: {str(error)[:200]}: {text}") from error
+    try:
+        if call.expected is not None and not failed and not _same(found, call.expected()):
+            raise Broken(f"{_shown(found)} came out, not {_shown(call.expected())}: {text}")
+        if call.guard is not None:
+            _check_guard(call.guard, text, failed=failed)
+    except _Refused as error:
+        raise Broken(f"torch refuses it ({error}), but it was done: {text}") from error
+
+
+class _Refused(Exception):
+    """What torch does not do either."""
+
+
+def _check_guard(guard: _Guard, text: str, *, failed: bool) -> None:
+    wanted = guard.before if failed else guard.after()
+    found = guard.read()
+    if not _same(found, wanted):
+        raise Broken(f"the table has {_shown(found)}, not {_shown(wanted)}, failed {failed}: {text}")
+
+
+def _plain(value: Any) -> Any:
+    """The tensor without subclass and graph.
+
+    Raises:
+        TypeError: it has no values, or not all of them; torch would read what is not there.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    plain = value.detach().as_subclass(Tensor)
+    if plain.layout == torch.strided and plain.device.type == "cpu" and plain.numel() and not plain.is_nested:
+        last = plain.storage_offset() + sum((n - 1) * step for n, step in zip(plain.shape, plain.stride(), strict=True))
+        if (last + 1) * plain.element_size() > plain.untyped_storage().nbytes():
+            raise TypeError("a tensor without values")
+    return plain
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return False
+    found, expected = _plain(found), _plain(expected)
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    return bool(torch.allclose(found.to(torch.complex128), expected.to(torch.complex128), rtol=1e-5, equal_nan=True))
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)[:100]
+    return f"{tuple(value.shape)} of {value.dtype} {str(value.detach().flatten()[:6].tolist())[:120]}"
+
+
+def _values(rng: random.Random, rows: int, dim: int) -> Tensor:
+    return torch.randn(rows, dim, dtype=rng.choice([torch.float32, torch.float32, torch.float64]))
+
+
+def _ids(rng: random.Random, rows: int, asked: int, *, unique: bool = False) -> Tensor:
+    if unique:
+        return torch.randperm(rows)[:asked]
+    ids = torch.randint(rows, (asked,))
+    if asked and rng.random() < 0.1:
+        ids[rng.randrange(asked)] = rng.choice([-1, rows, 2**62, -(2**62)])
+    return ids
+
+
+def _gather_rows(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    source = _KINDS[kinds[0]](_values(rng, rows, dim), rng)
+    ids = _KINDS[kinds[1]](_ids(rng, rows, asked), rng)
+    out: Any = None
+    way = rng.choice(["none", "own", "shared"])
+    if way == "own":
+        out = _KINDS[kinds[2]](torch.zeros(asked, dim, dtype=source.dtype), rng)
+    elif way == "shared" and asked and kinds[0] == kinds[1] == "plain":
+        source, ids, out = _out(rng, source, ids, asked)
+    expected = _expected(lambda: _plain(source)[_index(ids)].clone())
+
+    def do() -> Any:
+        return speedswap.gather_rows(source, ids, out=out) if out is not None else speedswap.gather_rows(source, ids)
+
+    return _Call(do, expected)
+
+
+def _out(rng: random.Random, source: Tensor, ids: Tensor, asked: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor to gather into that lies over the memory of the ids or of the source, with these moved there."""
+    items = asked * source.shape[1]
+    if rng.random() < 0.5:
+        memory = torch.zeros(asked + items + 8, dtype=torch.int64)
+        first = rng.randrange(8)
+        moved = memory[first : first + asked].copy_(ids)
+        room = memory.view(source.dtype)
+        start = rng.randrange(len(room) - items)
+        return source, moved, room[start : start + items].view(asked, -1)
+    room = torch.zeros(source.numel() + items + 8, dtype=source.dtype)
+    moved = room[: source.numel()].view_as(source).copy_(source)
+    start = rng.randrange(len(room) - items)
+    return moved, ids, room[start : start + items].view(asked, -1)
+
+
+def _index(ids: Any) -> Any:
+    return _plain(ids).long() if isinstance(ids, Tensor) else torch.as_tensor(ids)
+
+
+def _expected(compute: Callable[[], Any]) -> Callable[[], Any]:
+    """Compute now, while nothing has changed; raise later what torch raised."""
+    try:
+        value = compute()
+        if isinstance(value, Tensor) and (value.device.type != "cpu" or value.layout != torch.strided):
+            raise TypeError("no values")
+        return lambda: value
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error)[:100]}"
+
+        def fails() -> Any:
+            raise _Refused(why)
+
+        return fails
+
+
+def _scatter_rows(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    asked = min(asked, rows)
+    target = _KINDS[kinds[0]](_values(rng, rows, dim), rng)
+    ids = _KINDS[kinds[1]](_ids(rng, rows, asked, unique=True), rng)
+    dtype = target.dtype if isinstance(target, Tensor) else torch.float32
+    values = _KINDS[kinds[2]](torch.randn(asked, dim).to(dtype), rng)
+
+    def compute() -> Tensor:
+        copy = _plain(target).clone()
+        copy[_index(ids)] = _plain(values)
+        return copy
+
+    def do() -> Any:
+        speedswap.scatter_rows(target, ids, values)
+        return target
+
+    return _Call(do, _expected(compute))
+
+
+def _table(rng: random.Random, rows: int, dim: int) -> tuple[speedswap.Table, Tensor]:
+    values = torch.randn(rows, dim)
+    table = speedswap.Table.create(rows, dim, storage="pageable")
+    table.write(0, values)
+    return table, values
+
+
+def _table_gather(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    table, values = _table(rng, rows, dim)
+    ids = _KINDS[kinds[0]](_ids(rng, rows, asked), rng)
+    return _Call(lambda: table.gather(ids).weight, _expected(lambda: values[_index(ids)]))
+
+
+def _table_scatter(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    asked = min(asked, rows)
+    table, before = _table(rng, rows, dim)
+    ids = _KINDS[kinds[0]](_ids(rng, rows, asked, unique=True), rng)
+    values = _KINDS[kinds[1]](torch.randn(asked, dim), rng)
+
+    def compute() -> Tensor:
+        copy = before.clone()
+        copy[_index(ids)] = _plain(values)
+        return copy
+
+    expected = _expected(compute)
+    return _Call(lambda: table.scatter(ids, values), guard=_Guard(table.read, before, expected))
+
+
+def _table_write(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    asked = min(asked, rows)
+    table, before = _table(rng, rows, dim)
+    values = _KINDS[kinds[0]](torch.randn(asked, dim), rng)
+    start = rng.randrange(rows - asked + 1)
+
+    def compute() -> Tensor:
+        copy = before.clone()
+        copy[start : start + len(values)] = _plain(values)
+        return copy
+
+    expected = _expected(compute)
+    return _Call(lambda: table.write(start, values), guard=_Guard(table.read, before, expected))
+
+
+def _embedding(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    table, values = _table(rng, rows, dim)
+    items = speedswap.Embedding(rows, dim, table=table)
+    ids = _KINDS[kinds[0]](_ids(rng, rows, asked), rng)
+    if rng.random() < 0.5:
+        items.weight.requires_grad_(False)
+    read = rng.random() < 0.3
+    ask = items.read if read else items
+    expected = _expected(lambda: values[_index(ids)])
+    if read and not isinstance(ids, Tensor):
+        expected = _expected(lambda: values if ids is None else values[ids])
+    return _Call(lambda: ask(ids), expected)
+
+
+def _bag(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    table, values = _table(rng, rows, dim)
+    mode = rng.choice(["sum", "mean", "max"])
+    bags = speedswap.EmbeddingBag(rows, dim, table=table, mode=mode)
+    ids = _KINDS[kinds[0]](_ids(rng, rows, asked), rng)
+    offsets = torch.sort(torch.randint(asked + 1, (3,)))[0]
+    offsets[0] = 0
+    offsets = _KINDS[kinds[1]](offsets, rng)
+    weights = _KINDS[kinds[2]](torch.randn(asked), rng) if mode == "sum" and rng.random() < 0.5 else None
+
+    def compute() -> Tensor:
+        plain = None if weights is None else _plain(weights)
+        return F.embedding_bag(_index(ids), values, _index(offsets), mode=mode, per_sample_weights=plain)
+
+    return _Call(lambda: bags(ids, offsets, weights), _expected(compute))
+
+
+def _score(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
+    table, values = _table(rng, rows, dim)
+    items = speedswap.Embedding(rows, dim, table=table)
+    queries = _KINDS[kinds[0]](torch.randn(3, dim), rng)
+    k = rng.choice([1, 2, rows])
+
+    def compute() -> Tensor:
+        return (_plain(queries).to(values.dtype) @ values.T).topk(k).values
+
+    return _Call(lambda: items.score(queries, k).values, _expected(compute))
+
+
+_TARGETS: dict[str, Callable[[random.Random, int, int, int, list[str]], _Call]] = {
+    "gather_rows": _gather_rows,
+    "scatter_rows": _scatter_rows,
+    "Table.gather": _table_gather,
+    "Table.scatter": _table_scatter,
+    "Table.write": _table_write,
+    "Embedding": _embedding,
+    "EmbeddingBag": _bag,
+    "score": _score,
+}
+
+ATTACK = Attack(
+    name="tensors",
+    promise="every unusual tensor gives torch's values or a clear error, before anything has changed",
+    round=_round,
+    quick=15,
+)
