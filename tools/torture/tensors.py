@@ -183,6 +183,7 @@ class _Call:
     do: Callable[[], Any]
     expected: Callable[[], Any] | None = None
     guard: _Guard | None = None
+    nothing: bool = False  # no ids: whatever the other arguments are, nothing is to be done
 
 
 def _round(seed: int, folder: Path) -> str:
@@ -202,6 +203,7 @@ def _one(target: str, rng: random.Random, folder: Path) -> None:
     text = f"{target} of {rows} × {dim} with {asked} ids; {', '.join(kinds)}"
     try:
         call = _TARGETS[target](rng, rows, dim, asked, kinds)
+        call.nothing = asked == 0 or "empty" in kinds
     except Exception:
         return  # torch cannot make such a tensor
     failed = True
@@ -211,13 +213,16 @@ def _one(target: str, rng: random.Random, folder: Path) -> None:
     except _CLEAR:
         pass
     except Exception as error:
-        raise Broken(f"{type(error).__name__}: {str(error)[:200]}: {text}") from error
+        if "Inference tensors cannot be saved" not in str(error):  # which torch says as clearly itself
+            raise Broken(f"{type(error).__name__}: {str(error)[:200]}: {text}") from error
     try:
         if call.expected is not None and not failed and not _same(found, call.expected()):
             raise Broken(f"{_shown(found)} came out, not {_shown(call.expected())}: {text}")
         if call.guard is not None:
             _check_guard(call.guard, text, failed=failed)
     except _Refused as error:
+        if call.nothing:
+            return
         raise Broken(f"torch refuses it ({error}), but it was done: {text}") from error
 
 
@@ -226,8 +231,10 @@ class _Refused(Exception):
 
 
 def _check_guard(guard: _Guard, text: str, *, failed: bool) -> None:
-    wanted = guard.before if failed else guard.after()
     found = guard.read()
+    if _same(found, guard.before) and failed:
+        return
+    wanted = guard.before if failed else guard.after()
     if not _same(found, wanted):
         raise Broken(f"the table has {_shown(found)}, not {_shown(wanted)}, failed {failed}: {text}")
 
@@ -338,7 +345,8 @@ def _scatter_rows(rng: random.Random, rows: int, dim: int, asked: int, kinds: li
 
     def compute() -> Tensor:
         copy = _plain(target).clone()
-        copy[_index(ids)] = _plain(values)
+        for place, row in enumerate(_index(ids).tolist()):
+            copy[range(len(copy))[row]].copy_(_plain(values)[place])
         return copy
 
     def do() -> Any:
@@ -416,10 +424,32 @@ def _bag(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) 
     weights = _KINDS[kinds[2]](torch.randn(asked), rng) if mode == "sum" and rng.random() < 0.5 else None
 
     def compute() -> Tensor:
-        plain = None if weights is None else _plain(weights)
-        return F.embedding_bag(_index(ids), values, _index(offsets), mode=mode, per_sample_weights=plain)
+        places, plain = _index(ids), None if weights is None else _plain(weights)
+        if places.dim() != 1 or places.shape != (len(places) if plain is None else plain.shape[0],):
+            raise TypeError("no bags")
+        begins = _index(offsets).tolist()
+        ends = [*begins[1:], len(places)]
+        return torch.stack(
+            [
+                _pooled(values, places[a:b], mode, None if plain is None else plain[a:b], a <= b)
+                for a, b in zip(begins, ends, strict=True)
+            ]
+        )
 
     return _Call(lambda: bags(ids, offsets, weights), _expected(compute))
+
+
+def _pooled(values: Tensor, ids: Tensor, mode: str, weights: Tensor | None, ascending: bool) -> Tensor:
+    """One bag. Torch's own function reads wherever ids and offsets point."""
+    if not ascending:
+        raise IndexError("offsets are not ascending")
+    rows = values[ids]  # checks them
+    if not len(ids):
+        return values.new_zeros(values.shape[1])
+    if weights is not None:
+        rows = rows * weights.unsqueeze(1)
+    pooled = rows.amax(0) if mode == "max" else rows.sum(0)
+    return pooled / len(ids) if mode == "mean" else pooled
 
 
 def _score(rng: random.Random, rows: int, dim: int, asked: int, kinds: list[str]) -> _Call:
