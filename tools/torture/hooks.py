@@ -356,9 +356,9 @@ def _weight_norm(p: Player) -> None:
 
 
 def _pruned(p: Player) -> None:
-    import torch.nn.utils.prune
+    from torch.nn.utils import prune
 
-    nn.utils.prune.l1_unstructured(p.net.items, "weight", 0.5)
+    prune.l1_unstructured(p.net.items, "weight", 0.5)
     p.note(p.net.items(p.ids[0]))
 
 
