@@ -520,8 +520,9 @@ class RowStep(Locked):
 
     def _recall_scalars(self, optimizer: Optimizer, noted: dict[str, Any]) -> None:
         state = optimizer.state[self.weight]
+        fresh = any(_is_made_of_weight(value) for value in state.values())  # by the optimizer's constructor
         for key, value in noted.items():
-            if key in self._row_state.scalars and key not in state:
+            if key in self._row_state.scalars and (fresh or key not in state):
                 initial = self._row_state.scalars[key]
                 state[key] = torch.full_like(initial, value) if isinstance(initial, Tensor) else value
         self._scalars.remember(self._row_state.scalars, state)

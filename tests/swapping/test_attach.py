@@ -603,6 +603,31 @@ def test_a_table_too_large_for_memory_points_to_save(tmp_path: Path) -> None:
     huge.table.close()
 
 
+def test_a_reopened_table_goes_on_with_the_step_count_of_an_optimizer_that_makes_its_state_when_it_is_made(
+    tmp_path: Path,
+) -> None:
+    """Adagrad's ``lr_decay`` goes by the steps of all runs, as in torch without an interruption."""
+    ids = torch.arange(4)
+
+    def train(module: nn.Module, steps: int) -> None:
+        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1, lr_decay=0.5)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module(ids).square().sum().backward()
+            optimizer.step()
+
+    values = torch.randn(4, 2)
+    expected = nn.Embedding.from_pretrained(values.clone(), freeze=False)
+    train(expected, 7)
+    module = speedswap.Embedding.from_pretrained(values, freeze=False, path=tmp_path / "table")
+    train(module, 5)
+    module.table.close()
+    with speedswap.Table.open(tmp_path / "table") as table:
+        module = speedswap.Embedding(4, 2, table=table)
+        train(module, 2)
+        assert torch.equal(module.read(), expected.weight)
+
+
 def test_a_reopened_table_goes_on_with_weights_state_and_step_count(tmp_path: Path) -> None:
     def run(steps: list[range], path: Path | None) -> Tensor:
         table = None
