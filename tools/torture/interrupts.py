@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import random
@@ -32,8 +33,20 @@ _PACKAGE = os.path.dirname(speedswap.__file__)
 ROWS, DIM = 30, 4
 
 
+# Does what an arriving SIGINT does, from C: Python's handler runs where the interpreter looks for signals, not here. As
+# the trace function of a frame it is called with three arguments, which it does not look at.
+_set_interrupt: Any = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
+_set_interrupt.argtypes = [ctypes.py_object] * 3
+_set_interrupt.restype = None
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    sys.settrace(None)
+    raise KeyboardInterrupt
+
+
 class _Lines:
-    """Counts the lines of the package that run, and interrupts at one of them."""
+    """Counts the lines of the package that run, and interrupts just after one of them."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at
@@ -46,7 +59,7 @@ class _Lines:
         if event == "line":
             self.count += 1
             if self.count == self.at:
-                signal.raise_signal(signal.SIGINT)
+                return _set_interrupt
         return self._line
 
 
@@ -87,8 +100,6 @@ def _interrupted(act: Callable[[], None], *, at: int | None, seconds: float) -> 
             act()
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(None)
     return False
 
 
@@ -97,7 +108,7 @@ def _round(seed: int, folder: Path) -> str:
     if threading.current_thread() is not threading.main_thread():
         raise Skipped("interrupts reach the main thread alone")
     rng = random.Random(seed)
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    usual = signal.signal(signal.SIGINT, _interrupt_once)
     try:
         return rng.choice([_trainer, _trainer, _trainer, _operations, _creation])(rng, folder)
     finally:
