@@ -84,12 +84,17 @@ def _is_torchs(rows: Tensor) -> bool:
     return not kernels.summable(rows) or torch._C._are_functorch_transforms_active()
 
 
+def _own(result: Tensor) -> Tensor:
+    """Return a new tensor's memory as no view: what a Function returns as a view may not be changed in place."""
+    return result.data
+
+
 class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, local: Tensor, groups: Groups | None) -> Tensor:
         ctx.save_for_backward(local)
         ctx.num_rows, ctx.groups = len(rows), groups
-        return kernels.expand(rows, local)
+        return _own(kernels.expand(rows, local))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -104,7 +109,7 @@ class _SumOfRows(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, local: Tensor, num_rows: int, groups: Groups | None) -> Tensor:
         ctx.save_for_backward(local)
         ctx.groups = groups
-        return kernels.sum_rows(values, local, num_rows, groups)
+        return _own(kernels.sum_rows(values, local, num_rows, groups))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -126,7 +131,7 @@ class _SumOfBags(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor | None, local: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(None if weights is None else rows, weights, local, offsets)
         ctx.num_rows = len(rows)
-        return kernels.sum_segments(rows, local, offsets, weights)
+        return _own(kernels.sum_segments(rows, local, offsets, weights))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -152,7 +157,7 @@ class _ProductsOfBags(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, others: Tensor, local: Tensor, offsets: Tensor) -> Tensor:
         ctx.save_for_backward(rows, others, local, offsets)
-        return kernels.dot_segments(rows, local, offsets, others)
+        return _own(kernels.dot_segments(rows, local, offsets, others))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -172,7 +177,7 @@ class _MaxOfBags(torch.autograd.Function):
         greatest, taken = kernels.max_segments(rows, local, offsets)
         ctx.save_for_backward(local, offsets, taken)
         ctx.num_rows = len(rows)
-        return greatest
+        return _own(greatest)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -188,7 +193,7 @@ class _SumOfTaken(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, taken: Tensor, local: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(taken, local)
         order, bags, starts = _turned(local, offsets, num_rows)
-        return kernels.sum_taken(values, bags, starts, order, taken)
+        return _own(kernels.sum_taken(values, bags, starts, order, taken))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -59,6 +59,11 @@ def ignore_in_ddp(model: _Model) -> _Model:
     return model
 
 
+def is_in_job() -> bool:
+    """Return whether this process is one of a torch.distributed job."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Parameter, local_to_rank: bool) -> None:
     """Check, before rows are looked up for training, that they belong to this process alone and may do so.
 
@@ -75,9 +80,10 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
         raise RanksError(
             f"the weight of the embedding over table {table!r} was replaced by another, as fully_shard does; it "
             "cannot be sharded: make the embedding with local_to_rank=True, and give fully_shard "
-            "ignored_params=speedswap.parameters_to_ignore(model)"
+            "ignored_params=speedswap.parameters_to_ignore(model). (torch.func.functional_call takes a tensor that is "
+            "no nn.Parameter)"
         )
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not is_in_job() or dist.get_world_size() == 1:
         return
     if not local_to_rank:
         raise RanksError(

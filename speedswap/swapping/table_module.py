@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
+from speedswap._words import a_kind
 from speedswap.errors import WeightError
 from speedswap.swapping.announced import Announced
 from speedswap.swapping.excluded import Exclude
-from speedswap.swapping.ranks import require_own_table
+from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.reading import read_rows
 from speedswap.swapping.scoring import Scored, top_rows
 from speedswap.swapping.step import RowStep
@@ -210,8 +211,11 @@ class TableModule(nn.Module):
             LostUpdateError: the training step before could not reach the table.
             RanksError: something is to be trained in a job of several processes, and nobody said that each has its own
                 table.
+            WeightError: other rows were put in the weight's place, and do not fit.
         """
         weight = self.weight
+        if weight is not self._step.weight and self._takes(weight):
+            return self._given(weight, ids)
         if not (weight.requires_grad and torch.is_grad_enabled()):
             block, local = self._announced_rows(ids) or self._look_up(ids, ["weight"])
             return block.weight, local
@@ -223,6 +227,30 @@ class TableModule(nn.Module):
         receive = functools.partial(self._step.receive, block, self.table.version)
         leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         return leaf, local
+
+    def _takes(self, weight: Tensor) -> bool:
+        """Return whether to look up in rows that ``torch.func.functional_call`` has put in the weight's place."""
+        wanted = (self.num_embeddings, self.embedding_dim)
+        is_parameter = isinstance(weight, nn.Parameter)
+        if not is_parameter and tuple(weight.shape) == wanted:
+            return True
+        if is_in_job() or (is_parameter and weight.requires_grad and torch.is_grad_enabled()):
+            return False  # wrappers for several processes put placeholders there; training through them is refused
+        raise WeightError(
+            f"weight was replaced by {a_kind(weight)} of shape {tuple(weight.shape)}, which are not the rows of table "
+            f"{self.table.name!r}; give a tensor of shape {wanted} that is no nn.Parameter, or leave it out to look up "
+            "in the table"
+        )
+
+    def _given(self, weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows that were given in the table's place, all of them, and each id's place among them."""
+        kernels.require_id_dtype(ids)
+        if not torch._C._are_functorch_transforms_active():  # inside of which torch's own lookup checks them
+            kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
+        if self.padding_idx is not None:
+            is_padding = torch.arange(self.num_embeddings, device=weight.device).unsqueeze(1) == self.padding_idx
+            weight = torch.where(is_padding, weight.detach(), weight)
+        return weight, ids.long()
 
     def _look_up(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Rows of the table as it is now, and each id's place among them."""

@@ -554,30 +554,29 @@ class Table:
             self._persistence.flush()
 
     def close(self) -> None:
-        """Flush, and give memory, file and lock back. Closing twice is harmless."""
+        """Flush, and give memory, file and lock back. Closing twice is harmless, and ends an interrupted close."""
         with self._lock:
-            if not self._closed:
-                self._close()
-
-    def _close(self) -> None:
-        if os.getpid() != self._owner_pid:
-            self._closed = True
-            return
-        failure: Exception | None = None
-        try:
-            self._traffic.land()
-        except Exception as error:
-            failure = error  # in writing rows: the rest is saved all the same
-        with self._persistence.change():
-            try:
-                self._persistence.flush()
-            finally:
+            if os.getpid() != self._owner_pid:
+                self._closed = True
+                return
+            failures = [] if self._closed else self._come_to_an_end()
+            with self._persistence.change():
                 self._closed = True
                 if self._persistence.is_needed:
                     self._flush_at_the_end.detach()
                 self._segments.close()
-        if failure is not None:
-            raise failure
+            if failures:
+                raise failures[0]
+
+    def _come_to_an_end(self) -> list[Exception]:
+        """Land and flush; return what failed, as far as that does not keep the rest from being closed."""
+        failures = []
+        for last in (self._traffic.land, self._persistence.flush):
+            try:
+                last()
+            except Exception as error:
+                failures.append(error)
+        return failures
 
     def _remove(self) -> None:
         """Close the table and remove its files: what was to fill it failed."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import speedswap
 from speedswap import kernels
 from speedswap.swapping.lookup import look_up, pool
 
@@ -87,3 +90,31 @@ def test_the_gradient_is_not_copied_on_its_way():
     out.grad_fn.register_hook(lambda to_rows, _: taken.append(to_rows[0].data_ptr()))
     out.sum().backward()
     assert taken == [rows.grad.data_ptr()]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("count", [6, 100_000])
+def test_what_a_lookup_returns_may_be_changed_in_place(frozen: bool, count: int):
+    """``out += positions`` and in-place activations after an embedding or a bag work as after torch's."""
+    values = torch.randn(5, 3)
+    ids = torch.arange(count) % 5  # every row, whose gradients are then a dense one
+    added = torch.randn(3, requires_grad=True)
+    for ours, theirs in (
+        (speedswap.Embedding, nn.Embedding),
+        (speedswap.EmbeddingBag, nn.EmbeddingBag),
+        (functools.partial(speedswap.EmbeddingBag.from_pretrained, mode="max"),
+         functools.partial(nn.EmbeddingBag.from_pretrained, mode="max")),
+    ):  # fmt: skip
+        found = []
+        for kind in (ours, theirs):
+            make = getattr(kind, "from_pretrained", kind)
+            module = make(values.clone(), freeze=frozen)
+            out = module(ids.view(-1, 2))
+            out += added
+            F.relu(out, inplace=True)
+            added.grad = None
+            out.sum().backward()
+            found.append((out.detach(), added.grad, None if frozen else module.weight.grad))
+        for mine, torchs in zip(*found, strict=True):
+            if torchs is not None:
+                torch.testing.assert_close(mine, torchs)
