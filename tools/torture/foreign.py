@@ -264,5 +264,5 @@ ATTACK = Attack(
     promise="a table with links, pipes or devices for files is refused or right, at once; nothing outside is touched",
     round=_round,
     seconds=120.0,
-    quick=10,
+    quick=6,
 )

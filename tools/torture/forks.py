@@ -223,5 +223,5 @@ ATTACK = Attack(
     promise="forked children read or are refused, and end; their parent trains on unharmed",
     round=_round,
     seconds=90.0,
-    quick=6,
+    quick=4,
 )

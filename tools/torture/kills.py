@@ -294,5 +294,5 @@ ATTACK = Attack(
     promise="a trainer that ends in any way leaves the rows of its completed steps, and no step count of others",
     round=_round,
     seconds=60.0,
-    quick=12,
+    quick=10,
 )

@@ -299,5 +299,5 @@ ATTACK = Attack(
     promise="a killed operation leaves the old table or the new one, or nothing; the next open or create cleans up",
     round=_round,
     seconds=60.0,
-    quick=15,
+    quick=10,
 )

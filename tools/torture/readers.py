@@ -241,5 +241,5 @@ ATTACK = Attack(
     promise="a reader beside a writer has the rows of its completed steps, or is told to open the table again",
     round=_round,
     seconds=90.0,
-    quick=8,
+    quick=6,
 )
