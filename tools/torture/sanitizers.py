@@ -30,11 +30,11 @@ _SANITIZERS = {
     "thread": ["-fsanitize=thread"],
 }
 _LIBRARIES = {"address": "libasan.so", "thread": "libtsan.so"}
-# Torch is not instrumented, and its threads are none of ours.
+# Of torch and Python nothing is instrumented but their locks, which order what threads do.
 _OPTIONS = {
     "ASAN_OPTIONS": f"detect_leaks=0:exitcode={_REPORTED}:allocator_may_return_null=1",
     "UBSAN_OPTIONS": f"halt_on_error=1:print_stacktrace=1:exitcode={_REPORTED}",
-    "TSAN_OPTIONS": f"ignore_noninstrumented_modules=1:halt_on_error=1:exitcode={_REPORTED}",
+    "TSAN_OPTIONS": f"halt_on_error=1:exitcode={_REPORTED}",
 }
 _WARNINGS = ("ERROR: AddressSanitizer", "runtime error:", "WARNING: ThreadSanitizer")
 
