@@ -22,7 +22,7 @@ def requirement_name(requirement: str) -> str:
 
 def test_base_install_needs_nothing_heavy():
     required = [line for line in importlib.metadata.requires("speedswap") if "extra ==" not in line]
-    assert {requirement_name(line) for line in required} == {"numpy", "torch", "filelock"}
+    assert {requirement_name(line) for line in required} == {"numpy", "torch"}
 
 
 @pytest.mark.parametrize(("extra", "package"), [("cuda12", "cupy-cuda12x"), ("cuda13", "cupy-cuda13x")])

@@ -7,9 +7,7 @@ import logging
 import mmap
 import os
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +15,11 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import TableFullError
+from speedswap.errors import TableFullError, TableTooLargeError
+from speedswap.tables.open_directory import OpenFile, says_if_full
 from speedswap.tables.storage import Memory, physical_bytes
 
-__all__ = ["FileMemory", "says_if_full", "write_file"]
+__all__ = ["FileMemory", "write_file"]
 
 # As large as any page that the system's file cache uses: a store needs room on disk for the whole of one.
 _PIECE_BYTES = 2 * 2**20
@@ -40,22 +39,36 @@ class FileMemory(Memory):
     written once with what they hold before any of them is changed. Where files are memory (tmpfs), even reading a hole
     takes room, so there all of a writable file is reserved at once. On file systems that write every block to a new
     place (btrfs) no reservation is safe; keep some of the disk free there.
+
+    Args:
+        fd: the file, open for reading, and for writing too if ``writable``; closed with the memory.
+        path: for messages.
+        nbytes: its size.
+        writable: whether rows are to be written.
+        new: whether it is still to be given that size.
+
+    Raises:
+        TableFullError: the disk has no room for such a file.
+        TableTooLargeError: a process's addresses do not suffice for it.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, create: bool, writable: bool) -> None:
+    def __init__(self, fd: int, path: Path, nbytes: int, *, writable: bool, new: bool = False) -> None:
         self._path = path
         self._writable = writable
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
+        self._file = OpenFile(fd)
+        self._fd = fd
+        if new:
+            with says_if_full(path):
+                os.truncate(fd, nbytes)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            if create:
-                with says_if_full(path):
-                    os.truncate(self._fd, nbytes)
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            self._mapping = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
-        except OSError:
-            os.close(self._fd)
-            raise
+            self._mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            raise TableTooLargeError(
+                f"{path} with its {nbytes / 2**40:.2f} TiB cannot be mapped ({error}); use fewer or narrower rows"
+            ) from error
         if nbytes > physical_bytes() // 2:
             # Read-ahead around random rows would fetch 32 pages for one.
             self._mapping.madvise(mmap.MADV_RANDOM)
@@ -63,18 +76,12 @@ class FileMemory(Memory):
             # torch warns of read-only buffers; a table opened for reading refuses writes itself.
             warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
             self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-        self._close_fd.atexit = False  # the table may still be flushed then
         disk = os.fstatvfs(self._fd)
         self._reserves = nbytes <= disk.f_bavail * disk.f_frsize // 2
         allocated = os.fstat(self._fd).st_blocks * 512
         self._reserved = np.full(-(-nbytes // _PIECE_BYTES), allocated >= nbytes)
         if writable and _file_system(self._fd) in ("tmpfs", "ramfs"):
-            try:
-                self._reserve_pieces(np.flatnonzero(~self._reserved))
-            except TableFullError:
-                self.close()
-                raise
+            self._reserve_pieces(np.flatnonzero(~self._reserved))
 
     def data_ranges(self) -> Iterator[tuple[int, int]]:
         end = 0
@@ -142,7 +149,11 @@ class FileMemory(Memory):
 
     def close(self) -> None:
         super().close()
-        self._close_fd()
+        self._file.close()
+
+    def is_same_file(self, other: FileMemory) -> bool:
+        """Whether both are mappings of one file."""
+        return os.path.samestat(os.fstat(self._fd), os.fstat(other._fd))
 
 
 def _sorted(part: kernels.Part, rows: Tensor, order: Tensor) -> kernels.Part:
@@ -154,19 +165,15 @@ def _sorted(part: kernels.Part, rows: Tensor, order: Tensor) -> kernels.Part:
     return part._replace(block=block, stored=part.stored._replace(key=None))
 
 
-def write_file(path: Path, memory: Memory) -> None:
+def write_file(fd: int, path: Path, memory: Memory) -> None:
     """Write all of a memory to a new file and make it durable; untouched zeros stay holes."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        with says_if_full(path):
-            os.truncate(fd, memory.nbytes)
-            for start, stop in memory.data_ranges():
-                for offset in range(start, stop, 32 * _PIECE_BYTES):
-                    piece = memory.bytes[offset : min(offset + 32 * _PIECE_BYTES, stop)]
-                    _write(fd, piece.cpu().numpy().data, offset)
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+    with says_if_full(path):
+        os.truncate(fd, memory.nbytes)
+        for start, stop in memory.data_ranges():
+            for offset in range(start, stop, 32 * _PIECE_BYTES):
+                piece = memory.bytes[offset : min(offset + 32 * _PIECE_BYTES, stop)]
+                _write(fd, piece.cpu().numpy().data, offset)
+        os.fsync(fd)
 
 
 def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
@@ -174,21 +181,6 @@ def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
-
-
-@contextmanager
-def says_if_full(path: Path) -> Iterator[None]:
-    """Say what a full disk means for a table."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise TableFullError(
-            error.errno,
-            f"no room on the disk of {path.parent} ({os.strerror(error.errno or 0)}); no row was changed: free space "
-            "there, or keep the table on another disk",
-        ) from error
 
 
 def _file_system(fd: int) -> str:

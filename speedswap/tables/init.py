@@ -283,14 +283,28 @@ def resolve(init: Initializer | Callable[..., Any] | None) -> Initializer:
 
 
 def from_json(data: dict[str, Any]) -> Initializer | None:
-    """The initializer that :meth:`Initializer.to_json` described; None for one that cannot be rebuilt."""
-    kind = data.get("kind")
+    """The initializer that :meth:`Initializer.to_json` described; None for one that cannot be rebuilt.
+
+    Raises:
+        TypeError, ValueError, KeyError: no initializer described itself so.
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
+        raise TypeError(f"init is {data!r}; an object with its kind was expected")
+    kind = data["kind"]
     if kind == "constant":
-        return constant(data["value"])
+        return constant(_number(data["value"]))
     if kind == "uniform":
-        return uniform(data["low"], data["high"])
+        return uniform(_number(data["low"]), _number(data["high"]))
     if kind == "normal":
-        return normal(data["mean"], data["std"])
+        return normal(_number(data["mean"]), _number(data["std"]))
     if kind == "copy_of":
-        return copy_of(str(data["column"]))
+        if not isinstance(data["column"], str):
+            raise TypeError(f"init is a copy of column {data['column']!r}, which is no name")
+        return copy_of(data["column"])
     return None
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"init has {value!r} for a number")
+    return float(value)

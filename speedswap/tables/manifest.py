@@ -6,25 +6,30 @@ import json
 import math
 import os
 import re
+import secrets
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from speedswap.errors import TableFormatError
+from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables import init
+from speedswap.tables.open_directory import OpenDirectory, OpenFile
 from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, RecordLayout
 
-__all__ = ["Manifest", "SegmentEntry", "encode", "fsync_directory", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "Manifest", "SegmentEntry", "encode", "parse", "read_bytes", "require_size", "write_manifest"]
 
 FORMAT = "speedswap-table"
 # 2: columns may be stored otherwise than their dtype. A table without such columns is written as 1.
 VERSIONS = (1, 2)
-_NAME = "MANIFEST"
+MANIFEST = "MANIFEST"
 _MAX_BYTES = 1 << 20
-_FILE_NAME = re.compile(r"data-\d{1,9}\.bin")
+_CHECKSUM_BYTES = 9
+_MAX_ROWS, _MAX_STRIDE, _MAX_ITEMS, _MAX_FILE_BYTES = 2**62, 2**40, 2**32, 2**63 - 1
+_FILE_NAME = re.compile(r"data-[0-9]{1,9}\.bin")
 _COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}")
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -54,22 +59,40 @@ class Manifest:
     segments: tuple[SegmentEntry, ...]
     writes: int = 0  # how many scatters there have been, which stochastic rounding depends on
 
+    @property
+    def columns(self) -> dict[str, Column]:
+        return {column.name: column for segment in self.segments for column in segment.layout.columns}
 
-def write_manifest(directory: Path, body: bytes) -> None:
-    """Replace the directory's manifest: written beside it, made durable, renamed over it, directory made durable."""
-    temporary = directory / f"{_NAME}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(b"%08x\n" % zlib.crc32(body) + body)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, directory / _NAME)
-    fsync_directory(directory)
+
+def write_manifest(directory: OpenDirectory, body: bytes) -> OpenFile:
+    """Replace the directory's manifest: written beside it, made durable, renamed over it, directory made durable.
+
+    Returns:
+        The new one, open.
+    """
+    temporary = f"{MANIFEST}.{secrets.token_hex(8)}.tmp"
+    file = OpenFile(directory.create(temporary))
+    try:
+        rest = memoryview(b"%08x\n" % zlib.crc32(body) + body)
+        while rest:
+            rest = rest[os.write(file.fd, rest) :]
+        os.fsync(file.fd)
+        directory.rename(temporary, MANIFEST)
+    except BaseException:
+        directory.remove(temporary)
+        raise
+    directory.sync()
+    return file
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as it stands in its file, after the checksum."""
+    """The manifest as it stands in its file, after the checksum.
+
+    Raises:
+        TypeError, ValueError: the attributes are no plain data, or too much of it.
+    """
     compact = any(column.compact for segment in manifest.segments for column in segment.layout.columns)
-    return json.dumps(
+    body = json.dumps(
         {
             "format": FORMAT,
             "version": 2 if compact else 1,
@@ -100,41 +123,36 @@ def encode(manifest: Manifest) -> bytes:
             ],
         }
     ).encode()
+    if len(body) > _MAX_BYTES - _CHECKSUM_BYTES:
+        raise ValueError(
+            f"the attributes and columns of table {manifest.name!r} take {len(body)} bytes as JSON, but its {MANIFEST} "
+            f"holds {_MAX_BYTES - _CHECKSUM_BYTES}; keep large attributes elsewhere"
+        )
+    return body
 
 
 def _stored_as(column: Column) -> dict[str, str]:
     return {"stored": str(column.stored).removeprefix("torch."), "rounding": column.rounding}
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def read_bytes(fd: int) -> bytes:
+    """All of an open manifest; of one that is too long, a little more than is allowed."""
+    with open(fd, "rb", closefd=False) as file:
+        return file.read(_MAX_BYTES + 1)
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Read and check a directory's manifest, and that its data files have the sizes it speaks of.
+def parse(directory: Path, raw: bytes) -> Manifest:
+    """Check a manifest as it stands in its file.
 
     Raises:
-        FileNotFoundError: there is no such directory.
-        TableFormatError: it is not a table, or it is damaged.
+        TableFormatError: it is damaged.
     """
-    if not directory.is_dir():
-        raise FileNotFoundError(f"path is {str(directory)!r}, where there is no table; create one with Table.create")
-    try:
-        with open(directory / _NAME, "rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise TableFormatError(f"{directory} is not a table: its {_NAME} cannot be read ({error.strerror})") from error
     try:
         return _parse(directory, raw)
     except TableFormatError:
         raise
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        raise TableFormatError(f"the {_NAME} of {directory} is damaged: {type(error).__name__}: {error}") from error
+        raise TableFormatError(f"the {MANIFEST} of {directory} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _parse(directory: Path, raw: bytes) -> Manifest:
@@ -150,26 +168,47 @@ def _parse(directory: Path, raw: bytes) -> Manifest:
         f"its version is {version!r}; this speedswap reads {' and '.join(map(str, VERSIONS))}",
     )
     num_embeddings, seed, name = data["num_embeddings"], data["seed"], data["name"]
-    _require(_is_int(num_embeddings, 1, 2**62), directory, f"num_embeddings is {num_embeddings!r}")
+    _require(_is_int(num_embeddings, 1, _MAX_ROWS), directory, f"num_embeddings is {num_embeddings!r}")
     _require(_is_int(seed, 0, 2**64 - 1), directory, f"seed is {seed!r}")
     _require(isinstance(name, str) and isinstance(data["written"], bool), directory, "name or written has a wrong type")
     writes = data["writes"] if version >= 2 else 0
     _require(_is_int(writes, 0, 2**62), directory, f"writes is {writes!r}")
     attributes = data["attributes"]
     _require(isinstance(attributes, dict), directory, "its attributes are not an object")
+    _require(isinstance(data["segments"], list), directory, "its segments are not a list")
     segments = tuple(_parse_segment(directory, entry, num_embeddings) for entry in data["segments"])
-    names = [column.name for segment in segments for column in segment.layout.columns]
+    files = [segment.file for segment in segments]
+    _require(len(files) == len(set(files)), directory, f"its data files are {files}")
+    columns = [column for segment in segments for column in segment.layout.columns]
+    names = [column.name for column in columns]
     _require("weight" in names and len(names) == len(set(names)), directory, f"its columns are {names}")
-    return Manifest(name, num_embeddings, seed, data["written"], attributes, segments, writes)
+    for column in columns:
+        source = column.init.column if isinstance(column.init, init.CopyOf) else None
+        _require(
+            source is None or any(c.name == source != column.name and c.row_shape == column.row_shape for c in columns),
+            directory,
+            f"column {column.name!r} starts as a copy of {source!r}",
+        )
+    # Values that cannot be computed again are in the file, and stay there.
+    written = data["written"] or any(init.from_json(item) is None for item in _initializers(data))
+    return Manifest(name, num_embeddings, seed, written, attributes, segments, writes)
+
+
+def _initializers(data: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for segment in data["segments"]:
+        for column in segment["columns"]:
+            yield column["init"]
 
 
 def _parse_segment(directory: Path, entry: dict[str, Any], num_embeddings: int) -> SegmentEntry:
     file, stride = entry["file"], entry["stride"]
     _require(isinstance(file, str) and _FILE_NAME.fullmatch(file) is not None, directory, f"a data file is {file!r}")
-    _require(_is_int(stride, 1, 2**40), directory, f"a record's stride is {stride!r}")
+    _require(_is_int(stride, 1, _MAX_STRIDE), directory, f"a record's stride is {stride!r}")
+    _require(num_embeddings * stride <= _MAX_FILE_BYTES, directory, f"{num_embeddings} × {stride} bytes are no file")
+    _require(isinstance(entry["columns"], list), directory, f"the columns of {file} are not a list")
     columns, offsets, end = [], [], 0
     for item in entry["columns"]:
-        column, offset = _parse_column(directory, item)
+        column, offset = _parse_column(directory, item, num_embeddings)
         _require(_is_int(offset, end, stride), directory, f"column {column.name!r} overlaps another")
         end = offset + column.row_bytes
         _require(end <= stride, directory, f"column {column.name!r} does not fit its record")
@@ -181,33 +220,53 @@ def _parse_segment(directory: Path, entry: dict[str, Any], num_embeddings: int) 
         columns.append(column)
         offsets.append(offset)
     _require(bool(columns), directory, f"{file} has no columns")
-    path = directory / file
-    _require(path.is_file() and not path.is_symlink(), directory, f"{file} is missing")
-    size = path.stat().st_size
-    _require(size == num_embeddings * stride, directory, f"{file} has {size} bytes, not {num_embeddings} × {stride}")
     return SegmentEntry(file, RecordLayout(tuple(columns), tuple(offsets), stride))
 
 
-def _parse_column(directory: Path, item: dict[str, Any]) -> tuple[Column, int]:
+def _parse_column(directory: Path, item: dict[str, Any], num_embeddings: int) -> tuple[Column, int]:
     name, shape, dtype, zero_row = item["name"], item["row_shape"], item["dtype"], item["zero_row"]
     _require(isinstance(name, str) and _COLUMN_NAME.fullmatch(name) is not None, directory, f"a column is {name!r}")
     _require(
         isinstance(shape, list)
         and len(shape) <= 4
-        and all(_is_int(size, 1, 2**32) for size in shape)
-        and math.prod(shape) <= 2**36,
+        and all(_is_int(size, 1, _MAX_ITEMS) for size in shape)
+        and math.prod(shape) <= _MAX_STRIDE,
         directory,
         f"the rows of column {name!r} have shape {shape!r}",
     )
     _require(dtype in _DTYPES, directory, f"column {name!r} has dtype {dtype!r}")
-    _require(zero_row is None or _is_int(zero_row, 0, 2**62), directory, f"column {name!r} has zero_row {zero_row!r}")
-    # Values that cannot be recomputed (a function of torch.nn.init) are in the file already.
+    _require(
+        zero_row is None or _is_int(zero_row, 0, num_embeddings - 1),
+        directory,
+        f"column {name!r} has zero_row {zero_row!r}",
+    )
     initial = init.from_json(item["init"]) or init.zeros()
     stored, rounding = item.get("stored"), item.get("rounding", "nearest")
     _require(stored is None or stored in _STORED, directory, f"column {name!r} is stored as {stored!r}")
     _require(rounding in ROUNDINGS, directory, f"column {name!r} has rounding {rounding!r}")
     held = None if stored is None else _STORED[stored]
     return Column(name, tuple(shape), _DTYPES[dtype], initial, zero_row, held, rounding), item["offset"]
+
+
+def require_size(num_embeddings: int, columns: Sequence[Column]) -> None:
+    """Raise if a table of so many rows could not be written down, or its bytes not be counted.
+
+    Raises:
+        TableTooLargeError: that is so.
+    """
+    stride = RecordLayout.of(columns).stride
+    if (
+        num_embeddings > _MAX_ROWS
+        or stride > _MAX_STRIDE
+        or num_embeddings * stride > _MAX_FILE_BYTES
+        or any(size > _MAX_ITEMS for column in columns for size in column.row_shape)
+    ):
+        names = ", ".join(column.name for column in columns)
+        raise TableTooLargeError(
+            f"num_embeddings is {num_embeddings}, and a row of {names} takes {stride} bytes; "
+            f"a table has at most {_MAX_ROWS} rows, of {_MAX_STRIDE} bytes with {_MAX_ITEMS} items in a dimension, and "
+            f"{_MAX_FILE_BYTES} bytes in all: use fewer or narrower rows"
+        )
 
 
 def _is_int(value: object, low: int, high: int) -> bool:

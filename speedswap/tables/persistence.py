@@ -76,7 +76,7 @@ class Persistence(Locked):
         A forked child leaves the files to its parent, and a directory that was removed meanwhile stays removed.
         """
         directory = self._segments.directory
-        if not self.is_needed or directory is None or not directory.path.is_dir():
+        if not self.is_needed or directory is None or not directory.exists:
             return
         if kernels.is_beside():
             # The garbage collector is running in the very thread that writes what is on its way.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from speedswap.errors import TableClosedError
 from speedswap.tables import init as initializers
 from speedswap.tables import storage as storages
 from speedswap.tables.directory import TableDirectory
-from speedswap.tables.manifest import Manifest, SegmentEntry
+from speedswap.tables.file_memory import FileMemory
+from speedswap.tables.manifest import Manifest, SegmentEntry, require_size
 from speedswap.tables.progress import progress
 from speedswap.tables.record import Column, RecordLayout
 from speedswap.tables.segment import Segment
-from speedswap.tables.storage import Storage
+from speedswap.tables.storage import Memory, Storage
 
 __all__ = ["Segments"]
 
@@ -61,13 +63,58 @@ class Segments:
         self._columns: tuple[tuple[Segment, ...], dict[str, Column]] = (), {}
         self._groups: dict[tuple[str, ...], list[tuple[Segment, list[Column]]]] = {}
 
-    def open(self, entries: Iterable[SegmentEntry]) -> None:
-        """Map the data files that a manifest names."""
+    def open(self, entries: Iterable[SegmentEntry], memories: Iterable[FileMemory]) -> None:
+        """Take the mapped data files that a manifest names."""
+        self._segments = tuple(
+            Segment(entry.layout, memory, self.num_embeddings, self.engine, entry.file)
+            for entry, memory in zip(entries, memories, strict=True)
+        )
+
+    def follow(self, attributes: dict[str, Any]) -> bool:
+        """Map the files that are there now, where this process reads what another one writes.
+
+        Args:
+            attributes: the table's, brought up to date.
+
+        Returns:
+            Whether rows or columns are in other memory than before. What was in use before stays mapped as long as
+            anybody uses it.
+
+        Raises:
+            TableClosedError: there is no table any more, or another one.
+            TableFormatError: it is damaged.
+        """
+        if self.directory is None or self.directory.is_mine:
+            return False
+        found = self.directory.follow(self._require_same_table)
+        if found is None:
+            return False
+        manifest, memories = found
+        attributes.clear()
+        attributes.update(manifest.attributes)
+        self.seed, self.written, self.writes = manifest.seed, manifest.written, manifest.writes
+        known = {segment.file: segment for segment in self}
+        segments = []
+        for entry, memory in zip(manifest.segments, memories, strict=True):
+            segment = known.get(entry.file)
+            if segment is None or segment.layout != entry.layout or not _in_one_file(segment.memory, memory):
+                segment = Segment(entry.layout, memory, self.num_embeddings, self.engine, entry.file)
+            segments.append(segment)
+        if tuple(segments) == self._segments:
+            return False
+        self._segments = tuple(segments)
+        return True
+
+    def _require_same_table(self, manifest: Manifest) -> None:
         assert self.directory is not None
-        for entry in entries:
-            memory = self.directory.open_data(entry.file, entry.layout, self.num_embeddings)
-            segment = Segment(entry.layout, memory, self.num_embeddings, self.engine, entry.file)
-            self._segments = (*self._segments, segment)
+        mine, weight = self.columns["weight"], manifest.columns["weight"]
+        now = (manifest.name, manifest.num_embeddings, weight.row_shape, weight.dtype)
+        before = (self.name, self.num_embeddings, mine.row_shape, mine.dtype)
+        if now != before:
+            raise TableClosedError(
+                f"table {self.name!r} is no longer at {str(self.directory.path)!r}: what is there now has (name, rows, "
+                f"shape, dtype) {now}, and this table has {before}; open it again with Table.open"
+            )
 
     def copy(self, source: Segments) -> None:
         """Take memory for the columns of other segments, laid out as they are, with what they hold."""
@@ -121,17 +168,33 @@ class Segments:
             self._groups[wanted] = [(segment, some) for segment, some in groups if some]
         return self._groups[wanted]
 
-    def add(self, columns: Sequence[Column]) -> None:
-        """Give every row more columns; in the same records if that costs no more than initial values."""
-        if self.written:
-            self._segments = (*self._segments, self._new(columns))
-        elif self.directory is not None:
-            old = self._segments
-            self._segments = (self._new([*self.columns.values(), *columns]),)
-            for segment in old:
+    def add(self, columns: Sequence[Column], save: Callable[[], None]) -> None:
+        """Give every row more columns; in the same records if that costs no more than initial values.
+
+        Args:
+            columns: with names that are new.
+            save: replaces the manifest, if there is a directory. If it fails, the table is as it was before.
+        """
+        together = [*columns] if self.written else [*self.columns.values(), *columns]
+        require_size(self.num_embeddings, together)
+        if self.directory is None and not self.written:
+            self._rebuild(together)
+            return
+        old, new = self._segments, self._new(together)
+        self._segments = (*old, new) if self.written else (new,)
+        try:
+            save()
+        except BaseException:
+            # Once the manifest speaks of the new file, that is the table, if perhaps not yet after a power cut.
+            if self.directory is None or not self.directory.names_in_manifest(str(new.file)):
+                self._segments = old
+                new.close()
+                self.discard_stale_files()
+            raise
+        for segment in old:
+            if segment not in self._segments:
                 segment.close()
-        else:
-            self._rebuild([*self.columns.values(), *columns])
+        self.discard_stale_files()
 
     def _rebuild(self, columns: Sequence[Column]) -> None:
         """All columns in one record; the old memory is given back first, so that the peak is the new table alone."""
@@ -158,6 +221,10 @@ class Segments:
         try:
             # Fresh memory is zero already.
             self.fill(segment, [column for column in columns if not column.init.is_zero])
+            if self.directory is not None:
+                # Before a manifest speaks of it, and long before the file that it replaces goes.
+                segment.memory.flush()
+                self.directory.sync()
         except BaseException:
             segment.close()
             self.discard_stale_files()
@@ -183,6 +250,7 @@ class Segments:
         for segment in self:
             segment.memory.settle()
             entries.append(SegmentEntry(directory.save_data(segment.memory), segment.layout))
+        directory.sync()
         directory.write_manifest(self._manifest(entries, attributes))
 
     def _manifest(self, entries: Sequence[SegmentEntry], attributes: dict[str, Any]) -> Manifest:
@@ -202,3 +270,7 @@ class Segments:
             segment.close()
         if self.directory is not None:
             self.directory.release()
+
+
+def _in_one_file(first: Memory, second: Memory) -> bool:
+    return isinstance(first, FileMemory) and isinstance(second, FileMemory) and first.is_same_file(second)

@@ -23,6 +23,7 @@ from speedswap.tables.block import Block, fitting
 from speedswap.tables.directory import TableDirectory
 from speedswap.tables.in_flight import Ahead, Found
 from speedswap.tables.init import Initializer
+from speedswap.tables.manifest import require_size
 from speedswap.tables.persistence import Persistence
 from speedswap.tables.record import Column, count
 from speedswap.tables.segments import Segments
@@ -119,7 +120,7 @@ class Table:
                 the bus), ``staged`` (CPU threads gather, the copy engine carries; pageable and memmap tables have no
                 other way), ``split`` (both at once), or ``auto``: the one that is fastest here. That is measured once
                 on a machine, in two seconds, when the first large table is made; ``speedswap info`` tells.
-            path: the directory of a memmap table; it must not exist yet.
+            path: the directory of a memmap table; it must not exist yet, and does once it is complete and durable.
             init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
             seed: of the initial values; the same seed gives the same bits everywhere.
             name: for messages; the path's last part, or ``table``, by default.
@@ -132,8 +133,9 @@ class Table:
             ValueError: a number out of range, an unknown storage, engine or rounding, a path where none belongs.
             TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
             FileExistsError: ``path`` exists.
+            TableBusyError: another process is making a table there.
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
-            TableTooLargeError: the memory cannot be had.
+            TableTooLargeError: the memory cannot be had, or the bytes cannot be counted.
         """
         num_embeddings = count("num_embeddings", num_embeddings)
         embedding_dim = count("embedding_dim", embedding_dim)
@@ -148,12 +150,14 @@ class Table:
         kind = storages.resolve_storage(storage, path)
         engine = storages.resolve_engine(engine, storage, kind)
         weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
+        require_size(num_embeddings, [weight])
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
         segments = Segments(num_embeddings, kind, seed, name, directory, engine=engine)
         try:
-            segments.add([weight])
-            segments.save_manifest({})
+            segments.add([weight], lambda: segments.save_manifest({}))
+            if directory is not None:
+                directory.publish()
         except BaseException:
             if directory is not None:
                 directory.remove()
@@ -166,16 +170,18 @@ class Table:
 
         Args:
             path: the table's directory.
-            mode: ``r+`` to read and write, as the only writer; ``r`` to read.
+            mode: ``r+`` to read and write, as the only writer; ``r`` to read, also what another process writes
+                meanwhile.
 
         Raises:
             FileNotFoundError: there is nothing at ``path``.
-            TableFormatError: what is there is damaged, or is not a table.
+            TableFormatError: what is there is damaged, or is not a table; links, and what is no file, are not followed
+                or opened within it.
             TableBusyError: another process, or another Table of this one, has it open for writing.
         """
         if mode not in ("r", "r+"):
             raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
-        directory, manifest = TableDirectory.open(Path(path), writable=mode == "r+")
+        directory, manifest, memories = TableDirectory.open(Path(path), writable=mode == "r+")
         segments = Segments(
             manifest.num_embeddings,
             "memmap",
@@ -185,11 +191,7 @@ class Table:
             written=manifest.written,
             writes=manifest.writes,
         )
-        try:
-            segments.open(manifest.segments)
-        except BaseException:
-            segments.close()
-            raise
+        segments.open(manifest.segments, memories)
         return cls(segments, manifest.attributes)
 
     @classmethod
@@ -505,9 +507,7 @@ class Table:
                 return
             with self._persistence.change():
                 self.version += 1
-                self._segments.add(columns)
-                self._persistence.save_manifest()
-                self._segments.discard_stale_files()
+                self._segments.add(columns, self._persistence.save_manifest)
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give columns that exist their initial values again, in every row.
@@ -528,21 +528,24 @@ class Table:
         """Write the whole table to a directory that :meth:`open` reads; rows go through in chunks.
 
         Args:
-            path: the directory; it appears there complete or not at all.
+            path: the directory; it appears there complete or not at all, durably. Where it is a symbolic link to a
+                table, that table is replaced, as it is the one that opens under this name, and the link stays.
             overwrite: replace a table that is there already.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds other files
+                beside a table's.
+            TableBusyError: somebody has the table there open for writing, or is making one.
             TableFullError: the disk has no room. What was there before is unchanged.
         """
         self._check_open()
-        target = Path(path)
-        if self.path is not None and target.exists() and target.samefile(self.path):
+        target, directory = Path(path), self._segments.directory
+        if directory is not None and directory.lives_at(target):
             raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
-        with TableDirectory.replacing(target, overwrite=overwrite) as directory, self._lock:
+        with TableDirectory.replacing(target, overwrite=overwrite) as copied, self._lock:
             self._check_open()
             self._traffic.land()
-            self._segments.save_to(directory, self._persistence.note_attributes())
+            self._segments.save_to(copied, self._persistence.note_attributes())
 
     def flush(self) -> None:
         """Make everything written so far durable (memmap tables; nothing to do for others).
@@ -627,7 +630,11 @@ class Table:
         self.version += 1
         if not self._segments.written:
             self._segments.written = True
-            self._persistence.save_manifest()
+            try:
+                self._persistence.save_manifest()
+            except BaseException:
+                self._segments.written = False  # the manifest may not say so, and no row will change
+                raise
         return self.version
 
     def _check_open(self, *, writing: bool = False) -> None:
@@ -652,6 +659,8 @@ class Table:
             )
         if writing and self._segments.directory is not None and not self._segments.directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
+        if self._segments.follow(self.attributes):
+            self.version += 1
 
 
 def gather_ahead(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Ahead]:

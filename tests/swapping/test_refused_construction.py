@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 import torch
 from torch import nn
@@ -75,10 +76,10 @@ def test_table_whose_lock_cannot_be_taken_is_not_left_half_made(
 ) -> None:
     """A file system without locks: the directory that was made for the table goes again."""
 
-    def refuses(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
+    def refuses(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuses)
-    with pytest.raises(NotImplementedError, match="flock"):
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with pytest.raises(OSError, match=r"LOCK cannot be locked .*keep it on a file system that has locks"):
         speedswap.Table.create(9, 4, path=tmp_path / "table")
     assert list(tmp_path.iterdir()) == []

@@ -6,12 +6,11 @@ import errno
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import textwrap
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -273,77 +272,6 @@ def test_save_keeps_holes(tmp_path: Path) -> None:
         assert torch.equal(again.gather(torch.tensor([5, 6, 2**31])).weight[:, 0], torch.tensor([1.0, 0.0, 1.0]))
     assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "saved").iterdir()) < 2**18
     table.close()
-
-
-@pytest.fixture(params=["ext4", "tmpfs"])
-def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MiB of its own."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if request.param == "tmpfs":
-        commands = [["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mount)]]
-    else:
-        image = str(tmp_path / "image")
-        commands = [
-            ["truncate", "-s", "16M", image],
-            ["mkfs.ext4", "-q", image],
-            ["mount", "-o", "loop", image, str(mount)],
-        ]
-    for command in commands:
-        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
-            pytest.skip(f"may not make a small file system here: {' '.join(command[:3])} fails")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
-
-
-def test_a_really_full_disk_never_ends_the_process(small_disk: Path) -> None:
-    with pytest.raises(TableFullError):
-        Table.create(100_000, 64, path=small_disk / "full", init=init.normal())
-    assert not (small_disk / "full").exists()
-    try:
-        table = Table.create(100_000, 64, path=small_disk / "sparse")
-    except TableFullError:
-        assert not (small_disk / "sparse").exists()  # files that are memory have no holes
-        return
-    written = 0
-    with pytest.raises(TableFullError, match="free space"):  # noqa: PT012
-        for start in range(0, 100_000, 1000):
-            table.scatter(torch.arange(start, start + 1000), torch.ones(1000, 64))
-            written = start + 1000
-    assert written > 1000
-    assert table.read(0, written).all()
-    assert not table.read(written).any()
-    with pytest.raises(TableFullError):
-        table.save(small_disk / "copy")
-    assert not (small_disk / "copy").exists()
-    table.close()
-
-
-def test_a_disk_that_fills_up_later_keeps_the_rows_it_has_room_for(small_disk: Path) -> None:
-    table = Table.create(20_000, 64, path=small_disk / "t")
-    first, last = torch.arange(1000), torch.arange(19_000, 20_000)
-    table.scatter(first, torch.ones(1000, 64))
-    with open(small_disk / "other", "wb", buffering=0) as other:
-        try:
-            while True:
-                other.write(b"x" * 4096)
-        except OSError as error:
-            assert error.errno == errno.ENOSPC  # noqa: PT017
-    table.scatter(first, torch.full((1000, 64), 2.0))
-    try:
-        table.scatter(torch.cat([first, last]), torch.full((2000, 64), 3.0))
-        reserved = True  # files that are memory were reserved at once
-    except TableFullError:
-        reserved = False
-    expected = 3.0 if reserved else 2.0
-    assert torch.equal(table.gather(first).weight, torch.full((1000, 64), expected))
-    assert torch.equal(table.gather(last).weight, torch.full((1000, 64), 3.0 if reserved else 0.0))
-    (small_disk / "other").unlink()
-    table.scatter(last, torch.full((1000, 64), 4.0))
-    table.close()
-    with Table.open(small_disk / "t", "r") as again:
-        assert torch.equal(again.gather(first).weight, torch.full((1000, 64), expected))
-        assert torch.equal(again.gather(last).weight, torch.full((1000, 64), 4.0))
 
 
 # ---------------------------------------------------------------------------- damage

@@ -1,0 +1,188 @@
+"""Disks that are full: one error says so, before anything has changed, and nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from speedswap import Column, Table, init
+from speedswap.errors import TableBusyError, TableFullError
+
+LATE = Column("late", (2,), torch.float32, init.constant(4.0))
+
+
+@pytest.fixture(params=["ext4", "tmpfs"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 16 MiB and 200 files."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if request.param == "tmpfs":
+        commands = [["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=200", "tmpfs", str(mount)]]
+    else:
+        image = str(tmp_path / "image")
+        commands = [
+            ["truncate", "-s", "16M", image],
+            ["mkfs.ext4", "-q", "-N", "200", image],
+            ["mount", "-o", "loop", image, str(mount)],
+        ]
+    for command in commands:
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip(f"may not make a small file system here: {' '.join(command[:3])} fails")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_really_full_disk_never_ends_the_process(small_disk: Path) -> None:
+    with pytest.raises(TableFullError):
+        Table.create(100_000, 64, path=small_disk / "full", init=init.normal())
+    assert not (small_disk / "full").exists()
+    try:
+        table = Table.create(100_000, 64, path=small_disk / "sparse")
+    except TableFullError:
+        assert not (small_disk / "sparse").exists()  # files that are memory have no holes
+        return
+    written = 0
+    with pytest.raises(TableFullError, match="free space"):  # noqa: PT012
+        for start in range(0, 100_000, 1000):
+            table.scatter(torch.arange(start, start + 1000), torch.ones(1000, 64))
+            written = start + 1000
+    assert written > 1000
+    assert table.read(0, written).all()
+    assert not table.read(written).any()
+    with pytest.raises(TableFullError):
+        table.save(small_disk / "copy")
+    assert not (small_disk / "copy").exists()
+    table.close()
+
+
+def test_a_disk_that_fills_up_later_keeps_the_rows_it_has_room_for(small_disk: Path) -> None:
+    table = Table.create(20_000, 64, path=small_disk / "t")
+    first, last = torch.arange(1000), torch.arange(19_000, 20_000)
+    table.scatter(first, torch.ones(1000, 64))
+    with open(small_disk / "other", "wb", buffering=0) as other:
+        try:
+            while True:
+                other.write(b"x" * 4096)
+        except OSError as error:
+            assert error.errno == errno.ENOSPC  # noqa: PT017
+    table.scatter(first, torch.full((1000, 64), 2.0))
+    try:
+        table.scatter(torch.cat([first, last]), torch.full((2000, 64), 3.0))
+        reserved = True  # files that are memory were reserved at once
+    except TableFullError:
+        reserved = False
+    expected = 3.0 if reserved else 2.0
+    assert torch.equal(table.gather(first).weight, torch.full((1000, 64), expected))
+    assert torch.equal(table.gather(last).weight, torch.full((1000, 64), 3.0 if reserved else 0.0))
+    (small_disk / "other").unlink()
+    table.scatter(last, torch.full((1000, 64), 4.0))
+    table.close()
+    with Table.open(small_disk / "t", "r") as again:
+        assert torch.equal(again.gather(first).weight, torch.full((1000, 64), expected))
+        assert torch.equal(again.gather(last).weight, torch.full((1000, 64), 4.0))
+
+
+# ---------------------------------------------------------------------------- full before anything begins
+
+
+@contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """All of a disk's room taken by another file, down to the last byte."""
+    other = disk / "other"
+    with open(other, "wb", buffering=0) as file:
+        for size in (2**16, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC  # noqa: PT017
+    try:
+        yield
+    finally:
+        other.unlink()
+
+
+@contextmanager
+def without_inodes(disk: Path) -> Iterator[None]:
+    """All of a disk's files made."""
+    many = disk / "many"
+    many.mkdir()
+    try:
+        for i in range(10**6):
+            (many / str(i)).touch()
+    except OSError as error:
+        assert error.errno == errno.ENOSPC  # noqa: PT017
+    try:
+        yield
+    finally:
+        shutil.rmtree(many)
+
+
+@pytest.mark.parametrize("full", [filled, without_inodes])
+def test_nothing_is_left_of_what_finds_no_room(full: Callable[[Path], Iterator[None]], small_disk: Path) -> None:
+    """Neither of a new table nor of a saved one, nor of the directories above it; and both work once there is room."""
+    Table.create(10, 4, init=init.constant(1.0)).save(small_disk / "old")
+    saved = Table.create(300_000, 4, init=init.constant(2.0))
+    makes = {
+        "old": lambda: saved.save(small_disk / "old", overwrite=True),
+        "new": lambda: saved.save(small_disk / "new"),
+        "above": lambda: saved.save(small_disk / "above" / "new"),
+        "made": lambda: Table.create(300_000, 4, path=small_disk / "made", init=init.constant(2.0)).close(),
+        "higher": lambda: Table.create(300_000, 4, path=small_disk / "higher" / "made", init=init.normal()),
+    }
+    before = sorted(entry.name for entry in small_disk.iterdir())
+    with full(small_disk):
+        during = sorted(entry.name for entry in small_disk.iterdir())
+        for make in makes.values():
+            with pytest.raises(TableFullError, match="free space there, or keep the table on another disk"):
+                make()
+            assert sorted(entry.name for entry in small_disk.iterdir()) == during
+        with Table.open(small_disk / "old", "r") as table:
+            assert (table.read() == 1.0).all()
+    assert sorted(entry.name for entry in small_disk.iterdir()) == before
+    for name in ("old", "made"):
+        makes[name]()
+        with Table.open(small_disk / name) as table:
+            assert (table.read() == 2.0).all()
+        shutil.rmtree(small_disk / name)
+
+
+@pytest.mark.parametrize("full", [filled, without_inodes])
+def test_a_table_on_a_full_disk_opens_for_writing(full: Callable[[Path], Iterator[None]], small_disk: Path) -> None:
+    """Its rows that have room can be changed; what would take room is refused, and changes nothing."""
+    path = small_disk / "t"
+    with Table.create(1000, 4, path=path, init=init.constant(1.0)) as table:
+        table.write(0, torch.full((1000, 4), 2.0))
+    with full(small_disk):
+        with Table.open(path) as table:
+            with pytest.raises(TableBusyError, match="open for writing in process"):
+                Table.open(path)
+            table.scatter(torch.tensor([7]), torch.full((1, 4), 3.0))
+            with pytest.raises(TableFullError):
+                table.add_columns([Column("wide", (4096,), torch.float32, init.constant(4.0))])
+            assert list(table.columns) == ["weight"]
+        assert {file.name for file in path.iterdir()} <= {"LOCK", "MANIFEST", "data-0.bin"}
+    with Table.open(path) as table:
+        assert table.read(6, 9)[:, 0].tolist() == [2.0, 3.0, 2.0]
+        table.add_columns([LATE])
+
+
+def test_a_first_write_that_finds_no_room_for_its_manifest_changes_no_row(small_disk: Path) -> None:
+    """The manifest has to say that rows are not at their initial values before they are."""
+    path = small_disk / "t"
+    table = Table.create(10, 4, path=path, init=init.constant(1.0))
+    with filled(small_disk):
+        with pytest.raises(TableFullError):
+            table.scatter(torch.tensor([7]), torch.full((1, 4), 3.0))
+        assert (table.read() == 1.0).all()
+    table.scatter(torch.tensor([7]), torch.full((1, 4), 3.0))
+    table.add_columns([LATE])
+    assert table.read(6, 9)[:, 0].tolist() == [1.0, 3.0, 1.0]
+    table.close()

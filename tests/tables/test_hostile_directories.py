@@ -1,0 +1,278 @@
+"""A table's directory that came from somebody else: it is refused or harmless, and never reaches a file of yours."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from speedswap import Column, Table, init
+from speedswap.errors import TableError, TableFormatError
+
+FILES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "data-0.bin", "data-1.bin")
+LATE = Column("late", (2,), torch.float32, init.constant(4.0))
+
+
+@contextmanager
+def soon(seconds: int = 10) -> Iterator[None]:
+    """End with an error what hangs."""
+
+    def hangs(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def use(path: Path) -> None:
+    """Everything that opens or makes files in a table's directory."""
+    with Table.open(path) as table:
+        table.attributes["note"] = 1
+        table.flush()
+        table.add_columns([LATE])
+        table.scatter(torch.tensor([1]), {"weight": torch.full((1, 4), 9.0)})
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to("../precious")
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("../not-yet")
+
+
+def a_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(path.parent, os.O_RDONLY)  # a socket's path is short
+        try:
+            listener.bind(f"/proc/self/fd/{here}/{path.name}")
+        finally:
+            os.close(here)
+
+
+def a_device(path: Path) -> None:
+    try:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 7))  # /dev/full
+    except PermissionError:
+        pytest.skip("may not make a device here")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("put", [a_link, a_dangling_link, a_fifo, a_directory, a_socket, a_device])
+def test_what_is_no_file_is_refused_or_goes(put: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    """Whatever stands in the place of a table's file: nothing hangs, and nothing outside of the directory changes."""
+    (tmp_path / "precious").write_bytes(b"\0" * 160)
+    path = tmp_path / "t"
+    Table.create(10, 4, path=path).close()
+    (path / name).unlink(missing_ok=True)
+    put(path / name)
+    with soon():
+        needed = name in ("LOCK", "OWNER", "MANIFEST", "data-0.bin")
+        if needed:
+            with pytest.raises(TableFormatError, match=f"{name} is a.*, which is neither followed nor opened; remove"):
+                use(path)
+        else:
+            use(path)
+        if name in ("LOCK", "OWNER"):  # of no concern to a reader
+            Table.open(path, "r").close()
+    assert (tmp_path / "precious").read_bytes() == b"\0" * 160
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["precious", "t"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_second_name_of_a_file_of_yours_is_not_written_through(name: str, tmp_path: Path) -> None:
+    """A hard link cannot be told by its kind: files are replaced, not overwritten, and data with two names refused."""
+    path = tmp_path / "t"
+    Table.create(10, 4, path=path).close()
+    precious = tmp_path / "precious"
+    precious.write_bytes((path / name).read_bytes() if (path / name).exists() else b"precious")
+    before = precious.read_bytes()
+    (path / name).unlink(missing_ok=True)
+    os.link(precious, path / name)
+    if name == "data-0.bin":
+        with pytest.raises(TableFormatError, match=r"has 2 names \(hard links\).*give it a file of its own: cp"):
+            use(path)
+        Table.open(path, "r").close()
+    else:
+        use(path)
+    assert precious.read_bytes() == before
+
+
+def test_a_table_behind_a_link_is_a_table(tmp_path: Path) -> None:
+    """It is within the directory that links are not followed: the directory may have several names."""
+    Table.create(10, 4, path=tmp_path / "t").close()
+    (tmp_path / "link").symlink_to("t")
+    use(tmp_path / "link")
+    with Table.open(tmp_path / "t", "r") as table:
+        assert torch.equal(table.read(1, 2), torch.full((1, 4), 9.0))
+
+
+def test_files_that_only_look_like_data_are_left_alone(tmp_path: Path) -> None:
+    """Names that begin and end as a data file's does, and numbers as large as names can have."""
+    path = tmp_path / "t"
+    Table.create(10, 4, path=path).close()
+    others = ["data-x.bin", "data--1.bin", "data-.bin", "data-1234567890.bin", "data-٣.bin"]
+    for name in others:
+        (path / name).write_text("precious")
+    use(path)
+    with Table.open(path) as table:
+        assert (table.read(column="late") == 4.0).all()
+    for name in others:
+        assert (path / name).read_text() == "precious"
+
+
+def test_the_largest_number_of_a_data_file_is_not_the_last(tmp_path: Path) -> None:
+    """The next one has a name that can be opened again."""
+    path = tmp_path / "t"
+    Table.create(10, 4, path=path).close()
+    (path / "data-0.bin").rename(path / "data-999999999.bin")
+    rewrite(path, lambda manifest: manifest["segments"][0].update(file="data-999999999.bin"))
+    use(path)
+    with Table.open(path) as table:
+        assert (table.read(column="late") == 4.0).all()
+
+
+# ---------------------------------------------------------------------------- manifests
+
+
+def body_of(path: Path) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((path / "MANIFEST").read_bytes().partition(b"\n")[2])
+    return body
+
+
+def write_body(path: Path, body: object) -> None:
+    """A manifest with a right checksum, whatever it says."""
+    data = json.dumps(body).encode()
+    (path / "MANIFEST").write_bytes(b"%08x\n" % zlib.crc32(data) + data)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    body = body_of(path)
+    change(body)
+    write_body(path, body)
+
+
+def column(number: int = 0) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda manifest: manifest["segments"][number]["columns"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: column()(m).update(init=None), "init is None"),
+        (lambda m: column()(m).update(init=[]), r"init is \[\]"),
+        (lambda m: column()(m).update(init={"kind": []}), "init is"),
+        (lambda m: column()(m).update(init={"kind": "constant", "value": "7"}), "init has '7' for a number"),
+        (lambda m: column()(m).update(init={"kind": "constant", "value": True}), "init has True for a number"),
+        (lambda m: column()(m).update(init={"kind": "uniform", "low": 1, "high": 0}), "low is 1"),
+        (lambda m: column()(m).update(init={"kind": "copy_of", "column": "gone"}), "starts as a copy of 'gone'"),
+        (lambda m: column()(m).update(init={"kind": "copy_of", "column": "weight"}), "starts as a copy of 'weight'"),
+        (lambda m: column()(m).update(init={"kind": "copy_of", "column": {}}), "which is no name"),
+        (lambda m: column()(m).update(zero_row=10), "has zero_row 10"),
+        (lambda m: column()(m).update(dtype=[]), "TypeError"),
+        (lambda m: m.update(segments={}), "segments are not a list"),
+        (lambda m: m["segments"].append(dict(m["segments"][0])), r"its data files are \['data-0.bin', 'data-0.bin'\]"),
+        (lambda m: m["segments"][0].update(columns={}), "are not a list"),
+        (lambda m: m.update(num_embeddings=2**62), "are no file"),
+        (lambda m: m["segments"][0].update(file="data-٣.bin"), "a data file is"),
+    ],
+)
+def test_every_field_of_a_manifest_is_checked(
+    change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
+) -> None:
+    """What no table has written is damage, said with the field and its value."""
+    Table.create(10, 4, path=tmp_path / "t").close()
+    rewrite(tmp_path / "t", change)
+    for mode in ("r", "r+"):
+        with pytest.raises(TableFormatError, match=message):
+            Table.open(tmp_path / "t", mode)
+
+
+def test_values_that_cannot_be_computed_again_are_never_computed_again(tmp_path: Path) -> None:
+    """A manifest that names an unknown initializer, and says that nothing was written: the rows stay as they are."""
+    path = tmp_path / "t"
+    Table.create(10, 4, path=path, init=init.constant(5.0)).close()
+    rewrite(path, lambda manifest: column()(manifest).update(init={"kind": "torch", "function": "f"}))
+    with Table.open(path) as table:
+        table.add_columns([LATE])
+        assert (table.read() == 5.0).all()
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(2**63) | st.just("weight"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def places(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to everything in a JSON value."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*at, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from places(item, (*at, i))
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_field_may_say_anything(data: st.DataObject, tmp_path: Path) -> None:
+    """A table opens and works, or TableFormatError says why not."""
+    path = tmp_path / "t"
+    if not path.exists():
+        with Table.create(10, 4, path=path, init=init.uniform(0, 1), stored_dtype=torch.float16) as table:
+            table.write(0, torch.ones(1, 4))
+            table.add_columns([Column("late", (4,), torch.float32, init.copy_of("weight"))])
+        (tmp_path / "good").write_bytes((path / "MANIFEST").read_bytes())
+    (path / "MANIFEST").write_bytes((tmp_path / "good").read_bytes())
+    body = body_of(path)
+    *way, last = data.draw(st.sampled_from(list(places(body))))
+    inner = body
+    for key in way:
+        inner = inner[key]
+    inner[last] = data.draw(ANYTHING)
+    write_body(path, body)
+    try:
+        with Table.open(path, "r") as table:
+            table.read()
+    except TableError:
+        pass
+
+
+def test_attributes_that_no_manifest_could_hold_are_refused_before_they_are_written(tmp_path: Path) -> None:
+    """A table can always be opened again: its manifest is not replaced by one that is too long to be read."""
+    table = Table.create(10, 4, path=tmp_path / "t")
+    table.attributes["much"] = "x" * 2**20
+    with pytest.raises(ValueError, match=r"the attributes and columns of table 't' take 10.* bytes as JSON"):
+        table.flush()
+    Table.open(tmp_path / "t", "r").close()
+    del table.attributes["much"]
+    table.close()

@@ -1,0 +1,226 @@
+"""Processes killed as they make, replace or extend a table: it is there complete or not at all, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from children import answer, child, killed_at
+
+from speedswap import Column, Table, init
+from speedswap.errors import TableBusyError, TableFormatError
+
+ROWS, DIM = 300, 4
+LATE = Column("late", (2,), torch.float32, init.constant(4.0))
+
+
+def table_of(value: float, path: Path | None = None) -> Table:
+    return Table.create(ROWS, DIM, path=path, init=init.constant(value))
+
+
+def holds(table: Table, value: float, column: str = "weight") -> bool:
+    return bool((table.read(column=column) == value).all())
+
+
+def kill_everywhere(work: Callable[[], object], before: Callable[[], object], after: Callable[[], object]) -> int:
+    """Kill the work before each change that it makes, with a fresh start each time; how often that was."""
+    step = 0
+    before()
+    while killed_at(step, work):
+        after()
+        before()
+        step += 1
+    return step
+
+
+def test_create_killed_anywhere_leaves_a_table_or_none(tmp_path: Path) -> None:
+    """The path can be opened, or created again; what the killed process made elsewhere goes then."""
+    path, seen = tmp_path / "above" / "t", set()
+
+    def start() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def check() -> None:
+        try:
+            with Table.open(path) as table:
+                assert holds(table, 3.0)
+                seen.add("there")
+        except FileNotFoundError:
+            seen.add("not there")
+            table_of(3.0, path).close()
+        assert [entry.name for entry in path.parent.iterdir()] == ["t"]
+
+    assert kill_everywhere(lambda: table_of(3.0, path), start, check) > 5
+    assert seen == {"there", "not there"}
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "names one by one"])
+def test_save_killed_anywhere_leaves_the_old_table_or_the_new(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a file system cannot exchange two names, and there is none for a moment."""
+    if not exchange:
+        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: object())
+    path, new, seen = tmp_path / "t", table_of(2.0), set()
+    table_of(1.0).save(path)
+
+    def start() -> None:
+        table_of(1.0).save(path, overwrite=True)
+
+    def check() -> None:
+        with Table.open(path, "r") as table:
+            seen.add(table.read()[0, 0].item())
+            assert holds(table, table.read()[0, 0].item())
+        Table.open(path).close()
+        assert [entry.name for entry in tmp_path.iterdir()] == ["t"]
+
+    assert kill_everywhere(lambda: new.save(path, overwrite=True), start, check) > 10
+    assert seen == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["one file for all", "a file of their own"])
+def test_added_columns_killed_anywhere_are_there_or_not(written: bool, tmp_path: Path) -> None:
+    """The rows that were there stay, and files that no manifest speaks of go."""
+    path, seen = tmp_path / "t", set()
+
+    def start() -> None:
+        table = table_of(1.0)
+        table.save(path, overwrite=path.exists())
+        if written:
+            with Table.open(path) as table:
+                table.scatter(torch.arange(ROWS), torch.full((ROWS, DIM), 7.0))
+
+    def work() -> None:
+        Table.open(path).add_columns([LATE])
+
+    def check() -> None:
+        with Table.open(path) as table:
+            assert holds(table, 7.0 if written else 1.0)
+            seen.add("late" in table.columns)
+            if "late" in table.columns:
+                assert holds(table, 4.0, "late")
+            files = 1 + (written and "late" in table.columns)
+        assert len(list(path.glob("data-*"))) == files
+        assert {file.name for file in path.iterdir() if "data" not in file.name} == {"LOCK", "MANIFEST"}
+
+    assert kill_everywhere(work, start, check) > 5
+    assert seen == {False, True}
+
+
+def test_what_was_left_behind_is_removed_with_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A table killed as it was filled: the next creation says what it removes."""
+
+    def dies(chunk: torch.Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert killed_at(10**6, lambda: Table.create(ROWS, DIM, path=tmp_path / "t", init=dies))
+    assert not (tmp_path / "t").exists()
+    (left,) = tmp_path.iterdir()
+    with caplog.at_level(logging.WARNING, logger="speedswap"):
+        table_of(1.0, tmp_path / "t").close()
+    assert f"removed {left}, left behind by a process that was killed" in caplog.text
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t"]
+
+
+def stays(path: Path) -> Callable[[Connection], None]:
+    """Create a table, and wait in the middle of that for a word."""
+
+    def work(connection: Connection) -> None:
+        def waits(chunk: torch.Tensor) -> None:
+            connection.send(sorted(entry.name for entry in path.parent.iterdir()))
+            connection.recv()
+            chunk.fill_(5.0)
+
+        Table.create(ROWS, DIM, path=path, init=waits).close()
+        connection.send("made")
+
+    return work
+
+
+def test_a_table_in_the_making_is_not_taken_for_a_leftover(tmp_path: Path) -> None:
+    """While its process lives nobody else makes a table there, nor removes what there is of it."""
+    path = tmp_path / "t"
+    with child(stays(path)) as (pid, connection):
+        names = answer(connection)
+        assert "t" not in names
+        for make in (lambda: table_of(1.0, path), lambda: table_of(1.0).save(path)):
+            with pytest.raises(TableBusyError, match=f"another process is making a table .*{pid}"):
+                make()
+        with pytest.raises(FileNotFoundError):
+            Table.open(path)
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+        connection.send("go on")
+        assert answer(connection) == "made"
+    with Table.open(path) as table:
+        assert holds(table, 5.0)
+
+
+def test_what_is_not_speedswaps_is_never_removed(tmp_path: Path) -> None:
+    """A directory in the place where a table would be made stays as it is, and so does a file beside a table's own."""
+    path = tmp_path / "t"
+    with child(stays(path)) as (_, connection):
+        (hidden,) = answer(connection)
+    (tmp_path / hidden / "diary").write_text("precious")
+    with pytest.raises(FileExistsError, match="holds 'diary', so that it is not speedswap's; move it away"):
+        table_of(1.0, path)
+    assert (tmp_path / hidden / "diary").read_text() == "precious"
+    table_of(1.0).save(tmp_path / "other")
+    (tmp_path / "other" / "diary").write_text("precious")
+    with pytest.raises(FileExistsError, match="'diary' is beside the table's own files and would be lost"):
+        table_of(2.0).save(tmp_path / "other", overwrite=True)
+    assert (tmp_path / "other" / "diary").read_text() == "precious"
+
+
+def test_a_directory_that_was_never_finished_is_named(tmp_path: Path) -> None:
+    """What an earlier version left when it was killed says what it is, and is not removed: its rows may be dear."""
+    table_of(1.0, tmp_path / "t").close()
+    (tmp_path / "t" / "MANIFEST").unlink()
+    with pytest.raises(TableFormatError, match=r"never finished, or has lost it: restore the file"):
+        Table.open(tmp_path / "t")
+    with pytest.raises(FileExistsError, match="a table without its MANIFEST, never finished or damaged: remove it"):
+        table_of(1.0, tmp_path / "t")
+    assert (tmp_path / "t" / "data-0.bin").exists()
+
+
+# ---------------------------------------------------------------------------- one writer
+
+
+def test_a_forked_child_neither_holds_nor_frees_the_lock(tmp_path: Path) -> None:
+    """The parent's table stays locked when its child ends, and is free when it is closed while the child lives."""
+    table = table_of(1.0, tmp_path / "t")
+
+    def sees(connection: Connection) -> None:
+        connection.send(holds(table, 1.0))
+        connection.recv()
+
+    with child(sees) as (_, connection):
+        assert answer(connection)
+    with pytest.raises(TableBusyError):
+        Table.open(tmp_path / "t")
+    with child(sees) as (_, connection):
+        assert answer(connection)
+        table.close()
+        Table.open(tmp_path / "t").close()
+
+
+def test_two_tables_of_one_process_do_not_write_one_directory(tmp_path: Path) -> None:
+    """Also over another name of the directory, and after the first one was moved."""
+    with table_of(1.0, tmp_path / "t"):
+        (tmp_path / "link").symlink_to("t")
+        with pytest.raises(TableBusyError):
+            Table.open(tmp_path / "link")
+        (tmp_path / "t").rename(tmp_path / "moved")
+        with pytest.raises(TableBusyError):
+            Table.open(tmp_path / "moved")
+        with table_of(2.0, tmp_path / "t"):
+            pass
+    with Table.open(tmp_path / "moved") as table:
+        assert holds(table, 1.0)

@@ -1,0 +1,174 @@
+"""Where a table's files are: at the path that was meant when it was opened, as the user's umask has it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from speedswap import Column, Table, init
+from speedswap.errors import TableTooLargeError
+
+LATE = Column("late", (1,), torch.float32, init.zeros())
+
+
+@pytest.fixture
+def two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two directories, the first of them the working directory, and a table ``t`` of fives in the second."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    Table.create(5, 2, path=tmp_path / "there" / "t", init=init.constant(5.0)).close()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here", tmp_path / "there"
+
+
+@pytest.mark.parametrize("how", ["create", "open", "open to read", "save"])
+def test_a_relative_path_does_not_lead_elsewhere_later(how: str, two_places: tuple[Path, Path]) -> None:
+    """A table opened by a relative path stays the one that it was when the working directory changes."""
+    here, there = two_places
+    table = Table.create(9, 3, path="t", init=init.constant(1.0))
+    if how != "create":
+        table.close()
+        table = Table.open("t", "r" if how == "open to read" else "r+")
+    os.chdir(there)
+    assert table.path == here / "t"
+    if how == "save":
+        table.save("saved")
+        assert (there / "saved").is_dir()
+    if how == "open to read":
+        assert torch.equal(table.gather(torch.tensor([1])).weight, torch.ones(1, 3))
+        with pickle.loads(pickle.dumps(table)) as again:
+            assert len(again) == 9
+    else:
+        table.scatter(torch.tensor([1]), torch.full((1, 3), 2.0))
+        table.add_columns([LATE])
+        table.flush()
+    table.close()
+    with Table.open(there / "t") as other:
+        assert (other.read() == 5.0).all()
+        assert list(other.columns) == ["weight"]
+    with Table.open(here / "t") as mine:
+        assert mine.read(1, 2)[0, 0] == (1.0 if how == "open to read" else 2.0)
+
+
+def test_a_table_that_is_moved_keeps_its_files(tmp_path: Path) -> None:
+    """What comes into its old place is not touched."""
+    table = Table.create(9, 3, path=tmp_path / "t", init=init.constant(1.0))
+    (tmp_path / "t").rename(tmp_path / "moved")
+    with Table.create(5, 2, path=tmp_path / "t", init=init.constant(5.0)):
+        table.add_columns([LATE])
+        table.scatter(torch.tensor([1]), {"weight": torch.full((1, 3), 2.0)})
+        table.close()
+    with Table.open(tmp_path / "t") as other, Table.open(tmp_path / "moved") as mine:
+        assert (other.read() == 5.0).all()
+        assert list(mine.columns) == ["weight", "late"]
+        assert mine.read(0, 2)[:, 0].tolist() == [1.0, 2.0]
+
+
+# ---------------------------------------------------------------------------- links
+
+
+def test_save_over_a_link_replaces_the_table_that_opens_under_it(tmp_path: Path) -> None:
+    """The link stays a link, and nothing else is left."""
+    Table.create(5, 2, init=init.constant(1.0)).save(tmp_path / "runs" / "7")
+    (tmp_path / "latest").symlink_to("runs/7")
+    new = Table.create(5, 2, init=init.constant(2.0))
+    with pytest.raises(FileExistsError, match="give overwrite=True"):
+        new.save(tmp_path / "latest")
+    new.save(tmp_path / "latest", overwrite=True)
+    assert os.readlink(tmp_path / "latest") == "runs/7"
+    for path in ("latest", "runs/7"):
+        with Table.open(tmp_path / path, "r") as table:
+            assert (table.read() == 2.0).all()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "runs"]
+    assert [entry.name for entry in (tmp_path / "runs").iterdir()] == ["7"]
+
+
+def test_a_link_to_nothing_is_not_saved_over(tmp_path: Path) -> None:
+    """Neither with overwriting nor without, and nothing is made where it leads."""
+    (tmp_path / "latest").symlink_to("gone")
+    table = Table.create(5, 2)
+    for overwrite in (False, True):
+        with pytest.raises(FileExistsError):
+            table.save(tmp_path / "latest", overwrite=overwrite)
+    with pytest.raises(FileExistsError):
+        Table.create(5, 2, path=tmp_path / "latest")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["latest"]
+
+
+# ---------------------------------------------------------------------------- permissions
+
+
+@pytest.fixture
+def umask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def modes(path: Path) -> set[tuple[str, int]]:
+    found = {("directory", stat.S_IMODE(path.stat().st_mode))}
+    return found | {("file", stat.S_IMODE(file.stat().st_mode)) for file in path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "directory", "file"), [(0o077, 0o700, 0o600), (0o022, 0o755, 0o644), (0o002, 0o775, 0o664)]
+)
+@pytest.mark.parametrize("how", ["create", "save", "save over another"])
+def test_files_have_the_permissions_that_the_umask_leaves(
+    how: str, mask: int, directory: int, file: int, tmp_path: Path, umask: None
+) -> None:
+    """What others may not read by the user's umask they may not read of a table either."""
+    os.umask(mask)
+    path = tmp_path / "t"
+    if how == "create":
+        Table.create(5, 2, path=path).close()
+    else:
+        Table.create(5, 2).save(path)
+    if how == "save over another":
+        Table.create(5, 2).save(path, overwrite=True)
+    assert modes(path) == {("directory", directory), ("file", file)}
+
+
+def test_saving_over_a_private_table_leaves_it_private(tmp_path: Path, umask: None) -> None:
+    """What was taken from others by hand is not given back by the next checkpoint."""
+    Table.create(5, 2).save(tmp_path / "t")
+    (tmp_path / "t").chmod(0o700)
+    Table.create(5, 2).save(tmp_path / "t", overwrite=True)
+    assert stat.S_IMODE((tmp_path / "t").stat().st_mode) == 0o700
+
+
+# ---------------------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize("storage", ["pageable", "device", "memmap"])
+@pytest.mark.parametrize(
+    ("rows", "dim"),
+    [(2**62, 64), (2**63, 1), (2**64, 1), (10**30, 10**30), (1, 2**33), (1, 2**62), (2**50, 2**30)],
+)
+def test_a_table_of_more_bytes_than_can_be_counted_is_refused(
+    rows: int, dim: int, storage: str, tmp_path: Path
+) -> None:
+    """One error says the numbers, and nothing is made."""
+    path = tmp_path / "above" / "t" if storage == "memmap" else None
+    with pytest.raises(TableTooLargeError, match=f"num_embeddings is {rows}, and a row of weight takes .*: use fewer"):
+        Table.create(rows, dim, storage=storage, path=path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_columns_of_more_bytes_than_can_be_counted_are_refused(tmp_path: Path) -> None:
+    """The table stays as it was."""
+    with Table.create(2**40, 1, path=tmp_path / "t", dtype=torch.int8) as table:
+        with pytest.raises(
+            TableTooLargeError, match="num_embeddings is 1099511627776, and a row of weight, wide takes"
+        ):
+            table.add_columns([Column("wide", (2**30,), torch.float32, init.zeros())])
+        assert list(table.columns) == ["weight"]
+        table.add_columns([Column("late", (1,), torch.int8, init.zeros())])
+    with Table.open(tmp_path / "t") as table:
+        assert list(table.columns) == ["weight", "late"]

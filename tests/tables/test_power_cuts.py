@@ -1,0 +1,241 @@
+"""Power cuts: what a call has returned from is on the disk, and nothing is removed before what replaces it is there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import killed_at
+
+from speedswap import Column, Table, init
+
+ROWS, DIM = 500, 16  # as many as one thread fills: a forked child has no others
+LATE = Column("late", (2,), torch.float32, init.constant(4.0))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], Any]]]:
+    """A file system of its own, and what gives a copy of it as a power cut would leave it now.
+
+    It brings nothing to its disk by itself for ten minutes.
+    """
+    image, mount = tmp_path / "image", tmp_path / "disk"
+    mount.mkdir()
+    _run("truncate", "-s", "64M", str(image))
+    _run("mkfs.ext4", "-q", str(image))
+    _run("mount", "-o", "loop,commit=600", str(image), str(mount))
+
+    @contextmanager
+    def cut() -> Iterator[Path]:
+        copy, there = tmp_path / "copy", tmp_path / "after"
+        shutil.copyfile(image, copy)
+        there.mkdir()
+        _run("mount", "-o", "loop", str(copy), str(there))
+        try:
+            yield there
+        finally:
+            _run("umount", "-l", str(there))
+            there.rmdir()
+            copy.unlink()
+
+    try:
+        yield mount, cut
+    finally:
+        _run("umount", "-l", str(mount))
+
+
+def _run(*command: str) -> None:
+    if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"may not make a file system here: {' '.join(command)} fails")
+
+
+def test_a_created_table_is_on_the_disk(disk: tuple[Path, Callable[[], Any]]) -> None:
+    """With its initial values, and with the directories that were made for it."""
+    mount, cut = disk
+    table = Table.create(ROWS, DIM, path=mount / "a" / "b" / "t", init=init.constant(3.0))
+    zeros = Table.create(10**8, DIM, path=mount / "zeros", dtype=torch.int8)
+    with cut() as after:
+        with Table.open(after / "a" / "b" / "t") as found:
+            assert (found.read() == 3.0).all()
+        with Table.open(after / "zeros") as found:
+            assert not found.read(10**8 - 5).any()
+    table.close()
+    zeros.close()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_added_columns_are_on_the_disk(written: bool, disk: tuple[Path, Callable[[], Any]]) -> None:
+    """And the rows that were there before."""
+    mount, cut = disk
+    with Table.create(ROWS, DIM, path=mount / "t", init=init.constant(3.0)) as table:
+        if written:
+            table.write(0, torch.full((ROWS, DIM), 7.0))
+            table.flush()
+        table.add_columns([LATE])
+        with cut() as after, Table.open(after / "t") as found:
+            assert (found.read() == (7.0 if written else 3.0)).all()
+            assert (found.read(column="late") == 4.0).all()
+
+
+def test_a_saved_table_is_on_the_disk(disk: tuple[Path, Callable[[], Any]]) -> None:
+    """In a new place, and in that of another."""
+    mount, cut = disk
+    for value in (3.0, 5.0):
+        Table.create(ROWS, DIM, init=init.constant(value)).save(mount / "t", overwrite=True)
+        with cut() as after, Table.open(after / "t") as found:
+            assert (found.read() == value).all()
+
+
+def test_that_rows_were_written_is_on_the_disk_before_they_are(disk: tuple[Path, Callable[[], Any]]) -> None:
+    """Rows that reached the disk by themselves are not taken for initial values afterwards."""
+    mount, cut = disk
+    with Table.create(ROWS, DIM, path=mount / "t", init=init.constant(3.0)) as table:
+        table.scatter(torch.tensor([1]), torch.full((1, DIM), 7.0))
+        _run("sync", "-d", str(mount / "t" / "data-0.bin"))
+        with cut() as after, Table.open(after / "t") as found:
+            found.add_columns([LATE])
+            assert (found.read(1, 2) == 7.0).all()
+
+
+def test_power_cut_anywhere_while_columns_are_added(disk: tuple[Path, Callable[[], Any]]) -> None:
+    """Whatever a killed process had come to, its disk holds the table of before, or of after, whole."""
+    mount, cut = disk
+    seen, step, killed = set(), 0, True
+
+    def work() -> None:
+        Table.open(mount / "t").add_columns([LATE])
+
+    while killed:
+        Table.create(ROWS, DIM, init=init.constant(3.0)).save(mount / "t", overwrite=True)
+        killed = killed_at(step, work, ("fsync", "rename", "unlink"))
+        with cut() as after, Table.open(after / "t") as found:
+            assert (found.read() == 3.0).all()
+            seen.add("late" in found.columns)
+            if "late" in found.columns:
+                assert (found.read(column="late") == 4.0).all()
+        step += 1
+    assert seen == {False, True}
+
+
+def test_nothing_is_removed_before_what_replaces_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the system's calls: data, its name, the manifest, its name, removal."""
+    table = Table.create(ROWS, DIM, path=tmp_path / "t", init=init.constant(3.0))
+    path, calls = tmp_path / "t", []
+
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "fsync":
+                status = os.fstat(args[0])
+                names = {entry.stat().st_ino: entry.name for entry in path.iterdir()} | {path.stat().st_ino: "."}
+                calls.append(("fsync", names[status.st_ino].partition(".")[0] or "."))
+            else:
+                calls.append((name, os.path.basename(os.fspath(args[0])).partition(".")[0]))
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "rename", "unlink"):
+            patch.setattr(os, name, noted(name))
+        table.add_columns([LATE])
+    order = [
+        ("fsync", "data-1"),
+        ("fsync", "."),
+        ("fsync", "MANIFEST"),
+        ("rename", "MANIFEST"),
+        ("fsync", "."),
+        ("unlink", "data-0"),
+    ]
+    assert [call for call in calls if call in order] == order
+    table.close()
+
+
+# ---------------------------------------------------------------------------- written or not
+
+
+class Stopped(BaseException):
+    """As KeyboardInterrupt, but no other's."""
+
+
+@pytest.mark.parametrize("how", ["scatter", "write", "view", "reset_columns"])
+def test_a_row_changes_only_once_the_manifest_says_so(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt as the first write begins, a second write, and a kill: the rows are not reset by what comes then."""
+    path = tmp_path / "t"
+    Table.create(20, 4, path=path, init=init.constant(3.0)).close()
+    ways: dict[str, Callable[[Table], object]] = {
+        "scatter": lambda table: table.scatter(torch.arange(20), torch.full((20, 4), 7.0)),
+        "write": lambda table: table.write(0, torch.full((20, 4), 7.0)),
+        "view": lambda table: table.view().fill_(7.0),
+        "reset_columns": lambda table: table.reset_columns([Column("weight", (4,), torch.float32, init.constant(7.0))]),
+    }
+
+    def work() -> None:
+        table = Table.open(path)
+
+        def stops(fd: int) -> None:
+            raise Stopped
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", stops)
+            with pytest.raises(Stopped):
+                ways[how](table)
+        assert (table.read() == 3.0).all()
+        ways[how](table)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert killed_at(10**6, work)
+    with Table.open(path) as table:
+        table.add_columns([LATE])
+        assert (table.read() == 7.0).all()
+
+
+def stopping_at(step: int) -> Callable[[int], None]:
+    """As os.fsync, up to its ``step``-th call."""
+    calls, real = itertools.count(), os.fsync
+
+    def sync(fd: int) -> None:
+        if next(calls) >= step:
+            raise Stopped
+        real(fd)
+
+    return sync
+
+
+def test_columns_that_could_not_be_added_leave_the_table_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt at any of the calls that make them durable: the same rows, the same columns, and it works later."""
+    for step in range(20):
+        path = tmp_path / str(step)
+        table = Table.create(20, 4, path=path, init=init.constant(3.0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", stopping_at(step))
+            try:
+                table.add_columns([LATE])
+                stopped = False
+            except Stopped:
+                stopped = True
+        if "late" not in table.columns:
+            table.add_columns([LATE])
+        table.scatter(torch.tensor([1]), {"weight": torch.full((1, 4), 7.0)})
+        table.close()
+        with Table.open(path) as again:
+            assert again.read(0, 2)[:, 0].tolist() == [3.0, 7.0]
+            assert (again.read(column="late") == 4.0).all()
+        assert len(list(path.glob("data-*"))) == 1
+        if not stopped:
+            break
+    assert 2 < step < 19
