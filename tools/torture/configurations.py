@@ -5,54 +5,20 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
 from speedswap.errors import OptimizerError
 from torture.attack import Attack, Broken
+from torture.lookups import Config, MicroBatch, ask, random_config, random_lookup, reference
 from torture.optimizers import Choice, random_optimizer
 from torture.rows_alone import RowsAlone, step_rows
 
 __all__ = ["ATTACK"]
-
-
-@dataclass
-class Config:
-    """One table and the module over it."""
-
-    bag: str | None  # the mode, of an EmbeddingBag
-    rows: int
-    dim: int
-    padding_idx: int | None
-    storage: str
-    dtype: torch.dtype
-    stored: torch.dtype | None
-    state: torch.dtype | None
-    rounding: str | None
-    seed: int
-
-    @property
-    def stochastic(self) -> bool:
-        return (self.stored or self.state) is not None and self.rounding != "nearest"
-
-
-@dataclass
-class Lookup:
-    """What one module is asked in one micro-batch."""
-
-    ids: Tensor
-    offsets: Tensor | None
-    weights: Tensor | None
-    target: Tensor
-
-
-MicroBatch = list[list[Lookup]]  # for each table its lookups
 
 
 class Game:
@@ -66,7 +32,7 @@ class Game:
         rng = self.rng
         self.choice: Choice = random_optimizer(rng)
         self.dtype = rng.choice([torch.float32, torch.float64])
-        self.configs = [self._config() for _ in range(rng.choice([1, 1, 1, 2]))]
+        self.configs = [random_config(rng) for _ in range(rng.choice([1, 1, 1, 2]))]
         self.lookups = rng.choice([1, 1, 1, 2])
         self.accumulation = rng.choice([1, 1, 2, 3])
         self.zero = rng.choice(["none", "none", "none", "zeros", "zeros", "after", "never"])
@@ -100,25 +66,6 @@ class Game:
             speedswap.attach(self.optimizer, nn.ModuleList(self.modules))
 
     # ------------------------------------------------------------------ what is made
-
-    def _config(self) -> Config:
-        rng = self.rng
-        rows = rng.choice([1, 2, 7, 11, 30, 60])
-        stored = rng.choice([None, None, None, torch.bfloat16, torch.float16, torch.float32])
-        state = rng.choice([None, None, None, torch.bfloat16, torch.float32])
-        compact = {stored, state} & {torch.bfloat16, torch.float16}
-        return Config(
-            bag=rng.choice([None] * 7 + ["sum", "mean", "max"]),
-            rows=rows,
-            dim=rng.choice([1, 2, 3, 4, 7, 8, 16, 17, 33]),
-            padding_idx=rng.choice([None, None, rng.randrange(rows), -rows]),
-            storage=rng.choice(["auto", "pageable", "device", "memmap", "memmap"]),
-            dtype=torch.float32,
-            stored=stored,
-            state=state,
-            rounding=rng.choice(["nearest", "nearest", "stochastic", None]) if compact else None,
-            seed=rng.randrange(2**62),
-        )
 
     def _module(self, config: Config, table: speedswap.Table | None = None) -> Any:
         self.generation += 1
@@ -156,25 +103,7 @@ class Game:
         return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
 
     def micro_batch(self, generator: torch.Generator) -> MicroBatch:
-        return [[self._lookup(config, generator) for _ in range(self.lookups)] for config in self.configs]
-
-    def _lookup(self, config: Config, generator: torch.Generator) -> Lookup:
-        rng = self.rng
-        count = rng.choice([1, 1, 3, 8, 25])
-        ids = torch.randint(config.rows, (count,), generator=generator)
-        if config.padding_idx is not None and rng.random() < 0.5:
-            ids[0] = config.padding_idx % config.rows
-        ids = ids.to(rng.choice([torch.int64, torch.int32]))
-        if config.bag is None:
-            target = torch.randn(count, config.dim, generator=generator, dtype=config.dtype)
-            return Lookup(ids, None, None, target)
-        bags = rng.choice([1, 2, 5])
-        offsets = torch.sort(torch.randint(count + 1, (bags,), generator=generator))[0].to(ids.dtype)
-        offsets[0] = 0
-        weights = None
-        if config.bag == "sum" and rng.random() < 0.5:
-            weights = torch.randn(count, generator=generator, dtype=config.dtype)
-        return Lookup(ids, offsets, weights, torch.randn(bags, config.dim, generator=generator, dtype=config.dtype))
+        return [[random_lookup(config, self.rng, generator) for _ in range(self.lookups)] for config in self.configs]
 
     # ------------------------------------------------------------------ one loop, twice
 
@@ -277,7 +206,7 @@ class Game:
             table.zero_grad()
 
     def _outs(self, micro: MicroBatch) -> list[list[Tensor]]:
-        return [[_ask(module, each) for each in asked] for module, asked in zip(self.modules, micro, strict=True)]
+        return [[ask(module, each) for each in asked] for module, asked in zip(self.modules, micro, strict=True)]
 
     def _loss(self, outs: list[list[Tensor]], micro: MicroBatch, side: int) -> Tensor:
         pairs = zip(outs, micro, strict=True)
@@ -296,7 +225,7 @@ class Game:
             parts = local.split([len(each.ids) for each in asked])
             padding = None if config.padding_idx is None else config.padding_idx % config.rows
             place = None if padding is None else next(iter((rows == padding).nonzero().flatten().tolist()), None)
-            outs.append([_reference(leaf, p, each, config.bag, place) for p, each in zip(parts, asked, strict=True)])
+            outs.append([reference(leaf, p, each, config.bag, place) for p, each in zip(parts, asked, strict=True)])
         loss = self._loss(outs, micro, 1)
         loss.backward()
         for table, rows, leaf in leaves:
@@ -473,20 +402,6 @@ def _windows(loop: Iterable[MicroBatch], size: int, between: Any) -> Iterator[li
         if len(window) == size:
             yield window
             window = []
-
-
-def _ask(module: Any, asked: Lookup) -> Tensor:
-    out = module(asked.ids) if asked.offsets is None else module(asked.ids, asked.offsets, asked.weights)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def _reference(leaf: Tensor, local: Tensor, asked: Lookup, mode: str | None, padding: int | None) -> Tensor:
-    if mode is None:
-        return F.embedding(local, leaf, padding_idx=padding)
-    assert asked.offsets is not None
-    offsets, weights = asked.offsets.long(), asked.weights
-    return F.embedding_bag(local, leaf, offsets, mode=mode, per_sample_weights=weights, padding_idx=padding)
 
 
 def _round(seed: int, folder: Path) -> str:
