@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Buffers", "Gradients", "RandomState", "leaves_of", "parameters_and_buffers"]
+__all__ = ["Buffers", "GradientKeeper", "Gradients", "RandomState", "keeper_of", "leaves_of", "parameters_and_buffers"]
 
 
 def parameters_and_buffers(modules: Iterable[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
@@ -53,6 +53,22 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
                 waiting.append(following)
 
 
+class GradientKeeper(Protocol):
+    """An object that takes gradients out of leaves, and so puts them back itself.
+
+    A parameter or leaf names it in its attribute ``gradient_keeper``, as those of a :class:`speedswap.Embedding` do:
+    there a gradient belongs to the rows of the lookups so far, and a leaf lives for one lookup.
+    """
+
+    def save_gradient(self) -> Callable[[], None]:
+        """Note the gradient as it is; return a function that puts it back, as often as it is called."""
+
+
+def keeper_of(leaf: Tensor) -> GradientKeeper | None:
+    """Return what takes the gradients of a leaf; None where they stay in its ``grad``."""
+    return getattr(leaf, "gradient_keeper", None)
+
+
 class Gradients:
     """The gradients that there were before a batch.
 
@@ -63,16 +79,18 @@ class Gradients:
     """
 
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
-        self._before: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._before: dict[int, tuple[object, Callable[[], None]]] = {}
         self._apart = [(leaf, leaf.grad) for leaf in apart]
         self._ids = {id(leaf) for leaf, _ in self._apart}
 
     def note(self, leaves: Iterable[Tensor]) -> None:
         """Remember the gradients of leaves that have not been noted yet."""
         for leaf in leaves:
-            if id(leaf) not in self._before and id(leaf) not in self._ids:
-                grad = leaf.grad
-                self._before[id(leaf)] = leaf, None if grad is None else grad.detach().clone()
+            keeper = keeper_of(leaf)
+            owner = leaf if keeper is None else keeper
+            if id(owner) not in self._before and id(leaf) not in self._ids:
+                restore = _saved(leaf) if keeper is None else keeper.save_gradient()
+                self._before[id(owner)] = owner, restore
 
     def put_aside(self) -> None:
         """Leave the leaves that keep apart without a gradient."""
@@ -92,15 +110,25 @@ class Gradients:
         """Put back what was noted; a gradient's tensor stays the same one where that is possible."""
         for leaf, before in self._apart:
             leaf.grad = before
-        for leaf, before in self._before.values():
-            grad = leaf.grad
-            if before is None:
-                leaf.grad = None
-            elif grad is not None and grad.layout == before.layout == torch.strided and grad.shape == before.shape:
-                with torch.no_grad():
-                    grad.copy_(before)
-            else:
-                leaf.grad = before.clone()
+        for _, restore in self._before.values():
+            restore()
+
+
+def _saved(leaf: Tensor) -> Callable[[], None]:
+    """Copy a leaf's gradient; return a function that puts it back."""
+    before = None if leaf.grad is None else leaf.grad.detach().clone()
+
+    def restore() -> None:
+        grad = leaf.grad
+        if before is None:
+            leaf.grad = None
+        elif grad is not None and grad.layout == before.layout == torch.strided and grad.shape == before.shape:
+            with torch.no_grad():
+                grad.copy_(before)
+        else:
+            leaf.grad = before.clone()
+
+    return restore
 
 
 class Buffers:

@@ -24,7 +24,7 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import cuda_ready, engine_info, prepare_engine
-from speedswap.kernels.memory import empty
+from speedswap.kernels.memory import empty, has_memory
 from speedswap.kernels.moves import gather_records, round_rows, rounding_key, scatter_records
 from speedswap.kernels.records import ENGINES, Part, Records, Stored, stored_bytes
 from speedswap.kernels.rows import gather_rows, scatter_rows
@@ -74,6 +74,7 @@ __all__ = [
     "get_num_threads",
     "group",
     "hand_over",
+    "has_memory",
     "is_beside",
     "last_occurrences",
     "max_segments",

@@ -10,10 +10,53 @@ from torch import Tensor
 
 from speedswap import _C
 
-__all__ = ["empty"]
+__all__ = ["address", "empty", "has_memory", "require_memory"]
 
 # From here on torch's memory is new from the system each time; on a GPU it comes from blocks of its own.
 _LARGE_BYTES = 1 << 20
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether all items of a dense tensor lie in memory that may be read and written.
+
+    They do not where its storage was resized, nor do those of stand-ins: FakeTensors and what ``torch.func`` wraps.
+    """
+    count = tensor.numel()
+    if not count:
+        return True
+    try:
+        storage = tensor.untyped_storage()
+        nbytes, begin = storage.nbytes(), storage.data_ptr()
+    except RuntimeError:  # there is none
+        return False
+    if not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin != 0 and (tensor.storage_offset() + count) * tensor.element_size() <= nbytes
+
+
+def require_memory(tensor: Tensor, name: str) -> None:
+    """Raise TypeError unless :func:`has_memory`."""
+    if not has_memory(tensor):
+        raise TypeError(
+            f"{name}, of type {type(tensor).__name__} and shape {tuple(tensor.shape)}, has no memory for its items: "
+            "its storage was resized, or it stands for another tensor, as FakeTensors and those inside torch.func do; "
+            "pass the tensor itself, outside of such modes"
+        )
+
+
+def address(result: Tensor) -> int:
+    """Return where a result, made here, begins.
+
+    Raises:
+        TypeError: it has no memory: under FakeTensorMode, or inside ``torch.func``, torch makes stand-ins.
+    """
+    pointer = result.data_ptr()
+    if not pointer and result.numel():
+        raise TypeError(
+            f"a result would be a {type(result).__name__} without memory; call this outside of FakeTensorMode and "
+            "torch.func"
+        )
+    return pointer
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
@@ -32,9 +75,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
     device = torch.device(device or "cpu")
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" and nbytes >= _LARGE_BYTES:
-        return torch.empty((_rounded(shape[0]), *shape[1:]), dtype=dtype, device=device)[: shape[0]]
+        result = torch.empty((_rounded(shape[0]), *shape[1:]), dtype=dtype, device=device)[: shape[0]]
+        address(result)
+        return result
     if device.type != "cpu" or nbytes < _LARGE_BYTES:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        result = torch.empty(tuple(shape), dtype=dtype, device=device)
+        address(result)
+        return result
     return torch.frombuffer(_C.Buffer(nbytes), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 

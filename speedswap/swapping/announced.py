@@ -33,6 +33,7 @@ class Announced:
         self._copy = _copied(ids.detach(), device)
         self._found: tuple[Block, Tensor] | None = None
         self._found_version = -1
+        self._rows_version = 0
 
     def matches(self, ids: Tensor) -> bool:
         """Whether these are the ids that were announced."""
@@ -67,9 +68,17 @@ class Announced:
         """
         with self._table._lock:
             if self._found_version < 0:
-                self._found = self._table._take(self._ahead)
+                # What a lookup in inference mode finds may be asked for again by one that trains.
+                with torch.inference_mode(False):
+                    self._found = self._table._take(self._ahead)
                 self._found_version = self._table.version
-            return self._found if self._found_version == self._table.version else None
+                self._rows_version = self._version_of_rows()
+            is_current = self._found_version == self._table.version and self._rows_version == self._version_of_rows()
+            return self._found if is_current else None
+
+    def _version_of_rows(self) -> int:
+        """Return the version of the rows found, which an optimizer's step changes, also one that then fails."""
+        return self._found[0].weight._version if self._found is not None else 0
 
 
 def announce(lookups: Sequence[tuple[Table, Tensor, torch.device]]) -> list[Announced]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -52,8 +52,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
                 f"the weight of the embedding over table {step.table.name!r} is not in optimizer "
                 f"{type(optimizer).__name__}; pass model.parameters() to it"
             )
-    for step in steps:
-        _attach(innermost(optimizer), step)
+    _attach(innermost(optimizer), steps)
 
 
 def _belongs(step: RowStep, module_or_table: nn.Module | Table) -> bool:
@@ -62,9 +61,13 @@ def _belongs(step: RowStep, module_or_table: nn.Module | Table) -> bool:
     return any(parameter is step.weight for parameter in module_or_table.parameters())
 
 
-def _attach(optimizer: Optimizer, step: RowStep) -> None:
-    step.attach(optimizer)
-    step.say_what_starts_over()
+def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
+    """Attach to all or to none."""
+    new = [step for step in steps if step.optimizer is not optimizer]
+    for attach_it in [step.attaching(optimizer, beside=new) for step in new]:
+        attach_it()
+    for step in steps:
+        step.say_what_starts_over()
     _add_state_hooks(optimizer)
 
 
@@ -93,20 +96,42 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     trainable = [step for _, step in _steps_of(optimizer) if step.weight.requires_grad]
     # With a closure, gradients are still to come.
     steps = [step for step in trainable if closure is not None or step.takes_part()]
-    for step in steps:
-        _attach(optimizer, step)
+    if steps:
+        _attach(optimizer, steps)
     if trainable and not steps and _only_makes_state(optimizer):
         _add_state_hooks(optimizer)
         _with_initial_state.add(optimizer)
-    if not steps or closure is None:
+    if not steps:
+        return None
+    if closure is None:
         for step in steps:
             step.swap_in(optimizer)
-        return None
+        return _Arguments(args, steps), kwargs
     for step in steps:
         closure = step.with_closure(optimizer, closure)
-    return (args[0], closure, *args[2:]) if len(args) > 1 else args, {**kwargs, "closure": closure} if len(
-        args
-    ) < 2 else kwargs
+    if len(args) > 1:
+        return _Arguments((args[0], closure, *args[2:]), steps), kwargs
+    return _Arguments(args, steps), {**kwargs, "closure": closure}
+
+
+class _Arguments(tuple[Any, ...]):
+    """A step's arguments. They go with its frame, also where it raises, and torch calls no hook for that.
+
+    Args:
+        values: the arguments.
+        steps: those that are to be told.
+    """
+
+    _steps: Sequence[RowStep] = ()
+
+    def __new__(cls, values: Iterable[Any], steps: Sequence[RowStep]) -> _Arguments:
+        arguments = super().__new__(cls, values)
+        arguments._steps = steps
+        return arguments
+
+    def __del__(self) -> None:
+        for step in self._steps:
+            step.notice_failure()
 
 
 def _only_makes_state(optimizer: Optimizer) -> bool:
@@ -126,8 +151,14 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         behind = kernels.Bundle("out")
         with deferred_interrupts():
             try:
+                for step in steps:  # first all, so that one that does not fit keeps every table as it is
+                    step.check_out(optimizer)
                 for step in steps:
                     step.swap_out(optimizer, behind)
+            except BaseException:
+                for step in steps:
+                    step.undo()
+                raise
             finally:
                 behind.start()  # all tables in one job
 
@@ -136,11 +167,12 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state of whole tables into an optimizer's state_dict."""
     initial = optimizer in _with_initial_state
     for place, step in _steps_of(optimizer):
+        step.notice_failure()
         if initial and step.optimizer is None and step.weight.requires_grad:
             step.attach(optimizer)
         if step.optimizer is optimizer:
-            scalars = state_dict["state"].pop(place, None) or optimizer.state.get(step.weight, {})
-            state = {**step.read_state(initial=initial), **scalars}
+            state_dict["state"].pop(place, None)  # as it was before a failure was noticed
+            state = {**step.read_state(initial=initial), **optimizer.state.get(step.weight, {})}
             if state:  # an empty entry would say that there is state
                 state_dict["state"][place] = state
 

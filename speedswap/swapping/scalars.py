@@ -11,7 +11,7 @@ __all__ = ["Scalars", "copied"]
 
 
 class Scalars:
-    """Scalars that go with the rows' state, read when the table is saved.
+    """Scalars that go with the rows' state, read when the table is saved, and after each step of one in files.
 
     A training function may have returned by then, and its optimizer be gone. So the state is held here, by reference:
     optimizers count their steps in place, and nothing has to be copied in a step. Neither the table nor the optimizer
@@ -34,6 +34,12 @@ class Scalars:
     def forget(self) -> None:
         """Note that the rows have only the state that they start with."""
         self._state = None
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether they can be read without waiting for a GPU."""
+        values = [self._state.get(name) for name in self._names] if self._state is not None else []
+        return not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
 
     def __call__(self) -> dict[str, Any] | None:
         """Return the scalars as plain data; None where there are none yet."""

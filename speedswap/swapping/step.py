@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from speedswap import kernels
 from speedswap._locks import Locked
+from speedswap._words import a_kind
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.doubt import Doubt
 from speedswap.swapping.probe import RowState, probe
@@ -42,6 +43,10 @@ _log = logging.getLogger("speedswap")
 _SAMPLE_ROWS = 64
 # Key of a table's attributes under which scalars of the optimizer's state (step) are kept.
 _ATTRIBUTE = "optimizer"
+
+
+# What a backward pass changes beside the weight's data and gradient.
+_OF_A_BACKWARD_PASS = ("_status", "_rows", "_looked_up", "_state", "_table_version", "_steps_seen")
 
 
 class _Status(enum.Enum):
@@ -93,16 +98,21 @@ class RowStep(Locked):
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
         self._has_inner_steps = False
+        self._leaving: dict[str, Tensor] | None = None  # what goes to the table at the step's end, by column
         self._first_step = True  # torch initializes the state of the rows itself
         self._saved_scalars: dict[str, Any] = {}
         self._scalars = Scalars("")  # what the table keeps of them; those of an optimizer, once there is one
         self._lost_state: list[str] = []  # columns that start over, unless a state_dict is loaded first
+        self._says_lag = False  # likewise: scalars may be of an earlier step than the state
         self._grad_version = 0
         self._weight_version = 0
         self._table_version = 0
         self._steps_seen = 0
         self._stepping_in = 0  # the thread
+        self._abandoned = 0  # times
         by_weight[id(weight)] = self
+        if isinstance(weight, TableWeight):
+            weight._keeper = weakref.ref(self)
 
     def over(self, table: Table, weight: nn.Parameter) -> RowStep:
         """A step like this one for a copy of the table."""
@@ -129,8 +139,7 @@ class RowStep(Locked):
         """Raise if another thread is inside the optimizer's step for these rows, which this one would undo."""
         if self._status is not _Status.STEPPING or self.in_closure or self._stepping_in == threading.get_ident():
             return
-        frame = sys._current_frames().get(self._stepping_in)
-        if self.optimizer is not None and steps_under_way(self.optimizer, frame):
+        if self._is_under_way():
             raise ThreadError(
                 f"the embedding over table {self.table.name!r} is inside its optimizer's step in another thread; train "
                 "a module in one thread at a time, as with torch's own (others may look up under torch.no_grad())"
@@ -257,6 +266,44 @@ class RowStep(Locked):
         self._grad_version = grad._version if grad is not None else 0
         self._table_version = self.table.version
 
+    def save_gradient(self) -> Callable[[], None]:
+        """Note the gradient, and the rows that it belongs to, before a backward pass that may have to be undone.
+
+        Returns:
+            What puts both back, as long as no optimizer has stepped since. Rows that were abandoned stay so.
+        """
+        with self.lock, as_plain():
+            data, grad = self.weight.data, self.weight.grad
+            values = None if grad is None else grad.detach().clone()
+            was_changed = self.weight._version != self._weight_version
+            was_zeroed = grad is not None and grad._version != self._grad_version
+            fields = {name: vars(self)[name] for name in _OF_A_BACKWARD_PASS}
+            abandoned = self._abandoned
+
+        @torch.no_grad()
+        def put_back() -> None:
+            self.weight.grad = None  # or the data could not change its shape
+            self.weight.data = data
+            if grad is not None and values is not None:
+                self.weight.grad = grad.copy_(values)
+            vars(self).update(fields)
+            # Changes from before still count as such, and what was done here does not.
+            self._weight_version = self.weight._version - was_changed
+            self._grad_version = 0 if grad is None else grad._version - was_zeroed
+
+        def restore() -> None:
+            with self.lock:
+                self._open()
+                try:
+                    if self._abandoned == abandoned:
+                        put_back()
+                    else:
+                        self._abandon()
+                finally:
+                    self._close()
+
+        return restore
+
     def _gather(self, rows: Tensor, device: torch.device) -> Block:
         return self.table._gather(rows, None, device)
 
@@ -307,10 +354,11 @@ class RowStep(Locked):
         if self._status is not _Status.READY or self._table_version != self.table.version:
             # A second step with one gradient, or after one that raised, or the table has changed: it has the truth.
             self._adopt(self._gather(self._rows, grad.device), grad)
-        if len(grad) != len(self._rows):
+        if grad.shape != (len(self._rows), self.table.embedding_dim):
             raise LostUpdateError(
-                f"the gradient of the embedding over table {self.table.name!r} was replaced by one of {len(grad)} "
-                f"rows, but the batch has {len(self._rows)}; change it in place, or keep its shape"
+                f"the gradient of the embedding over table {self.table.name!r} was replaced by one of shape "
+                f"{tuple(grad.shape)}, but the batch has {len(self._rows)} rows of {self.table.embedding_dim}; change "
+                "it in place, or keep its shape"
             )
         if self._looked_up is not None:
             # The rows that a graph has saved are about to change; their data has a version of its own.
@@ -327,45 +375,110 @@ class RowStep(Locked):
         self._status = _Status.STEPPING
         self._stepping_in = threading.get_ident()
 
-    def swap_out(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
-        """Just after it: weight and state go to the table, and only scalars stay in the optimizer.
+    def check_out(self, optimizer: Optimizer) -> None:
+        """Just after it, before :meth:`swap_out` of any table: what it has left must fit the table.
 
-        Args:
-            optimizer: the one that stepped.
-            behind: writes the rows, where that may be done behind the next step; the caller starts it.
+        Raises:
+            OptimizerError: it does not; nothing was written, and the next forward pass begins anew.
         """
         with self.lock:
+            self._leaving = None
             if self._status is not _Status.STEPPING or self._rows is None:
                 return
             if self._has_inner_steps:
                 if is_inner_step(optimizer):
                     return
                 self._has_inner_steps = False
-            try:
-                self._scatter(optimizer, behind)
-            finally:
-                self._close()
+            state = optimizer.state[self.weight]
+            if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
+                self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
+            self._leaving = {"weight": self._fitting("weight", self.weight.data)}
+            for column in self._row_state.columns:
+                if state.get(column.name) is not None:
+                    self._leaving[column.name] = self._fitting(column.name, state[column.name])
 
-    def _scatter(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
+    def _fitting(self, name: str, value: Any) -> Tensor:
+        """Return what a step has left of a column, once it is known to be the rows'."""
+        assert self._rows is not None
+        assert self._looked_up is not None
+        column, device = self.table.columns[name], self._looked_up.device
+        wanted = (len(self._rows), *column.row_shape)
+        if not isinstance(value, Tensor):
+            found = a_kind(value)
+        elif value.layout != torch.strided:
+            found = f"a tensor of layout {value.layout}"
+        elif (tuple(value.shape), value.dtype, value.device) != (wanted, column.dtype, device):
+            found = f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
+        elif not kernels.has_memory(value):
+            found = "a tensor without memory for its items"
+        elif self.behind and value.untyped_storage().nbytes() > value.nbytes:
+            return value.clone()  # the rest of that memory is somebody's, who may write to all of it
+        else:
+            return value
+        raise OptimizerError(
+            f"{type(self.optimizer).__name__} left {name!r} of table {self.table.name!r} as {found}, but the batch's "
+            f"rows need {wanted} of {column.dtype} on {device}; nothing was written: let its step keep shape and dtype"
+        )
+
+    def swap_out(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
+        """Weight and state that :meth:`check_out` has seen go to the table, and only scalars stay in the optimizer.
+
+        Args:
+            optimizer: the one that stepped.
+            behind: writes the rows, where that may be done behind the next step; the caller starts it.
+        """
+        with self.lock:
+            values, self._leaving = self._leaving, None
+            if values is not None:
+                try:
+                    self._scatter(optimizer, values, behind)
+                finally:
+                    self._close()
+
+    def _scatter(self, optimizer: Optimizer, values: dict[str, Tensor], behind: kernels.Bundle) -> None:
         assert self._rows is not None
         state = optimizer.state[self.weight]
-        if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
-            self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
-        values = {c.name: state[c.name] for c in self._row_state.columns if isinstance(state.get(c.name), Tensor)}
-        self.table._scatter(
-            self._rows, {"weight": self.weight.data, **values}, behind=behind if self.behind > 0 else None
-        )
-        for key in values:
+        self.table._scatter(self._rows, values, behind=behind if self.behind > 0 else None)
+        held = [name for name in values if name in state]
+        for key in held:
             del state[key]
-        if values or not self._row_state.columns:
+        if held or not self._row_state.columns:
             self._first_step = False
             self._scalars.remember(self._row_state.scalars, state)
+        self.table._keep_scalars(known=self._scalars.at_hand)
         self._state = {}
         self._saved_scalars = {}
         self._weight_version = self.weight._version
         if self.weight.grad is not None:
             self._grad_version = self.weight.grad._version
         self._status = _Status.STEPPED
+
+    def notice_failure(self) -> None:
+        """Let the weight stand for the whole table again, and the optimizer's state be as before, if a step raised.
+
+        Rows and gradient stay, for a second try; the next forward pass drops them.
+        """
+        if not self.lock.acquire(blocking=False):
+            return  # it is in use: by a step, or by what will notice itself
+        try:
+            if self._status is _Status.STEPPING and not self._is_under_way():
+                self.undo()
+        finally:
+            self.lock.release()
+
+    def undo(self) -> None:
+        """Take the optimizer's step back, as far as it has not reached the table."""
+        with self.lock:
+            self._leaving = None
+            if self._status is _Status.STEPPING:
+                self._restore_scalars()
+                self._close()
+
+    def _is_under_way(self) -> bool:
+        """Return whether the thread that began the optimizer's step is still inside it."""
+        optimizer = self.optimizer
+        # A frame is in no variable here: one that knew itself would keep alive what its callers hold.
+        return optimizer is not None and steps_under_way(optimizer, sys._current_frames().get(self._stepping_in)) > 0
 
     def with_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure that does what ``closure`` does and then swaps the state in: its backward pass comes first."""
@@ -391,6 +504,7 @@ class RowStep(Locked):
                 self._close()
 
     def _abandon(self) -> None:
+        self._abandoned += 1
         if self._status is _Status.STEPPING:
             self._restore_scalars()
         self._release()
@@ -426,9 +540,20 @@ class RowStep(Locked):
 
         Raises:
             OptimizerError: the optimizer cannot train rows.
+            ValueError: it holds state that is not the table's. In both cases nothing has changed.
+        """
+        self.attaching(optimizer, loaded)()
+
+    def attaching(
+        self, optimizer: Optimizer, loaded: dict[str, Any] | None = None, *, beside: Iterable[RowStep] = ()
+    ) -> Callable[[], None]:
+        """Return what attaches an optimizer, once nothing speaks against it any more; as :meth:`attach`.
+
+        Args:
+            beside: others that it is to be attached to.
         """
         if self.optimizer is optimizer:
-            return
+            return _nothing
         self._require_trainable()
         if optimizer in self._former:
             raise OptimizerError(
@@ -436,29 +561,35 @@ class RowStep(Locked):
                 "rows have the state of one optimizer at a time; take the weight out of one of the two"
             )
         for other in every_step():
-            if other is not self and other.table is self.table and other.optimizer is not None:
+            trained = other.optimizer is not None or other in beside
+            if other is not self and other.table is self.table and trained:
                 raise OptimizerError(
                     f"table {self.table.name!r} is trained through another embedding already, and two would undo each "
                     "other's updates; look up both with one embedding"
                 )
+        row_state, columns = self._examine(optimizer)
+        held = optimizer.state.get(self.weight, {})
+        self._check_columns(row_state, {key: value for key, value in held.items() if not _is_made_of_weight(value)})
+        return lambda: self._attach(optimizer, row_state, columns, loaded)
+
+    def _attach(
+        self, optimizer: Optimizer, row_state: RowState, columns: list[Column], loaded: dict[str, Any] | None
+    ) -> None:
         replaced = self.optimizer
-        before, self._optimizer = self._optimizer, weakref.ref(optimizer)
-        try:
-            existing = self._declare(optimizer)
-            held = optimizer.state.get(self.weight, {})
-            self.check_state({key: value for key, value in held.items() if not _is_made_of_weight(value)})
-        except BaseException:
-            self._optimizer = before
-            raise
+        is_first = self._optimizer is None
+        existing = self._add(row_state, columns)
+        self._optimizer = weakref.ref(optimizer)
         if replaced is not None:
             self._former.add(replaced)
         noted = self._keep_scalars(optimizer)
-        resumes = before is None and bool(existing) and noted.get("class") == type(optimizer).__name__
+        resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
         self._first_step = not resumes
         if resumes:
             self._recall_scalars(optimizer, noted["scalars"])
+            self._says_lag = self.table._attributes_lag
         elif not self._is_whole(optimizer.state.get(self.weight, {}) if loaded is None else loaded):
-            self._lost_state = [column.name for column in existing] if before is None else []
+            self._lost_state = [column.name for column in existing] if is_first else []
+            self.table._keep_scalars()  # there are none, before the state that they went with is gone
             self.table.reset_columns(existing)
         self._take_state_of(optimizer)
 
@@ -482,9 +613,25 @@ class RowStep(Locked):
                 type(self.optimizer).__name__,
             )
             self._lost_state = []
+        if self._says_lag:
+            _log.warning(
+                "table %r was not closed by the process that wrote it, and its step count may be of an earlier step "
+                "than its state (%s); to begin with a state that goes together, load one with load_state_dict",
+                self.table.name,
+                ", ".join(column.name for column in self._row_state.columns),
+            )
+            self._says_lag = False
 
-    def _declare(self, optimizer: Optimizer) -> list[Column]:
-        """Give the table a column for each of the optimizer's; which of them it had already."""
+    def _declare(self, optimizer: Optimizer) -> None:
+        """Give the table a column for each of the optimizer's."""
+        self._add(*self._examine(optimizer))
+
+    def _examine(self, optimizer: Optimizer) -> tuple[RowState, list[Column]]:
+        """Find the optimizer's row state, and the columns that are to hold it.
+
+        Raises:
+            OptimizerError: it has none that could be in this table. Nothing has changed.
+        """
         # A copy of an attached optimizer has its scalars and no rows.
         left = optimizer.state.get(self.weight, {}).keys() <= self._row_state.scalars.keys()
         row_state = probe(optimizer, self.weight, self.table.embedding_dim, self.table.dtype, fresh=left)
@@ -507,6 +654,11 @@ class RowStep(Locked):
                     f"{old.stored_dtype}, rounded {old.rounding}; give state_dtype={old.stored_dtype} and "
                     f"rounding={old.rounding!r}, or leave both out to use what the table has"
                 )
+        return row_state, columns
+
+    def _add(self, row_state: RowState, columns: list[Column]) -> list[Column]:
+        """Give the table these columns, for an optimizer's row state; return those that it had already."""
+        have = self.table.columns
         self.table.add_columns([column for column in columns if column.name not in have])
         self._row_state = row_state
         return [column for column in columns if column.name in have]
@@ -556,13 +708,23 @@ class RowStep(Locked):
             ValueError: a tensor's shape is not that of the table. Nothing was written.
         """
         found = self.check_state(state)
+        if not found:
+            return
+        self._forget_scalars()
         for column, value in found.items():
             self.table.write(0, value.to(column.dtype), column=column.name)
             del state[column.name]
-        if found:
-            self._first_step = False
-            self._lost_state = []
-            self._scalars.remember(self._row_state.scalars, {key: copied(value) for key, value in state.items()})
+        self._first_step = False
+        self._lost_state = []
+        self._says_lag = False
+        self._scalars.remember(self._row_state.scalars, {key: copied(value) for key, value in state.items()})
+        self.table._keep_scalars()
+
+    def _forget_scalars(self) -> None:
+        """Let the table keep none, before the state that they go with changes."""
+        self.table.attributes.pop(_ATTRIBUTE, None)
+        self._scalars.forget()
+        self.table._keep_scalars()
 
     def load_state(self, state: dict[str, Any] | None) -> None:
         """Write the columns of a parameter's state that was loaded; without one, every row's state starts over."""
@@ -589,7 +751,10 @@ class RowStep(Locked):
                 f"this optimizer, {type(self.optimizer).__name__}, has saved, and not with "
                 "StateDictOptions(flatten_optimizer_state_dict=True), which drops a table's state"
             )
-        found = {column: state[column.name] for column in self._row_state.columns if column.name in state}
+        return self._check_columns(self._row_state, state)
+
+    def _check_columns(self, row_state: RowState, state: dict[str, Any]) -> dict[Column, Any]:
+        found = {column: state[column.name] for column in row_state.columns if column.name in state}
         for column, value in found.items():
             wanted = (self.table.num_embeddings, *column.row_shape)
             if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
@@ -603,9 +768,8 @@ class RowStep(Locked):
     def start_over(self) -> None:
         """Give every row the state that it starts with."""
         if not self._first_step:
+            self._forget_scalars()
             self.table.reset_columns(self._row_state.columns)
-            self.table.attributes.pop(_ATTRIBUTE, None)
-            self._scalars.forget()
             self._first_step = True
 
     def read_state(self, *, initial: bool = False) -> dict[str, Any]:
@@ -658,6 +822,10 @@ class RowStep(Locked):
                 self.attach(innermost(thing))
                 return True
         return False
+
+
+def _nothing() -> None:
+    """Do nothing: what is to be done is done."""
 
 
 def _is_made_of_weight(value: object) -> bool:

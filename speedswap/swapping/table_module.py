@@ -226,6 +226,7 @@ class TableModule(nn.Module):
         leaf = block.weight.detach().requires_grad_()
         receive = functools.partial(self._step.receive, block, self.table.version)
         leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
+        leaf.gradient_keeper = self._step  # type: ignore[attr-defined]
         return leaf, local
 
     def _takes(self, weight: Tensor) -> bool:

@@ -221,11 +221,19 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         device: where the batch's rows will be.
     """
 
+    _keeper: weakref.ref[Any] | None
+
     def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
         one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
         weight: TableWeight = torch.Tensor._make_subclass(cls, one_row, True)
         weight._table = weakref.ref(table)
+        weight._keeper = None
         return weight
+
+    @property
+    def gradient_keeper(self) -> Any:
+        """The training step that gradients go to: they belong to its rows, and are saved and put back with them."""
+        return self._keeper and self._keeper()
 
 
 def is_one_value(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class TableDirectory(Locked):
     Attributes:
         path: where the table is opened; absolute, so that a later ``chdir`` does not lead elsewhere.
         writable: whether this object may write the files.
+        was_left_open: whether a writer has not closed the table: it was killed, or is still at work.
     """
 
     def __init__(self, path: Path, place: Path, files: OpenDirectory, lock: WriterLock | None) -> None:
@@ -43,6 +45,7 @@ class TableDirectory(Locked):
         self._place = place  # as path, without links
         self._files = files
         self._writer_lock = lock
+        self.was_left_open = lock.was_left_open if lock is not None else WriterLock.is_noted(files)
         self._owner_pid = os.getpid()
         self._manifest = b""  # as last read or written by this object
         self._manifest_file: OpenFile | None = None  # open, so that no other file can pass for it
@@ -206,6 +209,16 @@ class TableDirectory(Locked):
         nbytes = manifest.num_embeddings * entry.layout.stride
         return FileMemory(fd, self._files.path / entry.file, nbytes, writable=self.writable)
 
+    @property
+    def files(self) -> OpenDirectory:
+        """The open directory."""
+        return self._files
+
+    @property
+    def manifest_checksum(self) -> str:
+        """Of the manifest as it was last read or written; another one's if that failed."""
+        return f"{zlib.crc32(self._manifest):08x}"
+
     # ------------------------------------------------------------------ following another process
 
     @property
@@ -364,4 +377,6 @@ class TableDirectory(Locked):
 
 
 def _is_stray(name: str, used: Sequence[str]) -> bool:
-    return (name.startswith(MANIFEST) and name.endswith(".tmp")) or (bool(_DATA.fullmatch(name)) and name not in used)
+    return (name.startswith((MANIFEST, "SCALARS")) and name.endswith(".tmp")) or (
+        bool(_DATA.fullmatch(name)) and name not in used
+    )

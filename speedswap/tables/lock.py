@@ -29,6 +29,9 @@ class WriterLock:
         directory: the table's.
         say: whether to note this process in OWNER.
 
+    Attributes:
+        was_left_open: whether the writer before did not give the lock back itself.
+
     Raises:
         TableBusyError: somebody holds it.
         TableFormatError: LOCK or OWNER is not a regular file.
@@ -40,6 +43,7 @@ class WriterLock:
         self._directory = directory
         self._file = _open_locked(directory)
         self._says = say
+        self.was_left_open = self.is_noted(directory)
         _held.add(self)
         if say:
             try:
@@ -48,6 +52,11 @@ class WriterLock:
                 self._says = False
                 self.release()
                 raise
+
+    @staticmethod
+    def is_noted(directory: OpenDirectory) -> bool:
+        """Whether a writer is noted in OWNER, who holds the lock or has not given it back itself."""
+        return directory.status(_OWNER) is not None
 
     @property
     def is_held(self) -> bool:

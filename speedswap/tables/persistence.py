@@ -9,6 +9,7 @@ from typing import Any
 
 from speedswap import kernels
 from speedswap._locks import Locked
+from speedswap.tables.scalars import ScalarsFile
 from speedswap.tables.segments import Segments
 from speedswap.tables.traffic import Traffic
 
@@ -36,6 +37,8 @@ class Persistence(Locked):
         self._attributes = attributes
         self._owner_pid = os.getpid()
         self.changing = False
+        directory = segments.directory
+        self._scalars = ScalarsFile(directory) if directory is not None and directory.writable else None
         self.live: dict[str, Callable[[], Any]] = {}
 
     @contextmanager
@@ -61,6 +64,29 @@ class Persistence(Locked):
     def save_manifest(self) -> None:
         if self._segments.directory is not None:
             self._segments.save_manifest(self.note_attributes())
+            if self._scalars is not None:
+                self._scalars.manifest_has_changed()
+                self.keep_scalars()
+
+    def keep_scalars(self, *, known: bool = True) -> None:
+        """Write the attributes that change at every step to where they outlive a process that is killed.
+
+        Args:
+            known: False where they would have to be waited for; that is written instead.
+        """
+        if self._scalars is None or not self.live or not self.is_needed:
+            return
+        with self.lock:
+            if not known:
+                self._scalars.write(None)
+                return
+            now = {key: source() for key, source in self.live.items()}
+            self._scalars.write({k: self._attributes.get(k) if value is None else value for k, value in now.items()})
+
+    def close(self) -> None:
+        """Close what is open beside the table's memory."""
+        if self._scalars is not None:
+            self._scalars.close()
 
     def flush(self) -> None:
         """Make everything written so far durable; nothing to do for tables in memory, or that are only read."""

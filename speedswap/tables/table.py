@@ -26,6 +26,7 @@ from speedswap.tables.init import Initializer
 from speedswap.tables.manifest import require_size
 from speedswap.tables.persistence import Persistence
 from speedswap.tables.record import Column, count
+from speedswap.tables.scalars import read_scalars
 from speedswap.tables.segments import Segments
 from speedswap.tables.traffic import Later, Traffic, gather_later
 
@@ -77,6 +78,7 @@ class Table:
         self.name = segments.name
         self.version = 0
         self.attributes = attributes
+        self._attributes_lag = False  # whether they may be of an earlier step than the rows
         self._closed = False
         self._traffic = Traffic(segments)
         self._persistence = Persistence(segments, self._traffic, attributes)
@@ -192,7 +194,14 @@ class Table:
             writes=manifest.writes,
         )
         segments.open(manifest.segments, memories)
-        return cls(segments, manifest.attributes)
+        try:
+            attributes, lag = read_scalars(directory, manifest.attributes)
+        except BaseException:
+            segments.close()
+            raise
+        table = cls(segments, attributes)
+        table._attributes_lag = lag
+        return table
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, storage: str = "auto", engine: str = "auto") -> Table:
@@ -213,7 +222,9 @@ class Table:
         """A table in memory with the same rows and attributes."""
         segments = Segments(self.num_embeddings, kind, self.seed, self.name, None, engine=engine, writes=self.writes)
         segments.copy(self._segments)
-        return type(self)(segments, copy.deepcopy(self.attributes))
+        copied = type(self)(segments, copy.deepcopy(self.attributes))
+        copied._attributes_lag = self._attributes_lag
+        return copied
 
     # ------------------------------------------------------------------ what it is
 
@@ -333,6 +344,10 @@ class Table:
             self._check_open(writing=True)
             if len(rows):
                 self._traffic.write(rows, values, begins=self._mark_written, behind=behind)
+
+    def _keep_scalars(self, *, known: bool = True) -> None:
+        """Let the live attributes outlive the process with the rows; see :meth:`Persistence.keep_scalars`."""
+        self._persistence.keep_scalars(known=known)
 
     def _take(self, ahead: Ahead) -> Found | None:
         """Take what was gathered ahead, as the table has it now; see :meth:`Ahead.take`."""
@@ -567,6 +582,7 @@ class Table:
                 self._closed = True
                 if self._persistence.is_needed:
                     self._flush_at_the_end.detach()
+                self._persistence.close()
                 self._segments.close()
             if failures:
                 raise failures[0]

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("speedswap")
-_OURS = re.compile(r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|data-[0-9]+\.bin")
+_OURS = re.compile(r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|SCALARS(\.tmp)?|data-[0-9]+\.bin")
 _NAME_BYTES = 255
 _TRIES = 100
 _AT_CWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2

@@ -308,3 +308,26 @@ def test_wrong_encoders_are_errors(encode, arguments, message):
     splitter = speedswap.BatchSplitter(micro_batch_size=3)
     with pytest.raises(BatchError, match=message):
         splitter.backward_coupled(encode, contrastive, *[torch.ones(6, 6)] * arguments)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_how_a_coupled_loss_reduces_is_its_own_affair(reduction, shape, device):
+    """One number, whatever the splitter's reduction says of losses that are split; the gradients are the same."""
+    model, inputs = classifier().to(device), torch.randn(8, 6, dtype=torch.float64, device=device)
+    loss, wanted = whole(model, inputs)
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=3, reduction=reduction)
+    found = splitter.backward_coupled(model, lambda encoded: contrastive(encoded).reshape(shape), inputs)
+    assert found.shape == ()
+    assert torch.allclose(found, loss)
+    assert relative_error(gradients(model), wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_per_sample_of_coupled_samples_is_refused(reduction):
+    """It must be one number also where the splitter's reduction is "none"; no gradient is left behind."""
+    model, inputs = classifier(), torch.randn(8, 6, dtype=torch.float64)
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=3, reduction=reduction)
+    with pytest.raises(BatchError, match=r"returned shape \(8,\); it must return one number"):
+        splitter.backward_coupled(model, lambda encoded: encoded.square().sum(1), inputs)
+    assert gradients(model) == []

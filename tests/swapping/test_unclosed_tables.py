@@ -204,6 +204,7 @@ def test_restored_state_is_not_said_to_start_over(
     with speedswap.Embedding(ROWS, DIM, path=tmp_path / "items", dtype=torch.float64).table as table:
         train(speedswap.Embedding(ROWS, DIM, table=table), range(2))
         table.live_attributes.clear()
+    (tmp_path / "items" / "SCALARS").unlink()
     with speedswap.Table.open(tmp_path / "items") as table:
         assert not table.attributes
         items = speedswap.Embedding(ROWS, DIM, table=table)

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from speedswap.batching.rollback import keeper_of
+
 __all__ = ["HALF_PRECISION", "Float32Sums"]
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Float32Sums:
-    """Sums the gradients of half-precision parameters in float32.
+    """Sums the gradients of half-precision parameters in float32, those apart that are taken out of their leaves.
 
     In their own precision each addition rounds, and the error grows with their number. Here the sum is rounded once, by
     :meth:`finish`; until then ``grad`` is None.
@@ -28,7 +30,7 @@ class Float32Sums:
     def include(self, parameters: Iterable[Tensor]) -> None:
         """Sum for these parameters from now on, beginning with the gradient that they have."""
         for parameter in parameters:
-            if parameter.dtype in HALF_PRECISION and parameter not in self._hooks:
+            if parameter.dtype in HALF_PRECISION and parameter not in self._hooks and keeper_of(parameter) is None:
                 hook = parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
                 self._hooks[parameter] = hook
                 given = parameter.grad

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from speedswap.batching.parameters import has_memory
 from speedswap.batching.rollback import Buffers, Gradients, RandomState, leaves_of, parameters_and_buffers
 from speedswap.batching.splitting.accumulate import Float32Sums
 
@@ -20,13 +21,11 @@ class Changes:
 
     Args:
         modules: those that are trained; None if they are to be found while they run.
-        find_leaves: look in the graph of each loss for leaves that are in none of the modules.
         apart: leaves whose earlier gradients are put aside in each attempt, since this batch's are to be changed.
     """
 
-    def __init__(self, modules: Sequence[nn.Module] | None, find_leaves: bool, apart: Sequence[Tensor] = ()) -> None:
+    def __init__(self, modules: Sequence[nn.Module] | None, apart: Sequence[Tensor] = ()) -> None:
         self._known = modules is not None
-        self._find_leaves = find_leaves
         self._sums: Float32Sums | None = None
         self._random = RandomState()
         self._gradients = Gradients(apart)
@@ -64,7 +63,7 @@ class Changes:
         return self._storages
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
-        self._storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        self._storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors if has_memory(tensor))
 
     @property
     def found(self) -> Collection[nn.Module]:
@@ -91,7 +90,10 @@ class Changes:
         self._buffer_list += buffers
         for snapshot in self._snapshots:
             snapshot.note(buffers)
-        self._keep([*buffers, *(parameter for parameter in module._parameters.values() if parameter is not None)])
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        # A graph does not show those that a checkpoint will run again in the backward pass.
+        self._gradients.note(parameter for parameter in parameters if parameter.requires_grad)
+        self._keep([*buffers, *parameters])
 
     @contextmanager
     def summing(self, count: int) -> Iterator[None]:
@@ -109,9 +111,7 @@ class Changes:
             self._sums = None
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
-        """Note the leaves that are about to get gradients from ``roots``, where they are not known."""
-        if not self._find_leaves:
-            return
+        """Note the leaves that are about to get gradients from ``roots``: not all need be in the modules."""
         leaves = [leaf for root in roots for leaf in leaves_of(root)]
         self._gradients.note(leaves)
         if self._sums is not None:

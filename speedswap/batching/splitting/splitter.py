@@ -71,8 +71,8 @@ class BatchSplitter:
     returned loss, are those of all ranks' samples together.
 
     Args:
-        model: whose parameters get gradients: a module, or several. Where it is None, what a loss function uses is
-            found while it runs, which costs about a microsecond for each operation.
+        model: whose parameters get gradients: a module, or several; by default what a loss function uses is found while
+            it runs. Parameters outside of it are found in the loss's graph, at about a microsecond per operation.
         micro_batch_size: samples in one forward and backward pass at the most, or ``"auto"``.
         reduction: what ``loss_fn`` does with its samples: ``"mean"`` (over what ``normalizer`` counts), ``"sum"``, or
             ``"none"`` for a loss a sample, whose sum is differentiated.
@@ -134,7 +134,6 @@ class BatchSplitter:
         if offload_activations:
             self._refuse_in_step("offload_activations")
         self._attempts = Attempts(None if auto else int(micro_batch_size), grow_after, self._ran_out, self._resized)
-        self._walked: set[Hashable] = set()
         self._check = check
         self._checked: set[Hashable] = set()
         self._checked_closures: dict[Hashable, list[weakref.ref[Any]] | None] = {}
@@ -201,7 +200,7 @@ class BatchSplitter:
             _refuse_graphs(whole)
             size = self._begin([loss_fn], [whole])
             known = closure(loss_fn)
-            changes = Changes(self._modules, self._is_new(known), self._ranks.parameters)
+            changes = Changes(self._modules, self._ranks.parameters)
             changes.note([tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad])
 
             def attempt(size: int) -> tuple[Tensor, Any]:
@@ -214,7 +213,6 @@ class BatchSplitter:
                 attempt, size, whole.size, changes, gives_aux=lambda result: result[1] is not NO_AUX
             )
             loss = self._reduced(loss, changes, average=False)
-        self._walked.add(known)
         self._gives_aux[identity(loss_fn)] = gives_aux
         self._tell("after_batch", batch_size=whole.size, loss=loss)
         if not gives_aux:
@@ -260,8 +258,8 @@ class BatchSplitter:
                 Or several functions, one for each positional argument of the batch, called with it alone: the
                 arguments may then have different numbers of samples.
             loss_fn: called with the representations of the whole batch, one argument for each encoder; returns one
-                number, or that and an aux as a tuple. Its own parameters get their gradients too. Its reduction is its
-                own affair.
+                number, or that and an aux as a tuple. Its own parameters get their gradients too. How it reduces its
+                samples is its own affair, whatever ``reduction`` the splitter has.
             batch: what is encoded.
             named: more of it, for a single encoder.
 
@@ -279,8 +277,7 @@ class BatchSplitter:
                 _refuse_graphs(part)
             batch_size = max(part.size for part in batches)
             size = self._begin([*encoders, loss_fn], batches)
-            known = [closure(function) for function in (*encoders, loss_fn)]
-            changes = Changes(self._modules, self._is_new(*known), self._ranks.parameters)
+            changes = Changes(self._modules, self._ranks.parameters)
 
             def attempt(size: int) -> tuple[Tensor, Any]:
                 passes = [
@@ -291,7 +288,6 @@ class BatchSplitter:
 
             (loss, aux), _ = self._run(attempt, size, batch_size, changes)
             loss = self._reduced(loss, changes, average=True)
-        self._walked.update(known)
         self._tell("after_batch", batch_size=batch_size, loss=loss)
         return loss if aux is NO_AUX else (loss, aux)
 
@@ -317,7 +313,7 @@ class BatchSplitter:
         self._refuse_in_step("forward")
         whole = Batch(batch, named)
         _refuse_graphs(whole)
-        changes = Changes(self._modules, False)
+        changes = Changes(self._modules)
 
         def attempt(size: int) -> tuple[TwoPasses, Any]:
             passes = TwoPasses(function, whole, self._ranks.sizes(whole.size, size), changes.snapshot)
@@ -470,11 +466,7 @@ class BatchSplitter:
             outputs = [replace_tensors(one.first(each), _as_leaf) for one in passes]
         with changes.watched():
             loss, aux = parted(loss_fn(*outputs))
-            loss = self._checked_loss(loss, loss_fn, 1)
-        if loss.dim():
-            raise BatchError(
-                f"loss_fn {name_of(loss_fn)} returned shape {tuple(loss.shape)}; it must return one number"
-            )
+            loss = _one_number(loss, loss_fn)
         with changes.summing(len(sizes)):
             changes.before_backward([loss])
             torch.autograd.backward([loss if self._scaler is None else self._scaler.scale(loss)])
@@ -510,7 +502,7 @@ class BatchSplitter:
         batch_size, largest = sum(passes.sizes), max(passes.sizes)
         with self._ranks.together("forward"):
             self._ranks.begin(largest, batch_size)
-            changes = Changes(self._modules, self._modules is None, self._ranks.parameters)
+            changes = Changes(self._modules, self._ranks.parameters)
 
             def attempt(size: int) -> Tensor:
                 sizes = passes.sizes if size == largest else self._ranks.sizes(batch_size, size)
@@ -594,9 +586,8 @@ class BatchSplitter:
             total = self._ranks.total(sum(counts))
         return [count / total if total else 0.0 for count in counts]
 
-    def _checked_loss(self, loss: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
-        if not isinstance(loss, Tensor):
-            raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
+    def _checked_loss(self, given: Any, loss_fn: Callable[..., Any], size: int) -> Tensor:
+        loss = _require_tensor(given, loss_fn)
         if self._reduction == "none" and loss.dim() and len(loss) == size:
             return loss
         if self._reduction != "none" and loss.numel() == 1:
@@ -636,10 +627,6 @@ class BatchSplitter:
         with activations_on_host(changes.storages()) if self._offload else nullcontext():
             yield
 
-    def _is_new(self, *functions: Hashable) -> bool:
-        """Whether it has to be looked up which leaves the functions of these closures use."""
-        return self._modules is None or any(function not in self._walked for function in functions)
-
     def _ran_out(self, error: BaseException, old: int, new: int) -> None:
         self._tell("on_out_of_memory", error=error, old_size=old, new_size=new)
 
@@ -671,6 +658,20 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         ctx.splitter._replay(ctx.passes, gradients)
         return (None,) * (3 + len(gradients))
+
+
+def _require_tensor(loss: Any, loss_fn: Callable[..., Any]) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise BatchError(f"loss_fn {name_of(loss_fn)} returned {a_kind(loss)}; it must return a tensor")
+    return loss
+
+
+def _one_number(loss: Any, loss_fn: Callable[..., Any]) -> Tensor:
+    """Return the loss of all samples together, 0-d."""
+    found = _require_tensor(loss, loss_fn)
+    if found.numel() != 1:
+        raise BatchError(f"loss_fn {name_of(loss_fn)} returned shape {tuple(found.shape)}; it must return one number")
+    return found.reshape(())
 
 
 def _is_differentiable(tensor: Tensor) -> bool:

@@ -1,0 +1,281 @@
+"""What a step leaves behind that raises, or whose optimizer leaves something else than the batch's rows."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import speedswap
+from speedswap.errors import LostUpdateError, OptimizerError
+
+ROWS, DIM = 20, 3
+IDS = torch.tensor([4, 1, 4, 9])
+
+
+class Spoiled(torch.optim.Adagrad):
+    """Adagrad that changes what it has, as it is told, once its step is done."""
+
+    spoil: Callable[[Any, Any], Any] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        spoil, self.spoil = self.spoil, None
+        if spoil is not None:
+            for group in self.param_groups:
+                spoil(self, group["params"][0])
+
+
+def state_of(change: Callable[[Tensor], Any]) -> Callable[[Any, Any], Any]:
+    return lambda optimizer, weight: optimizer.state[weight].update(sum=change(optimizer.state[weight]["sum"]))
+
+
+def weight_of(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Any]:
+    def spoil(optimizer: Any, weight: Any) -> None:
+        weight.grad = None
+        weight.data = change(weight.data)
+
+    return spoil
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def with_half_its_memory(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(tensor.nbytes // 2)
+    return tensor
+
+
+SPOILED = {
+    "state of one row": state_of(lambda state: state[:1].clone()),
+    "state of too many rows": state_of(lambda state: torch.zeros(50, DIM)),
+    "state of no rows": state_of(lambda state: state[:0].clone()),
+    "state of another width": state_of(lambda state: state[:, :1].clone()),
+    "state of fewer dimensions": state_of(lambda state: state[:, 0].clone()),
+    "state of half precision": state_of(Tensor.half),
+    "state of double precision": state_of(Tensor.double),
+    "state without values": state_of(lambda state: state.to("meta")),
+    "sparse state": state_of(Tensor.to_sparse),
+    "state that is a number": state_of(lambda state: 3.0),
+    "state without memory": state_of(lambda state: without_memory(state.clone())),
+    "state with half its memory": state_of(lambda state: with_half_its_memory(state.clone())),
+    "weight of one row": weight_of(lambda rows: rows[:1].clone()),
+    "weight of too many rows": weight_of(lambda rows: torch.zeros(50, DIM)),
+    "weight of another width": weight_of(lambda rows: rows[:, :2].clone()),
+    "weight of double precision": weight_of(Tensor.double),
+    "weight without memory": weight_of(lambda rows: without_memory(rows.clone())),
+}
+FITTING = {
+    "transposed": lambda state: state.T.contiguous().T,
+    "part of a larger tensor": lambda state: torch.cat([state, state])[len(state) :],
+}
+
+
+def columns(items: speedswap.Embedding) -> dict[str, Tensor]:
+    return {name: items.table.read(column=name) for name in items.table.columns}
+
+
+def backward(items: speedswap.Embedding, step: int = 0) -> None:
+    items(IDS + step).square().sum().backward()
+
+
+def train(items: speedswap.Embedding, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(items, step)
+        optimizer.step()
+
+
+def uninterrupted(steps: int) -> dict[str, Tensor]:
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    train(items, torch.optim.Adagrad(items.parameters(), lr=0.1), range(steps))
+    return columns(items)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_what_does_not_fit_the_rows_is_refused_before_anything_is_written(spoil: Any, ahead: bool) -> None:
+    """Table and optimizer are as before the step, and training goes on as if it had not been tried."""
+    items = speedswap.Embedding(ROWS, DIM, seed=3, name="items")
+    optimizer = Spoiled(items.parameters(), lr=0.1)
+    batches: Any = [IDS + step for step in range(4)]
+    for step, ids in enumerate(speedswap.lookahead(batches, {items: lambda ids: ids}) if ahead else batches):
+        optimizer.zero_grad()
+        items(ids).square().sum().backward()
+        if step == 2:
+            optimizer.spoil = spoil
+            with pytest.raises(OptimizerError, match=r"Spoiled left .* of table 'items' as .* need \(3, 3\)"):
+                optimizer.step()
+            assert items.weight.shape == (ROWS, DIM)
+            assert [state["step"] for state in optimizer.state_dict()["state"].values()] == [2]
+            assert_equal(columns(items), uninterrupted(2))
+            optimizer.zero_grad()
+            items(ids).square().sum().backward()
+        optimizer.step()
+    assert_equal(columns(items), uninterrupted(4))
+
+
+@pytest.mark.parametrize("change", FITTING.values(), ids=FITTING.keys())
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_state_of_any_strides_is_written(change: Callable[[Tensor], Tensor], ahead: bool) -> None:
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    optimizer = Spoiled(items.parameters(), lr=0.1)
+    expected = []
+
+    def note(state: Tensor) -> Tensor:
+        changed = change(state)
+        expected.append(changed.clone())
+        return changed
+
+    batches: Any = [IDS, IDS, IDS]
+    speedswap.attach(optimizer, items)
+    for ids in speedswap.lookahead(batches, {items: lambda ids: ids}) if ahead else batches:
+        optimizer.zero_grad()
+        items(ids).square().sum().backward()
+        optimizer.spoil = state_of(note)
+        optimizer.step()
+    assert torch.equal(items.table.read(column="sum")[[1, 4, 9]], expected[-1])
+
+
+def test_one_table_that_is_left_misfitting_keeps_every_table_as_it_was() -> None:
+    """Of two embeddings in one optimizer, the second one's state does not fit."""
+    first, second = (speedswap.Embedding(ROWS, DIM, seed=seed) for seed in (1, 2))
+    optimizer = Spoiled([{"params": first.parameters()}, {"params": second.parameters()}], lr=0.1)
+    before = columns(first), columns(second)
+    speedswap.attach(optimizer, torch.nn.ModuleList([first, second]))
+    backward(first)
+    backward(second)
+    optimizer.spoil = lambda opt, weight: opt.state[weight].update(
+        sum=opt.state[weight]["sum"][:1].clone() if weight is second.weight else opt.state[weight]["sum"]
+    )
+    with pytest.raises(OptimizerError, match="'sum'"):
+        optimizer.step()
+    for items, rows in zip((first, second), before, strict=True):
+        assert torch.equal(items.table.read(), rows["weight"])
+        assert not items.table.read(column="sum").any()
+
+
+class Raises(torch.optim.Adam):
+    """Adam whose step raises when it has changed everything, as often as it is told to."""
+
+    failures = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("in the middle of the step")
+        return loss
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_weight_stands_for_the_whole_table_after_a_step_that_raised(with_closure: bool) -> None:
+    """At once, and not from the next forward pass on; a state_dict has the state from before the step."""
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    optimizer = Raises(items.parameters(), lr=0.1)
+    train(items, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.failures = 1
+    optimizer.zero_grad()
+    if not with_closure:
+        backward(items)
+    with contextlib.suppress(RuntimeError):
+        optimizer.step((lambda: backward(items)) if with_closure else None)
+    assert items.weight.shape == (ROWS, DIM)
+    assert "Table(" in repr(items.weight)
+    after = optimizer.state_dict()
+    for name, value in before["state"][0].items():
+        assert torch.equal(after["state"][0][name], value), name
+    with torch.no_grad():
+        items.weight.fill_(7.0)  # the table, not some rows on the device
+    assert torch.equal(items.table.read(), torch.full((ROWS, DIM), 7.0))
+
+
+def test_state_dict_that_is_taken_while_the_error_is_handled_is_that_before_the_step() -> None:
+    """A checkpoint at the end of a run that failed has no rows of a batch in it."""
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    optimizer = Raises(items.parameters(), lr=0.1)
+    train(items, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())["state"][0]
+    optimizer.failures = 1
+    backward(items)
+    try:
+        optimizer.step()
+    except RuntimeError:
+        after = optimizer.state_dict()["state"][0]
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+
+
+def test_step_that_raised_may_be_taken_again_with_the_same_gradient() -> None:
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    optimizer = Raises(items.parameters(), lr=0.1)
+    speedswap.attach(optimizer, items)
+    twin = speedswap.Embedding(ROWS, DIM, seed=3)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(items, step)
+        optimizer.failures = 2
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError):
+                optimizer.step()
+        optimizer.step()
+    train(twin, torch.optim.Adam(twin.parameters(), lr=0.1), range(3))
+    assert_equal(columns(items), columns(twin))
+
+
+def test_hook_that_replaces_the_arguments_of_a_step_does_not_undo_it() -> None:
+    """A step whose arguments are another hook's is a step all the same."""
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    optimizer = torch.optim.Adagrad(items.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: (tuple(args), dict(kwargs)))
+    train(items, optimizer, range(3))
+    assert_equal(columns(items), uninterrupted(3))
+
+
+def test_gradient_of_another_width_is_refused() -> None:
+    """torch's operators would spread its one column over all."""
+    items = speedswap.Embedding(ROWS, DIM, seed=3)
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    before = items.table.read()
+    backward(items)
+    items.weight.grad.data = items.weight.grad[:, :1].clone()
+    with pytest.raises(LostUpdateError, match=r"replaced by one of shape \(3, 1\)"):
+        optimizer.step()
+    assert torch.equal(items.table.read(), before)
+
+
+@pytest.mark.parametrize("refused", ["state of another table", "second of two"])
+def test_refused_attach_changes_nothing(refused: str) -> None:
+    """No column is added to any of the tables, and another optimizer may be attached."""
+    first, second = (speedswap.Embedding(ROWS, DIM, seed=seed) for seed in (1, 2))
+    both = torch.nn.ModuleList([first, second])
+    optimizer = torch.optim.Adam(both.parameters())
+    if refused == "second of two":
+        second = speedswap.Embedding(ROWS, DIM, table=second.table)
+        other = torch.optim.SGD(second.parameters())
+        speedswap.attach(other, second)
+        error: type[Exception] = OptimizerError
+    else:
+        state = {"step": torch.tensor(1.0), "exp_avg": torch.rand(7, DIM), "exp_avg_sq": torch.rand(7, DIM)}
+        optimizer.state[second.weight].update(state)
+        error = ValueError
+    before = [(dict(items.table.columns), items.table.version) for items in both]
+    with pytest.raises(error):
+        speedswap.attach(optimizer, both)
+    assert [(dict(items.table.columns), items.table.version) for items in both] == before
+    speedswap.attach(torch.optim.Adagrad(first.parameters()), first)
+    assert set(first.table.columns) == {"weight", "sum"}

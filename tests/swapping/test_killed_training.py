@@ -1,0 +1,276 @@
+"""A process that is killed leaves the optimizer's step count that goes with the rows it leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import speedswap
+from speedswap.errors import TableFormatError
+
+ROWS, DIM = 20, 4
+
+SCRIPT = """
+import os, signal, sys
+import torch, speedswap
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def ids_of(step):
+    return torch.randint(20, (8,), generator=torch.Generator().manual_seed(step))
+
+def made(path, kind=torch.optim.NAdam, **settings):
+    items = speedswap.Embedding(20, 4, path=path, seed=3, dtype=torch.float64)
+    return items, kind(items.parameters(), lr=0.1, **settings)
+
+def train(items, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        items(ids_of(step)).square().sum().backward()
+        optimizer.step()
+"""
+
+RUN_EACH = """
+import torch._dynamo  # as the first optimizer does
+signals = {}
+for name in sorted(os.listdir(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        exec(open(os.path.join(sys.argv[1], name)).read())
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, status)
+"""
+
+# NAdam has two scalars: its step, and the product of all its momentums so far.
+KILLS = {
+    "without a flush": "items, optimizer = made(path); train(items, optimizer, range(4)); killed()",
+    "long after a flush": """
+        items, optimizer = made(path)
+        train(items, optimizer, range(1))
+        items.table.flush()
+        train(items, optimizer, range(1, 4))
+        killed()
+    """,
+    "just after a flush": """
+        items, optimizer = made(path)
+        train(items, optimizer, range(4))
+        items.table.flush()
+        killed()
+    """,
+    "in a later run": """
+        items, optimizer = made(path)
+        train(items, optimizer, range(2))
+        items.table.close()
+        table = speedswap.Table.open(path)
+        items = speedswap.Embedding(20, 4, table=table)
+        train(items, torch.optim.NAdam(items.parameters(), lr=0.1), range(2, 4))
+        killed()
+    """,
+    "inside a step": """
+        class Killed(torch.optim.NAdam):
+            steps = 0
+            def step(self, closure=None):
+                super().step(closure)
+                self.steps += self.steps >= 0
+                if self.steps == 5:
+                    killed()
+        Killed.__name__ = "NAdam"
+        items, optimizer = made(path, Killed)
+        optimizer.steps = -99
+        speedswap.attach(optimizer, items)
+        optimizer.steps = 0
+        train(items, optimizer, range(5))
+    """,
+    "under lookahead": """
+        items, optimizer = made(path)
+        for step, ids in enumerate(speedswap.lookahead(map(ids_of, range(5)), {items: lambda ids: ids})):
+            if step == 4:
+                items.table.read()  # what is on its way arrives
+                killed()
+            optimizer.zero_grad()
+            items(ids).square().sum().backward()
+            optimizer.step()
+    """,
+}
+
+LOST = """
+items, optimizer = made(path)
+train(items, optimizer, range(3))
+items.table.flush()
+speedswap.attach(torch.optim.RMSprop(items.parameters(), momentum=0.9), items)
+again = torch.optim.NAdam(items.parameters(), lr=0.5)
+speedswap.attach(again, items)
+killed()
+"""
+
+
+def step_of(optimizer: torch.optim.Optimizer, items: speedswap.Embedding, step: int) -> None:
+    ids = torch.randint(ROWS, (8,), generator=torch.Generator().manual_seed(step))
+    optimizer.zero_grad()
+    items(ids).square().sum().backward()
+    optimizer.step()
+
+
+def train(items: speedswap.Embedding, steps: range) -> torch.optim.Optimizer:
+    optimizer = torch.optim.NAdam(items.parameters(), lr=0.1)
+    for step in steps:
+        step_of(optimizer, items, step)
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> Tensor:
+    """Six steps in one go, in memory."""
+    items = speedswap.Embedding(ROWS, DIM, seed=3, dtype=torch.float64)
+    train(items, range(6))
+    return items.table.read()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tables that killed processes have left: children of one, which has imported what takes long."""
+    folder = tmp_path_factory.mktemp("scripts")
+    tables = tmp_path_factory.mktemp("killed")
+    for name, script in [*KILLS.items(), ("lost", LOST)]:
+        (folder / f"{name}.py").write_text(f"path = {str(tables / name)!r}\n{textwrap.dedent(script)}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", SCRIPT + RUN_EACH, folder], env=environment, check=True, timeout=120)
+    return tables
+
+
+def copied(killed: Path, how: str, to: Path) -> Path:
+    """A killed process's table for this test alone."""
+    return Path(shutil.copytree(killed / how, to / "items"))
+
+
+@pytest.mark.parametrize("how", KILLS)
+def test_training_goes_on_after_a_kill_as_if_there_had_been_none(
+    how: str, killed: Path, uninterrupted: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, moments and scalars are those of one step, whenever the last flush was."""
+    with speedswap.Table.open(copied(killed, how, tmp_path)) as table:
+        train(speedswap.Embedding(ROWS, DIM, table=table), range(4, 6))
+        assert torch.equal(table.read(), uninterrupted)
+    assert not caplog.records
+
+
+def test_killed_while_state_starts_over_leaves_no_step_count_for_it(
+    killed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The moments are reset, so the count of those before must not come back: it is lost, which is said."""
+    with speedswap.Table.open(copied(killed, "lost", tmp_path)) as table:
+        items = speedswap.Embedding(ROWS, DIM, table=table)
+        assert not table.attributes
+        optimizer = train(items, range(1))
+        (state,) = optimizer.state.values()
+        assert state["step"] == 1
+    assert "the state starts over" in caplog.text
+
+
+def test_reader_sees_the_step_count_of_the_rows(killed: Path, tmp_path: Path) -> None:
+    """Of a killed process's files, opened for reading, or loaded into memory."""
+    path = copied(killed, "long after a flush", tmp_path)
+    with speedswap.Table.open(path, mode="r") as table:
+        assert table.attributes["optimizer"]["scalars"]["step"] == 4
+    assert speedswap.Table.load(path).attributes["optimizer"]["scalars"]["step"] == 4
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "one byte", "no json", "another shape"])
+def test_scalars_that_are_damaged_are_missed_aloud(
+    damage: str, killed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The manifest's are used, of the last flush, and a warning says that they may be old."""
+    path = copied(killed, "long after a flush", tmp_path)
+    file = path / "SCALARS"
+    raw = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    elif damage in ("no json", "another shape"):
+        body = {"no json": b"{", "another shape": b"[1]"}[damage]
+        file.write_bytes(b"%08x\n%s\n" % (zlib.crc32(body), body))
+    else:
+        file.write_bytes({"empty": b"", "one byte": raw.replace(b"step", b"stop")}[damage])
+    with speedswap.Table.open(path) as table:
+        items = speedswap.Embedding(ROWS, DIM, table=table)
+        optimizer = torch.optim.NAdam(items.parameters(), lr=0.1)
+        speedswap.attach(optimizer, items)
+        (state,) = optimizer.state.values()
+        assert state["step"] == 1
+    assert "its step count may be of an earlier step than its state (exp_avg, exp_avg_sq)" in caplog.text
+
+
+def test_scalars_of_another_manifest_do_not_count(tmp_path: Path, uninterrupted: Tensor) -> None:
+    """A program that does not know the file, or a backup, has left an old one beside a newer manifest."""
+    path = tmp_path / "items"
+    with speedswap.Embedding(ROWS, DIM, path=path, seed=3, dtype=torch.float64).table as table:
+        items = speedswap.Embedding(ROWS, DIM, table=table)
+        optimizer = train(items, range(2))
+        old = (path / "SCALARS").read_bytes()
+        for step in (2, 3):
+            step_of(optimizer, items, step)
+    (path / "SCALARS").write_bytes(old)
+    with speedswap.Table.open(path) as table:
+        train(speedswap.Embedding(ROWS, DIM, table=table), range(4, 6))
+        assert torch.equal(table.read(), uninterrupted)
+
+
+@pytest.mark.parametrize("what", ["link", "dangling link", "pipe", "directory"])
+def test_scalars_that_are_no_regular_file_are_refused(what: str, tmp_path: Path) -> None:
+    """At once, and what a link leads to is not touched."""
+    path, precious = tmp_path / "items", tmp_path / "precious"
+    speedswap.Table.create(ROWS, DIM, path=path).close()
+    scalars = path / "SCALARS"
+    if what == "pipe":
+        os.mkfifo(scalars)
+    elif what == "directory":
+        scalars.mkdir()
+    else:
+        scalars.symlink_to(precious)
+        if what == "link":
+            precious.write_text("kept")
+    for mode in ("r+", "r"):
+        with pytest.raises(TableFormatError, match=r"SCALARS .*regular file"):
+            speedswap.Table.open(path, mode=mode)
+    assert precious.exists() == (what == "link")
+    assert what != "link" or precious.read_text() == "kept"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_step_count_on_a_gpu_is_not_waited_for_and_missed_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a kill it is that of the last flush, which a warning says; no step has waited for the GPU."""
+    path = tmp_path / "items"
+    script = SCRIPT + textwrap.dedent("""
+        items = speedswap.Embedding(20, 4, path=sys.argv[1], seed=3).to("cuda")
+        optimizer = torch.optim.Adam(items.parameters(), lr=0.1, capturable=True)
+        for step in range(4):
+            items(ids_of(step).to("cuda")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                items.table.flush()
+        killed()
+    """)
+    ended = subprocess.run([sys.executable, "-c", script, path], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    with speedswap.Table.open(path) as table, caplog.at_level(logging.WARNING, "speedswap"):
+        items = speedswap.Embedding(ROWS, DIM, table=table).to("cuda")
+        optimizer = torch.optim.Adam(items.parameters(), lr=0.1, capturable=True)
+        speedswap.attach(optimizer, items)
+        (state,) = optimizer.state.values()
+        assert state["step"] == 2
+    assert "may be of an earlier step than its state" in caplog.text
