@@ -355,9 +355,10 @@ class Table:
             return ahead.take(self.version)
 
     def _land(self) -> None:
-        """Return when every write that is on its way has arrived."""
-        with self._lock:
-            self._traffic.land()
+        """Return when every write of this process that is on its way has arrived."""
+        if os.getpid() == self._owner_pid:
+            with self._lock:
+                self._traffic.land()
 
     @property
     def writes(self) -> int:
@@ -666,6 +667,11 @@ class Table:
             raise TableClosedError(
                 f"table {self.name!r} was being changed by process {self._owner_pid} when this one was forked from it; "
                 "open its path here with mode='r', or fork at another time"
+            )
+        if forked and not self._traffic.is_at_rest():
+            raise TableClosedError(
+                f"rows were on their way to table {self.name!r} in process {self._owner_pid} when this one was forked "
+                "from it; open its path here with mode='r', or fork at another time"
             )
         if forked and (writing or self.pinned):
             raise TableClosedError(

@@ -35,6 +35,10 @@ class Traffic:
         """Return when every write that is on its way has arrived."""
         self._flight.land()
 
+    def is_at_rest(self) -> bool:
+        """Whether every write has arrived already. In a forked child those that had not at the fork never do."""
+        return not self._flight.unwritten()
+
     def fetch(
         self,
         rows: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -536,3 +537,42 @@ def test_what_is_wrong_with_the_arguments_is_said() -> None:
         speedswap.lookahead([], {items: lambda ids: ids}, depth=-1)
     with pytest.raises(TypeError, match=r"ids has dtype torch\.float32"):
         next(iter(speedswap.lookahead([torch.ones(2)], {items: lambda ids: ids})))
+
+
+def test_child_forked_while_rows_are_written_is_refused_until_it_opens_the_table_itself() -> None:
+    """They never arrive in the child; it does not take the old ones for the table's, however often it asks."""
+    rows = 100_000  # enough that the write takes longer than the fork
+    items = speedswap.Embedding(rows, 64, storage="pageable", init=speedswap.init.zeros())
+    optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
+    every, outcomes = torch.arange(rows), set()
+    for step, ids in enumerate(speedswap.lookahead([every, every, every], {items: lambda ids: ids})):
+        optimizer.zero_grad()
+        (-items(ids).sum()).backward()
+        optimizer.step()  # adds 1 to every value
+        child = os.fork()
+        if child == 0:
+            os._exit(outcome_of_lookups(items, step + 1.0))
+        outcomes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert outcomes <= {0, 1}
+    assert torch.equal(items.table.read(), torch.full((rows, 64), 3.0))
+
+
+def outcome_of_lookups(items: speedswap.Embedding, now: float) -> int:
+    """Look rows up in three ways: 0 if all of them are as they are now, 1 if all are refused, 2 else."""
+    ids = torch.tensor([0, len(items.table) - 1])
+    ways = [
+        lambda: items.table.gather(ids).weight,
+        lambda: items(ids),
+        lambda: next(iter(speedswap.lookahead([ids], {items: lambda ids: ids})), None) is not None and items(ids),
+        lambda: items.table.gather(ids).weight,
+    ]
+    outcomes = set()
+    with torch.no_grad():
+        for look_up in ways:
+            try:
+                outcomes.add(0 if bool((look_up() == now).all()) else 2)
+            except TableClosedError:
+                outcomes.add(1)
+            except Exception:
+                outcomes.add(2)
+    return outcomes.pop() if len(outcomes) == 1 else 2

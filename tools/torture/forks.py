@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import random
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def _child(
     except SpeedswapError:
         flaw = []  # refused, which is right for all but exits; what is refused changes nothing, as the parent sees
     except Exception as error:
-        flaw = [f"{type(error).__name__} in a forked child", str(error)]
+        flaw = [f"{type(error).__name__} in a forked child", f"{error}\n{traceback.format_exc()}"]
     tell(json.dumps(flaw))
     if last:
         raise SystemExit(5)
