@@ -447,5 +447,5 @@ ATTACK = Attack(
     name="configurations",
     promise="training through tables gives what torch gives on the rows alone, in any loop, across saving and loading",
     round=_round,
-    quick=25,
+    quick=15,
 )

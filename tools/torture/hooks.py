@@ -106,5 +106,5 @@ ATTACK = Attack(
     name="hooks",
     promise="whatever asks for a weight's gradient, or changes it, does what it does in torch, or is refused",
     round=_round,
-    quick=50,
+    quick=30,
 )

@@ -362,5 +362,5 @@ ATTACK = Attack(
     name="interrupts",
     promise="after Ctrl-C at any line, a step is whole or was not taken, and training goes on to the same bits",
     round=_round,
-    quick=20,
+    quick=12,
 )

@@ -288,5 +288,5 @@ ATTACK = Attack(
     name="splitter",
     promise="a split batch trains like the whole one, whatever runs out of memory; a failed one leaves nothing behind",
     round=_round,
-    quick=6,
+    quick=4,
 )

@@ -258,5 +258,5 @@ ATTACK = Attack(
     name="states",
     promise="what an optimizer leaves that is not the batch's rows is refused before anything is written",
     round=_round,
-    quick=25,
+    quick=20,
 )

@@ -287,5 +287,5 @@ ATTACK = Attack(
     promise="threads with embeddings of their own train as one does; one table serves several, or says it is closed",
     round=_round,
     seconds=60.0,
-    quick=6,
+    quick=4,
 )
