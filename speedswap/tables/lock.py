@@ -63,16 +63,16 @@ class WriterLock:
         return self in _held
 
     def release(self) -> None:
-        """Give the lock back; harmless if it is not held."""
+        """Give the lock back; harmless if it is not held, and goes on where it was interrupted."""
         if not self.is_held:
             return
-        _held.discard(self)
         try:
             if self._says:
                 self._directory.remove(_OWNER)
         finally:
             # Closing alone would not do if a copy of the descriptor lived on in a process forked by a library.
             fcntl.flock(self._file.fd, fcntl.LOCK_UN)
+            _held.discard(self)
             self._file.close()
 
 
