@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from speedswap import __version__
 from speedswap._info import describe
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
+from speedswap.apps.interrupts import Ended, ending_signals, word_for
 from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.ncf import recommend_cli as recommend
 from speedswap.apps.word2vec import cli as word2vec
+from speedswap.batching.oom import is_out_of_memory
 from speedswap.errors import SpeedswapError
 
 __all__ = ["main"]
@@ -28,22 +33,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 where the command did its work; 2 where it could not, with one line on stderr that says why;
-        130 after Ctrl-C; 141 where what reads its output, such as ``head``, has gone.
+        130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 where what reads its output, such as ``head``, has
+        gone.
     """
-    args = _parser().parse_args(argv)
+    _open_standard_streams()
+    words, parser = sys.argv[1:] if argv is None else list(argv), _parser()
+    for word in words:
+        if word.startswith("-") and word.endswith("=--"):  # of which argparse makes an empty list
+            parser.error(f"argument {word.removesuffix('=--')}: -- is no value")
+    args = parser.parse_args(words)
     try:
-        status: int = args.run(args)
-        sys.stdout.flush()
+        with ending_signals():
+            status: int = args.run(args)
+            sys.stdout.flush()
     except SpeedswapError as error:
-        print(f"speedswap: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("speedswap: interrupted", file=sys.stderr)
-        return 130
+        return _say(str(error), 2)
+    except KeyboardInterrupt as error:
+        number = error.signal if isinstance(error, Ended) else signal.SIGINT
+        return _say(word_for(number), 128 + number)
     except BrokenPipeError:
         if not _output_is_unread():
             raise
         return 141
+    except OSError as error:
+        _stop_writing()
+        where = f": {error.filename}" if error.filename is not None else ""
+        return _say(f"{error.strerror or error}{where}", 2)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return _say(f"out of memory: {error}; ask for less at once", 2)
+    return status
+
+
+def _say(message: str, status: int) -> int:
+    """Print a line on standard error, unless nobody can read that any more; returns the exit status."""
+    with suppress(OSError):
+        print(f"speedswap: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return status
 
 
@@ -64,6 +90,23 @@ def _parser() -> argparse.ArgumentParser:
 def _info(args: argparse.Namespace) -> int:
     print(describe())
     return 0
+
+
+def _open_standard_streams() -> None:
+    """Have all three, and let none of them fail over a character that it cannot show."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who started the process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (lives as long as the process)
+    if getattr(sys.stdout, "errors", None) == "strict" and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _stop_writing() -> None:
+    """Keep Python from failing at exit over output that cannot be written, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _output_is_unread() -> bool:

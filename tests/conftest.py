@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +83,38 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def usual_signals() -> Iterator[None]:
+    """Python's own handlers, for the test and what it starts, wherever the tests are run: a shell's background and
+    ``nohup`` ignore some of these."""
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in usual.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start programs, which end with the test at the latest."""
+    started = []
+
+    def start(*words: object, **more: Any) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                list(map(str, words)), **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | more
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

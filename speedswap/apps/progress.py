@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from speedswap._install import pip_install
 
@@ -15,8 +15,14 @@ __all__ = ["Shown", "show_progress"]
 class Shown(Protocol):
     """What is shown of a run."""
 
-    def update(self, steps: int) -> object: ...
-    def write(self, line: str) -> object: ...
+    def update(self, steps: float) -> None:
+        """Go on by so many steps."""
+
+    def note(self, text: str) -> None:
+        """Say something beside the bar."""
+
+    def write(self, line: str) -> None:
+        """Say something on standard output."""
 
 
 class Quiet:
@@ -25,7 +31,10 @@ class Quiet:
     def __init__(self, *, lines: bool) -> None:
         self._lines = lines
 
-    def update(self, steps: int) -> None:
+    def update(self, steps: float) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
     def write(self, line: str) -> None:
@@ -33,8 +42,39 @@ class Quiet:
             print(line, flush=True)
 
 
+class Bar:
+    """A progress bar that does not end the run where it cannot be shown, as when its terminal has gone."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def update(self, steps: float) -> None:
+        try:
+            self._bar.update(min(steps, self._bar.total - self._bar.n))  # fractions may add up to a little more
+        except OSError:
+            self._bar.disable = True
+
+    def note(self, text: str) -> None:
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def write(self, line: str) -> None:
+        try:
+            self._bar.write(line)
+        except BrokenPipeError:
+            raise  # whoever read the lines wants no more
+        except OSError:
+            self._bar.disable = True
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        try:
+            self._bar.close()
+        except OSError:
+            self._bar.disable = True
+
+
 @contextmanager
-def show_progress(total_steps: int, done: int = 0, *, shown: bool) -> Iterator[Shown]:
+def show_progress(total_steps: int, done: int = 0, *, shown: bool, unit: str = " steps") -> Iterator[Shown]:
     """Show how far a run has come: a progress bar on standard error, and lines on standard output."""
     if not shown:
         yield Quiet(lines=False)
@@ -46,5 +86,17 @@ def show_progress(total_steps: int, done: int = 0, *, shown: bool) -> Iterator[S
         yield Quiet(lines=True)
         return
     seconds = 0.1 if sys.stderr.isatty() else 10.0
-    with tqdm(total=total_steps, initial=done, unit=" steps", mininterval=seconds, dynamic_ncols=True) as bar:
+    bar = Bar(
+        tqdm(
+            total=total_steps,
+            initial=done,
+            unit=unit,
+            unit_scale=unit != " steps",
+            mininterval=seconds,
+            dynamic_ncols=True,
+        )
+    )
+    try:
         yield bar
+    finally:
+        bar.close()

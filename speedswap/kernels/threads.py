@@ -8,12 +8,15 @@ import torch
 
 __all__ = ["get_num_threads", "set_num_threads"]
 
+MOST_THREADS = 2**31 - 1
+"""The engine starts far fewer, but counts them in 32 bits."""
+
 
 def _from_environment() -> int | None:
     text = os.environ.get("SPEEDSWAP_NUM_THREADS")
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > len(str(MOST_THREADS)) or not 1 <= int(text) <= MOST_THREADS:
         raise ValueError(f"the environment's SPEEDSWAP_NUM_THREADS is {text!r}; set it to 1 or more, or unset it")
     return int(text)
 
@@ -32,7 +35,7 @@ def set_num_threads(num_threads: int | None) -> None:
     The environment's ``SPEEDSWAP_NUM_THREADS`` sets the initial value.
 
     Raises:
-        ValueError: num_threads is below 1.
+        ValueError: num_threads is below 1, or above 2**31 - 1.
 
     >>> set_num_threads(2); get_num_threads()
     2
@@ -41,4 +44,6 @@ def set_num_threads(num_threads: int | None) -> None:
     global _num_threads
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}; use 1 or more, or None for torch's number")
+    if num_threads is not None and num_threads > MOST_THREADS:
+        raise ValueError(f"num_threads is {num_threads}; use at most {MOST_THREADS}, or None for torch's number")
     _num_threads = num_threads

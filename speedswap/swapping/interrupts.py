@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-__all__ = ["deferred_interrupts"]
+__all__ = ["deferred_interrupts", "set_handlers"]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def set_handlers(handlers: Mapping[int, Any]) -> None:
+    """Set the handlers of signals: all of them, also where one that has just been set is called, and raises."""
+    left = dict(handlers)
+    try:
+        while left:
+            number = next(iter(left))
+            signal.signal(number, left[number])
+            del left[number]
+    finally:
+        if left:
+            set_handlers(left)
 
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Let a Ctrl-C that comes inside the block take effect at its end.
+    """Let a Ctrl-C that comes inside the block take effect at its end, and so SIGTERM and SIGHUP that are handled.
 
-    What is written together, several tables or weight and state, is then written whole. In threads other than the main
+    What is written together, several tables or weight and state, is then written whole. Signals that are ignored stay
+    so, and those that end the process at once, as SIGTERM does by default, still do. In threads other than the main
     one, which Python does not interrupt, nothing is done.
     """
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-    came: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    usual: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
+    if threading.current_thread() is not threading.main_thread():
+        usual = {}
+    handled = {number: handler for number, handler in usual.items() if callable(handler)}
+    came: list[tuple[int, FrameType | None]] = []
     try:
+        set_handlers(dict.fromkeys(handled, lambda number, frame: came.append((number, frame))))
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-        if came:
-            usual(signal.SIGINT, came[0])
+        set_handlers(handled)
+        for number, frame in came:
+            handled[number](number, frame)

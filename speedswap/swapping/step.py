@@ -30,6 +30,7 @@ from speedswap._locks import Locked
 from speedswap._words import a_kind
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.doubt import Doubt
+from speedswap.swapping.interrupts import deferred_interrupts
 from speedswap.swapping.probe import RowState, probe
 from speedswap.swapping.scalars import Scalars, copied
 from speedswap.swapping.weight import TableWeight, as_plain, is_one_value
@@ -578,29 +579,38 @@ class RowStep(Locked):
         replaced = self.optimizer
         is_first = self._optimizer is None
         existing = self._add(row_state, columns)
-        self._optimizer = weakref.ref(optimizer)
-        if replaced is not None:
-            self._former.add(replaced)
-        noted = self._keep_scalars(optimizer)
+        noted = self._noted_scalars()
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
-        self._first_step = not resumes
-        if resumes:
-            self._recall_scalars(optimizer, noted["scalars"])
-            self._says_lag = self.table._attributes_lag
-        elif not self._is_whole(optimizer.state.get(self.weight, {}) if loaded is None else loaded):
-            self._lost_state = [column.name for column in existing] if is_first else []
-            self.table._keep_scalars()  # there are none, before the state that they went with is gone
+        starts_over = not resumes and not self._is_whole(
+            optimizer.state.get(self.weight, {}) if loaded is None else loaded
+        )
+        if starts_over:
+            # An interrupted attach is none, and the next one comes here again.
+            self._keep_scalars(optimizer)  # there are none, before the state that they went with is gone
+            self.table._keep_scalars()
             self.table.reset_columns(existing)
-        self._take_state_of(optimizer)
+        with deferred_interrupts():
+            self._optimizer = weakref.ref(optimizer)
+            if replaced is not None:
+                self._former.add(replaced)
+            self._keep_scalars(optimizer)
+            self._first_step = not resumes
+            self._lost_state = [column.name for column in existing] if starts_over and is_first else []
+            if resumes:
+                self._recall_scalars(optimizer, noted["scalars"])
+                self._says_lag = self.table._attributes_lag
+            self._take_state_of(optimizer)
 
-    def _keep_scalars(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Let the table keep the scalars of this optimizer from now on; what it kept so far."""
+    def _noted_scalars(self) -> dict[str, Any]:
+        """What the table has kept of an optimizer's scalars so far."""
         source = self.table.live_attributes.get(_ATTRIBUTE)
-        noted = (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})
+        return (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})  # type: ignore[no-any-return]
+
+    def _keep_scalars(self, optimizer: Optimizer) -> None:
+        """Let the table keep the scalars of this optimizer from now on, of which there are none yet."""
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._scalars = Scalars(type(optimizer).__name__)
         self.table.live_attributes[_ATTRIBUTE] = self._scalars
-        return noted  # type: ignore[no-any-return]
 
     def say_what_starts_over(self) -> None:
         """Log that an earlier run's state could not be used, if so: a step is about to be taken without it."""

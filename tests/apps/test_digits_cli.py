@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -83,25 +82,26 @@ def test_every_option_reaches_the_settings(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["settings"] == options | {"compare": True}
 
 
-def test_interrupt_saves_what_there_is(tmp_path):
-    """Ctrl-C once training has begun: what there is is written, the run says so, and the status is the shell's."""
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize(
+    "sent, status, word",
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ids=["INT", "TERM"],
+)
+def test_interrupt_saves_what_there_is(sent, status, word, tmp_path, start):
+    """Ctrl-C or SIGTERM once training has begun: what there is is written, and the status is the shell's."""
     output = tmp_path / "out"
     words = ["--epochs", "100000", "--width", "4", "--output", str(output)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "speedswap", "digits", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(sys.executable, "-m", "speedswap", "digits", *words)
     begun = ""
     while " steps" not in begun:
         character = process.stderr.read(1)
         assert character, begun
         begun += character
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "interrupted: what there is after" in out
+    assert process.returncode == status, err
+    assert f"{word}: what there is after" in out
     assert "Traceback" not in err
     report = json.loads((output / "run.json").read_text())
     assert report["interrupted"] is True

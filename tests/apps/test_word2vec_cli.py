@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import numpy as np
@@ -14,18 +13,8 @@ import pytest
 
 from speedswap.cli import main
 
+WORD2VEC = [sys.executable, "-m", "speedswap", "word2vec"]
 TEXT = "some words of text to read\n" * 50
-
-
-def start(*words, cwd=None):
-    """The command in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "speedswap", "word2vec", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-    )
 
 
 @pytest.fixture
@@ -44,6 +33,7 @@ CONTENTS = {
     "rare": b"each word once only",
     "binary": bytes(range(256)) * 10,
 }
+SIGNALS = [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
 MISTAKES = {
     "empty file": (["empty"], "is empty"),
     "missing file": (["nowhere"], "cannot be read: No such file or directory"),
@@ -85,9 +75,9 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(name, folder, mon
     check_mistake(name, folder, status, *capsys.readouterr())
 
 
-def test_mistakes_of_a_process_of_its_own_leave_no_traceback(folder):
+def test_mistakes_of_a_process_of_its_own_leave_no_traceback(folder, start):
     for name in ("truncated gzip", "dim 0"):
-        process = start(*MISTAKES[name][0], cwd=folder)
+        process = start(*WORD2VEC, *MISTAKES[name][0], cwd=folder)
         out, err = process.communicate(timeout=120)
         check_mistake(name, folder, process.returncode, out, err)
 
@@ -144,37 +134,44 @@ def test_generated_words_train_without_a_corpus(tmp_path, capsys):
     assert "from 3,000 words of text" in capsys.readouterr().out
 
 
-def test_interrupt_saves_what_there_is(corpus, tmp_path):
-    """Ctrl-C once training has begun: the vectors are written, the run says so, and the status is the shell's."""
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("sent, status, word", SIGNALS, ids=["INT", "TERM"])
+def test_interrupt_saves_what_there_is(sent, status, word, corpus, tmp_path, start):
+    """Ctrl-C once training has begun: the vectors are written, the run says so, and the status is the shell's.
+
+    So with SIGTERM, by which a scheduler takes the machine away.
+    """
     output = tmp_path / "out"
-    process = start(corpus, "--epochs", 1_000_000, "--dim", 8, "--output", output)
+    process = start(*WORD2VEC, corpus, "--epochs", 1_000_000, "--dim", 8, "--output", output)
     begun = ""
     while "words/s" not in begun:
         character = process.stderr.read(1)
         assert character, begun
         begun += character
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "interrupted: what there is after" in out
+    assert process.returncode == status, err
+    assert f"{word}: what there is after" in out
     assert "Traceback" not in err
     assert json.loads((output / "run.json").read_text())["interrupted"] is True
     assert (output / "vectors.txt").read_text().splitlines()[0] == "6 8"
 
 
-def test_interrupt_before_training_writes_nothing(tmp_path):
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("sent, status, word", SIGNALS, ids=["INT", "TERM"])
+def test_interrupt_before_training_writes_nothing(sent, status, word, tmp_path, start):
     """While the vocabulary is counted there is nothing to save yet."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    process = start(pipe, "--output", tmp_path / "out")
+    process = start(*WORD2VEC, pipe, "--output", tmp_path / "out")
     with open(pipe, "w", encoding="utf-8") as text:  # opens once the command reads
         text.write(TEXT)
         text.flush()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert out == ""
-    assert err == "speedswap: interrupted\n"
+    assert err == f"speedswap: {word}\n"
     assert not (tmp_path / "out").exists()
 
 

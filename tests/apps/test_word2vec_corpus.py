@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from speedswap.apps.word2vec import Corpus, CorpusError
-from speedswap.apps.word2vec.text import CHUNK_CHARACTERS, SENTENCE_END, demo_corpus, read_words
+from speedswap.apps.word2vec.text import CHUNK_CHARACTERS, SENTENCE_END, demo_corpus, read_characters, read_words
 
 TEXT = "the cat saw the dog\n\nthe dog ran \t away\nrare the cat"
 
@@ -215,3 +215,35 @@ def test_generated_words_are_decided_by_their_seed():
 def test_too_few_generated_words_are_an_error():
     with pytest.raises(CorpusError, match=r"min_count=5 leaves 1 of the 9 different words of 9 generated words"):
         Corpus.generated(9, types=9)
+
+
+@pytest.mark.parametrize("blank", ["\n", " \n", "\r\n", "\t\n\n"], ids=["empty", "space", "return", "tab"])
+def test_empty_lines_take_no_room(blank, tmp_path):
+    """A small gzip file may become gigabytes of them; and they are no sentences."""
+    path, plain = tmp_path / "bomb.txt.gz", tmp_path / "plain.txt"
+    path.write_bytes(gzip.compress(("a b c\n" + blank * 500_000 + "c d a\n" + blank * 1_500_000).encode()))
+    plain.write_text("a b c\nc d a\n")
+    with Corpus(path, min_count=1) as bomb, Corpus(plain, min_count=1) as usual:
+        assert bomb.nbytes == usual.nbytes
+        assert bomb.corpus_words == 6
+        (ours,), (theirs,) = bomb.passages(), usual.passages()
+        assert np.array_equal(ours.words, theirs.words)
+        assert np.array_equal(np.diff(ours.sentences), np.diff(theirs.sentences))
+
+
+def test_gzip_that_becomes_far_larger_is_refused(tmp_path):
+    """Before it has filled the disk; unpacked, the user has seen how large it is."""
+    path = tmp_path / "bomb.txt.gz"
+    path.write_bytes(gzip.compress(b"a b " * 20_000_000))
+    with pytest.raises(CorpusError, match="becomes more than 200 times as large; if that is right, unpack it first"):
+        Corpus(path)
+
+
+def test_gzip_that_is_honestly_large_is_read(tmp_path):
+    """A few times its size, and more than what is read of any file: three parts of 16 MiB, one after the other."""
+    path = tmp_path / "long.txt.gz"
+    letters = np.random.default_rng(0).integers(97, 123, 2**24, np.uint8)
+    letters[::6] = 32
+    letters[::60] = 10
+    path.write_bytes(gzip.compress(letters.tobytes(), 1) * 3)
+    assert sum(map(len, read_characters(path))) == 3 * 2**24

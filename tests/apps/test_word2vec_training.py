@@ -6,7 +6,6 @@ import gzip
 import itertools
 import json
 import math
-import signal
 import threading
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import simulated_gpu
 import torch
 
 import speedswap
-from speedswap.apps.interrupts import stop_on_interrupt
 from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train, training
 from speedswap.apps.word2vec.optimizer import suited
 
@@ -199,16 +197,6 @@ def test_an_optimizer_that_mixes_rows_is_refused(corpus):
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(SettingsError, match=message):
         Settings(**change)
-
-
-def test_first_interrupt_asks_and_second_interrupts():
-    usual = signal.getsignal(signal.SIGINT)
-    with stop_on_interrupt() as stopped:
-        signal.raise_signal(signal.SIGINT)
-        assert stopped.is_set()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is usual
 
 
 def test_training_in_another_thread_works(corpus):

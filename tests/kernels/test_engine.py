@@ -54,10 +54,16 @@ def test_threads_are_torchs_unless_set(monkeypatch: pytest.MonkeyPatch):
     for wrong in (0, -1):
         with pytest.raises(ValueError, match=f"num_threads is {wrong}; use 1 or more, or None"):
             kernels.set_num_threads(wrong)
+    for wrong in (2**31, 10**20):  # every later call would fail
+        with pytest.raises(ValueError, match=f"num_threads is {wrong}; use at most 2147483647"):
+            kernels.set_num_threads(wrong)
     assert kernels.get_num_threads() == torch.get_num_threads()
 
 
-@pytest.mark.parametrize("text, result", [("3", "3"), ("0", "ValueError"), ("many", "ValueError"), ("", "ValueError")])
+@pytest.mark.parametrize(
+    "text, result",
+    [("3", "3"), ("0", "ValueError"), ("many", "ValueError"), ("", "ValueError"), ("9" * 99, "ValueError")],
+)
 def test_the_environment_sets_the_threads(text: str, result: str):
     program = "from speedswap import kernels; print(kernels.get_num_threads())"
     environment = {**os.environ, "SPEEDSWAP_NUM_THREADS": text}

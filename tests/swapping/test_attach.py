@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import pickle
 import signal
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -506,7 +509,13 @@ def test_an_exception_anywhere_leaves_the_table_as_after_the_last_step(place: st
     assert not torch.equal(items.table.read(), before["weight"])
 
 
-def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
+def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does any other signal that has a handler, such as one that turns SIGTERM into an exception."""
+    signal.signal(number, signal.default_int_handler)
     users, items = (speedswap.Embedding(ROWS, DIM, dtype=torch.float64, name=name) for name in ("users", "items"))
     optimizer = torch.optim.Adam([*users.parameters(), *items.parameters()])
     ids = torch.tensor([1, 2])
@@ -519,13 +528,13 @@ def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(monkeypatch: 
     one_step()
     before = [module.table.read() for module in (users, items)]
     memory = users.table._segments.of("weight").memory
-    monkeypatch.setattr(memory, "reserve", lambda rows, stride: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(memory, "reserve", lambda rows, stride: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt):
         one_step()
     for module, old in zip((users, items), before, strict=True):
         assert (module.table.read() != old).any(dim=1).nonzero().flatten().tolist() == [1, 2]
         assert optimizer.state[module.weight]["step"] == 2
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(number) is signal.default_int_handler
 
 
 def test_ids_out_of_range_are_refused_before_anything_is_read(items: speedswap.Embedding, device: str) -> None:
@@ -753,3 +762,60 @@ def test_from_pretrained_freezes_by_default() -> None:
     assert torch.equal(out, rows[3:4])
     assert not out.requires_grad
     assert speedswap.Embedding.from_pretrained(rows, freeze=False)(torch.tensor([3])).requires_grad
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Adam"])
+def test_ctrl_c_in_the_first_step_leaves_an_embedding_that_trains_on(name: str) -> None:
+    """Wherever it comes, the interrupted step counts or does not, and the steps after it are torch's."""
+
+    def train(module: nn.Module, optimizer: Optimizer, steps: int) -> Tensor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module(torch.arange(4)).square().sum().backward()
+            optimizer.step()
+        return module.weight.detach() if type(module) is nn.Embedding else module.read()
+
+    make = functools.partial(getattr(torch.optim, name), lr=0.1)
+    values = torch.randn(4, 2)
+    dense = [nn.Embedding.from_pretrained(values.clone(), freeze=False) for _ in range(2)]
+    expected = [train(each, make(each.parameters()), steps) for each, steps in zip(dense, (2, 3), strict=True)]
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for line in range(1, 3000, 61):
+            module = speedswap.Embedding.from_pretrained(values, freeze=False)
+            optimizer = make(module.parameters())
+            module(torch.arange(4)).square().sum().backward()
+            with interrupted_at(line):
+                try:
+                    optimizer.step()
+                except KeyboardInterrupt:
+                    interrupted += 1
+            found = train(module, optimizer, 2)
+            assert any(torch.equal(found, each) for each in expected), line
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert interrupted > 5
+
+
+@contextlib.contextmanager
+def interrupted_at(line: int) -> Iterator[None]:
+    """Send this process Ctrl-C's signal when so many lines of speedswap have run."""
+    lines = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        if "/speedswap/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == line:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -242,7 +242,7 @@ def test_scalars_that_are_no_regular_file_are_refused(what: str, tmp_path: Path)
         if what == "link":
             precious.write_text("kept")
     for mode in ("r+", "r"):
-        with pytest.raises(TableFormatError, match=r"SCALARS .*regular file"):
+        with pytest.raises(TableFormatError, match="SCALARS is a"):
             speedswap.Table.open(path, mode=mode)
     assert precious.exists() == (what == "link")
     assert what != "link" or precious.read_text() == "kept"

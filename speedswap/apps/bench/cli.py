@@ -14,6 +14,7 @@ from speedswap import kernels
 from speedswap.apps.bench import ceilings, plots, step, tables, transfer
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.measure import write_json
+from speedswap.apps.places import check_output, shortened
 
 __all__ = ["add_parser", "run"]
 
@@ -25,6 +26,10 @@ _READ_BY = {
     "profile": ("step", "tables", "all"),
     "folder": ("transfer", "all"),
 }
+
+
+_MOST_THREADS = 10_000
+_MOST_COMPUTE = 1000
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,15 +81,15 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(path)
     if args.folder is not None and not args.folder.is_dir():
         raise BenchmarkError(f"folder is {str(args.folder)!r}, which is no directory: give one")
-    if args.profile is not None and args.profile.exists() and not args.profile.is_dir():
-        raise BenchmarkError(f"profile is {str(args.profile)!r}, which is a file: give a folder")
+    if args.profile is not None:
+        check_output(args.profile, option="profile")
     if args.seconds is not None and not args.seconds > 0:
         raise BenchmarkError(f"seconds is {args.seconds:g}: give a number above 0")
     if args.plot is not None:
         plots.require_matplotlib(args.plot)
     if args.threads is not None:
-        if args.threads < 1:
-            raise BenchmarkError(f"threads is {args.threads}: give 1 or more")
+        if not 1 <= args.threads <= _MOST_THREADS:
+            raise BenchmarkError(f"threads is {shortened(args.threads)}: give 1 or more, and at most {_MOST_THREADS:,}")
         torch.set_num_threads(args.threads)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "ceilings": lambda: ceilings.run(device, quick=args.quick),
@@ -138,16 +143,20 @@ def _check_writable(path: Path | None) -> None:
     """Find out before the work whether its result can be written."""
     if path is not None and path.is_dir():
         raise BenchmarkError(f"{str(path)!r} is a directory: give a file")
+    if path is not None and path.is_symlink() and not path.exists():
+        raise BenchmarkError(f"{str(path)!r} is a link that leads nowhere: give a file")
     if path is not None and not path.absolute().parent.is_dir():
         raise BenchmarkError(f"{str(path)!r} cannot be written: there is no directory {str(path.absolute().parent)!r}")
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    wrong = argparse.ArgumentTypeError(f"{text!r} is not one or more numbers above 0, separated by commas")
+    wrong = argparse.ArgumentTypeError(
+        f"{text[:60]!r} is not one or more numbers above 0, separated by commas (and of at most {_MOST_COMPUTE})"
+    )
     try:
         numbers = tuple(float(word) for word in text.replace(",", " ").split())
     except ValueError:
         raise wrong from None
-    if not numbers or min(numbers) <= 0:
+    if not numbers or not all(0 < number <= _MOST_COMPUTE for number in numbers):
         raise wrong
     return numbers

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import speedswap
+from speedswap.apps.files import write_given
 from speedswap.kernels import engine_info
 
 __all__ = ["cache_bytes", "document", "in_turn", "machine", "steps_in_turn", "synchronize", "write_json"]
@@ -115,7 +116,8 @@ def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
 def write_json(path: Path, benchmark: str, results: Mapping[str, Any]) -> None:
     """Write the results with the machine they are of."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document(benchmark, results), indent=1) + "\n", encoding="utf-8")
+    with write_given(path) as file:
+        file.write((json.dumps(document(benchmark, results), indent=1) + "\n").encode())
 
 
 def cache_bytes() -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from speedswap._install import pip_install
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.files import write_given
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,8 @@ def draw(path: Path, figures: Mapping[str, Figure]) -> list[Path]:
     for name, figure in figures.items():
         if figure.axes:
             paths.append(path if len(figures) == 1 else path.with_name(f"{path.stem}-{name}{path.suffix}"))
-            figure.savefig(paths[-1], dpi=120)
+            with write_given(paths[-1]) as file:
+                figure.savefig(file, format=paths[-1].suffix[1:], dpi=120)
     return paths
 
 

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from speedswap.apps.bench.errors import BenchmarkError
 from speedswap.apps.bench.measure import synchronize
+from speedswap.apps.files import write_whole
 
 __all__ = ["KINDS", "Lane", "Span", "draw", "figures", "lanes", "read", "record"]
 
@@ -295,4 +296,5 @@ def draw(path: Path, found: Sequence[Lane], result: Mapping[str, Any]) -> None:
     axes.legend(
         handles=[Patch(color=_COLORS[kind], label=kind) for kind in KINDS], loc="upper left", bbox_to_anchor=(1, 1)
     )
-    figure.savefig(path, dpi=110)
+    with write_whole(path) as file:
+        figure.savefig(file, format="png", dpi=110)

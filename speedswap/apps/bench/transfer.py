@@ -25,6 +25,7 @@ from speedswap.apps.bench.peers import Peer, transfer_peers
 from speedswap.apps.bench.point import Floor, measure
 from speedswap.apps.bench.stores import Room, Store, StoreMaker, ours, peer_makers, sweep_makers
 from speedswap.apps.bench.workload import random_batches
+from speedswap.apps.files import scratch_folder
 from speedswap.tables.storage import available_bytes
 
 __all__ = ["Plan", "run"]
@@ -121,10 +122,12 @@ def run(device: str, *, quick: bool = False, folder: Path | None = None, plan: P
     deadline = time.monotonic() + plan.seconds
     peers = transfer_peers(device)
     report.show_peers(peers)
-    with TemporaryDirectory(dir=folder, prefix="speedswap-bench-") as scratch:
-        taken = memory.run(device, plan.memory_rows, Path(scratch))
+    with contextlib.ExitStack() as stack:
+        scratch, remove = scratch_folder(stack, folder)
+        stack.callback(remove)
+        taken = memory.run(device, plan.memory_rows, scratch)
         report.show_memory(taken)
-        benchmark = _Benchmark(device, plan, peers, Path(scratch), deadline)
+        benchmark = _Benchmark(device, plan, peers, scratch, deadline)
         return {
             "device": device,
             "threads": torch.get_num_threads(),

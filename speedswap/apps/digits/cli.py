@@ -10,10 +10,13 @@ from typing import Any
 from speedswap.apps.digits.output import memory_report, save
 from speedswap.apps.digits.settings import Settings
 from speedswap.apps.digits.training import Result, train
-from speedswap.apps.interrupts import INTERRUPTED
+from speedswap.apps.interrupts import Stop
 from speedswap.apps.places import check_output
+from speedswap.apps.saving import save_somewhere
 
 __all__ = ["add_parser", "run"]
+
+MOST_DIGITS = 18
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,8 +26,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "digits",
         help="train with batches that do not fit into memory",
         description="Train a small network on scikit-learn's handwritten digits, in batches that do not fit into the "
-        "memory they are given: BatchSplitter finds micro-batches that do, and trains to the same losses. Ctrl-C ends "
-        "the training and saves what there is.",
+        "memory they are given: BatchSplitter finds micro-batches that do, and trains to the same losses. Ctrl-C or "
+        "SIGTERM ends the training and saves what there is.",
     )
 
     def add(name: str, type_: Any, text: str, **more: Any) -> None:
@@ -63,14 +66,15 @@ def run(args: argparse.Namespace) -> int:
     """Train, test, save, and print what came of it; returns the exit status."""
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     check_output(args.output)
-    result = train(settings)
-    files = save(result, args.output)
+    with Stop() as stop:
+        result = train(settings, stop=stop)
+        files = save_somewhere(args.output, lambda folder: save(result, folder))
     print(said(result))
     print(memory_report(result))
     if result.interrupted:
-        print(f"interrupted: what there is after {len(result.steps)} steps is saved")
+        print(f"{stop.word}: what there is after {len(result.steps)} steps is saved")
     print("saved", ", ".join(str(file) for file in files))
-    return INTERRUPTED if result.interrupted else 0
+    return stop.status
 
 
 def said(result: Result) -> str:
@@ -90,4 +94,4 @@ def said(result: Result) -> str:
 
 def size(text: str) -> int | str:
     """A micro-batch size; what is no number is for Settings to judge."""
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import platform
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import torch
 import speedswap
 from speedswap._install import pip_install
 from speedswap.apps.digits.training import Result
+from speedswap.apps.files import says_unwritable, write_whole
 
 __all__ = ["figures", "memory_report", "save"]
 
@@ -20,15 +22,24 @@ MIB = 2**20
 
 
 def save(result: Result, folder: Path) -> list[Path]:
-    """Write ``run.json``, ``model.pt`` and, where matplotlib is installed, ``training.png``.
+    """Write ``model.pt``, ``run.json`` and, where matplotlib is installed, ``training.png``.
 
     Returns:
         The files written.
+
+    Raises:
+        OutputError: one of them cannot be written; the model is the first.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with says_unwritable(f"output {folder}", "give another directory"):
+        folder.mkdir(parents=True, exist_ok=True)
     report, model, plot = folder / "run.json", folder / "model.pt", folder / "training.png"
-    report.write_text(json.dumps(figures(result), indent=2) + "\n", encoding="utf-8")
-    torch.save(result.model.state_dict(), model)
+    # In memory first: torch reports a file that cannot be written as an error of its own.
+    parameters = io.BytesIO()
+    torch.save(result.model.state_dict(), parameters)
+    with write_whole(model) as file:
+        file.write(parameters.getbuffer())
+    with write_whole(report) as file:
+        file.write((json.dumps(figures(result), indent=2) + "\n").encode())
     return [report, model, *([plot] if draw(result, plot) else [])]
 
 
@@ -109,5 +120,6 @@ def draw(result: Result, path: Path) -> bool:
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
     figure.suptitle(f"digits, batches of {result.settings.batch:,}, {result.settings.optimizer}")
-    figure.savefig(path, dpi=120)
+    with write_whole(path) as file:
+        figure.savefig(file, format="png", dpi=120)
     return True

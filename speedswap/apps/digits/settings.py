@@ -10,12 +10,15 @@ import torch
 
 from speedswap.apps.digits.errors import SettingsError
 from speedswap.apps.optimizers import named_optimizer, optimizer_of, plain
-from speedswap.apps.places import compute_device
+from speedswap.apps.places import check_counts, compute_device
 
 __all__ = ["Budget", "Settings"]
 
 SUITED_LR = dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), 1e-2)
 """Learning rates at the beginning; other optimizers have their own default."""
+MOST_IMAGES = 2**31
+LIMITS = {"epochs": (1, 10**9), "batch": (1, MOST_IMAGES), "grow_after": (1, 2**62), "width": (1, 4096)}
+"""The least and the most of each count."""
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -37,7 +40,7 @@ class Budget:
         Raises:
             SettingsError: it is no amount of memory.
         """
-        said = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+        said = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", text.strip().lower(), re.ASCII)
         if text.strip().lower() == "none":
             return cls()
         if said and said[2] in ("sample", "samples") and said[1].isdigit() and int(said[1]) > 0:
@@ -84,11 +87,9 @@ class Settings:
     compare: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch", "grow_after", "width"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give a whole number of 1 or more")
+        check_counts(self, LIMITS)
         size = self.micro_batch_size
-        if size != "auto" and (not isinstance(size, int) or size < 1):
+        if size != "auto" and (not isinstance(size, int) or not 1 <= size <= MOST_IMAGES):
             raise SettingsError(f"micro_batch_size is {size!r}: give a whole number of 1 or more, or auto")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise SettingsError(f"lr is {self.lr}: give a number above 0")

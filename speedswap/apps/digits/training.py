@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from speedswap.apps.digits.images import Images, Split, read_split
 from speedswap.apps.digits.memory import LimitedMemory
 from speedswap.apps.digits.model import DigitsNet
 from speedswap.apps.digits.settings import Settings
-from speedswap.apps.interrupts import stop_on_interrupt
+from speedswap.apps.interrupts import Stop, listening
 from speedswap.apps.progress import Shown, show_progress
 from speedswap.batching import Callback, Event
 from speedswap.errors import MemoryBudgetError
@@ -118,14 +117,17 @@ def _bytes_of(tensors: Iterator[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def train(settings: Settings, *, progress: bool = True) -> Result:
+def train(settings: Settings, *, progress: bool = True, stop: Stop | None = None) -> Result:
     """Train a network to read digits, in batches that do not fit into the memory that it is given.
 
-    Ctrl-C ends the training after the step in progress; the result is then what there is, with ``interrupted`` set.
+    Ctrl-C and SIGTERM end the training after the step in progress; the result is then what there is, with
+    ``interrupted`` set.
 
     Args:
         settings: what to train, and in how much memory.
         progress: show a progress bar on standard error (needs tqdm), and a line for each epoch.
+        stop: the caller's request to end, which listens from the first step on, also after the training; by default
+            there is one for the training.
 
     Raises:
         ImagesError: scikit-learn is not installed.
@@ -140,7 +142,7 @@ def train(settings: Settings, *, progress: bool = True) -> Result:
     plain = replace(settings, memory_budget="none", micro_batch_size=settings.batch, compare=False)
     unsplit = prepared(plain, split, copy.deepcopy(model)) if settings.compare else None
     steps = -(-len(split.train) // settings.batch) * settings.epochs * (2 if unsplit else 1)
-    with stop_on_interrupt() as stopped, show_progress(steps, shown=progress) as shown:
+    with listening(stop) as stopped, show_progress(steps, shown=progress) as shown:
         run_epochs(result, stopped, shown)
         if unsplit is not None and not stopped.is_set():
             shown.write("the same with whole batches and no budget:")
@@ -201,7 +203,7 @@ class Trace(Callback):
         self.failed.append(event.old_size or 0)
 
 
-def run_epochs(result: Result, stopped: threading.Event, shown: Shown) -> None:
+def run_epochs(result: Result, stopped: Stop, shown: Shown) -> None:
     """Train until the end or until stopped, and enter into the result how it goes."""
     settings, split, model = result.settings, result.split, result.model
     memory = LimitedMemory(result.budget_bytes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 import re
-import shutil
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,17 +16,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedswap.apps.files import (
+    UNFINISHED,
+    fresh_folder,
+    open_regular,
+    remove_aside,
+    remove_leftovers,
+    says_unwritable,
+    take_name,
+    write_whole,
+)
 from speedswap.apps.ncf.errors import CheckpointError
 from speedswap.apps.ncf.idmap import IdMap
 from speedswap.apps.ncf.interactions import Split
-from speedswap.apps.ncf.model import NCF
+from speedswap.apps.ncf.model import MODELS, NCF
 from speedswap.apps.ncf.settings import Settings
 from speedswap.apps.ncf.splits import load_split, save_split
+from speedswap.batching.oom import is_out_of_memory
+from speedswap.errors import SpeedswapError
 
-__all__ = ["Checkpoint", "Place", "load"]
+__all__ = ["FOLDER", "Checkpoint", "Place", "load"]
 
 FOLDER = "checkpoints"
 SPLIT = "interactions.npz"
+EPOCH_FIGURES = 5
+"""Number, loss, HR@10, NDCG@10 and seconds."""
 DECIDING = (
     *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users", "seed"),
     "state_dtype",
@@ -68,20 +84,25 @@ class Checkpoint:
         place: Place,
         *,
         keep: Place | None,
+        start_over: bool,
         model: NCF,
         optimizer: Optimizer,
         settings: Settings,
         split: Split,
         progress: dict[str, Any],
     ) -> None:
-        """Write a checkpoint; of the earlier ones only that at ``keep`` stays."""
-        target = output / FOLDER / place.folder
-        unfinished = output / FOLDER / "unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        model.user.table.save(unfinished / "users")
-        model.item.table.save(unfinished / "items")
-        save_split(split, unfinished / SPLIT)
+        """Write a checkpoint; of the earlier ones only that at ``keep`` stays.
+
+        Args:
+            output: the run's output directory.
+            place: where the run is.
+            keep: the earlier checkpoint that stays.
+            start_over: whether the checkpoints there are another run's: this one takes the place of them all.
+            model, optimizer, settings, split, progress: what is saved.
+
+        Raises:
+            OutputError: it cannot be written; the checkpoints that are there stay.
+        """
         content = {
             "settings": {
                 name: value if isinstance(value, int | float | None) else str(value)
@@ -96,16 +117,39 @@ class Checkpoint:
             "optimizer": {name: optimizer.state.get(parameter, {}) for name, parameter in model.dense().items()},
             "progress": progress,
         }
-        with open(unfinished / "training.pt", "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(target, ignore_errors=True)  # of a run before, or the very same
-        os.rename(unfinished, target)
-        sync_folder(target.parent)
-        for folder in target.parent.iterdir():
-            if Place.of(folder) not in (None, place, keep):
-                shutil.rmtree(folder, ignore_errors=True)
+        # In memory first: torch reports a file that cannot be written as an error of its own.
+        training = io.BytesIO()
+        torch.save(content, training)
+        checkpoints = real_folder(output)
+        with says_unwritable(f"checkpoint {output / FOLDER / place.folder}", "make room and go on with resume"):
+            checkpoints.parent.mkdir(parents=True, exist_ok=True)
+            if not start_over:
+                checkpoints.mkdir(exist_ok=True)
+            with fresh_folder(checkpoints.parent if start_over else checkpoints) as unfinished:
+                written = unfinished / place.folder if start_over else unfinished
+                written.mkdir(exist_ok=True)
+                model.user.table.save(written / "users")
+                model.item.table.save(written / "items")
+                save_split(split, written / SPLIT)
+                with write_whole(written / "training.pt") as file:
+                    file.write(training.getbuffer())
+                take_name(unfinished, checkpoints if start_over else checkpoints / place.folder)
+                if start_over:
+                    rescue_others(unfinished, checkpoints)
+            for folder in checkpoints.iterdir():
+                if Place.of(folder) not in (None, place, keep):
+                    remove_aside(folder)
+
+    @staticmethod
+    def clean(output: Path) -> None:
+        """Remove, and say so, what a run that was killed left in its output directory."""
+        checkpoints = real_folder(output)
+        put_back(checkpoints)
+        remove_leftovers(output)
+        remove_leftovers(checkpoints.parent, rescue=lambda folder: rescue_others(folder, checkpoints))
+        remove_leftovers(checkpoints)
+        if (checkpoints / "unfinished").is_dir():  # as old versions called it
+            remove_aside(checkpoints / "unfinished")
 
     @classmethod
     def latest(cls, output: Path | None, remedy: str = "start without resume") -> Checkpoint:
@@ -114,6 +158,8 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
+        if output is not None:
+            put_back(real_folder(output))
         places = sorted(places_in(output)) if output is not None else []
         if not places:
             raise CheckpointError(f"output {output} has no checkpoint to go on from: {remedy}")
@@ -123,8 +169,8 @@ class Checkpoint:
     def read(cls, checkpoints: Path, place: Place) -> Checkpoint:
         folder = checkpoints / place.folder
         try:
-            content = torch.load(folder / "training.pt", weights_only=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+            content = read_training(folder / "training.pt")
+        except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(
                 f"checkpoint {folder} cannot be read ({error}): remove it to go on from an earlier one"
             ) from error
@@ -168,16 +214,28 @@ class Checkpoint:
             f"came before had {less} of it, so that the result is not exactly that of {settings.epochs} epochs at once"
         )
 
+    @contextmanager
+    def says_damaged(self) -> Iterator[None]:
+        """Turn what goes wrong where contents do not fit together into an error that says where."""
+        try:
+            yield
+        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, SpeedswapError) or is_out_of_memory(error):
+                raise
+            raise CheckpointError(f"checkpoint {self.folder} is damaged ({error}): train again") from error
+
     def restore(self, model: NCF, optimizer: Optimizer) -> dict[str, Any]:
         """Put dense parameters and their optimizer state back; the tables are there already. Returns the progress."""
-        for name, parameter in model.dense().items():
-            with torch.no_grad():
-                parameter.copy_(self.content["model"][name])
-            state = self.content["optimizer"][name]
-            if state:
-                optimizer.state[parameter] = {
-                    key: moved(value, optimizer.state[parameter].get(key), parameter) for key, value in state.items()
-                }
+        with self.says_damaged():
+            for name, parameter in model.dense().items():
+                with torch.no_grad():
+                    parameter.copy_(self.content["model"][name])
+                state = self.content["optimizer"][name]
+                if state:
+                    optimizer.state[parameter] = {
+                        key: moved(value, optimizer.state[parameter].get(key), parameter)
+                        for key, value in state.items()
+                    }
         progress: dict[str, Any] = self.content["progress"]
         return progress
 
@@ -205,19 +263,20 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
     number, *_ = max(progress["epochs"], key=lambda epoch: (epoch[2], epoch[3], -epoch[0]))
     checkpoint = Checkpoint.read(Path(output) / FOLDER, Place(number, 0))
     content = checkpoint.content
-    model = NCF(
-        content["num_users"],
-        content["num_items"],
-        model=content["settings"]["model"],
-        factors=content["settings"]["factors"],
-        layers=content["layers"],
-        storage=storage,
-        scratch=scratch,
-        source=checkpoint.folder,
-    )
-    with torch.no_grad():
-        for name, parameter in model.dense().items():
-            parameter.copy_(content["model"][name])
+    with checkpoint.says_damaged():
+        model = NCF(
+            content["num_users"],
+            content["num_items"],
+            model=content["settings"]["model"],
+            factors=content["settings"]["factors"],
+            layers=content["layers"],
+            storage=storage,
+            scratch=scratch,
+            source=checkpoint.folder,
+        )
+        with torch.no_grad():
+            for name, parameter in model.dense().items():
+                parameter.copy_(content["model"][name])
     if "ids_checksum" in content:
         model.know(load_split(checkpoint.folder / SPLIT))
     else:  # of a version that kept the ids alone
@@ -230,6 +289,27 @@ def places_in(output: Path) -> list[Place]:
     return [place for path in folder.iterdir() if (place := Place.of(path))] if folder.is_dir() else []
 
 
+def real_folder(output: Path) -> Path:
+    """Where the checkpoints are, be it by way of a link to a larger disk."""
+    return Path(os.path.realpath(output / FOLDER))
+
+
+def rescue_others(folder: Path, checkpoints: Path) -> None:
+    """Move what is no checkpoint out of a folder of checkpoints that is to be removed, to those that stay."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        kept = checkpoints / path.name
+        if Place.of(path) is None and not path.name.startswith(UNFINISHED) and not os.path.lexists(kept):
+            os.rename(path, kept)
+
+
+def put_back(checkpoints: Path) -> None:
+    """Give the folder its name back that a killed run had put aside, where two cannot change names at one instant."""
+    aside = checkpoints.with_name(f".{checkpoints.name}.before")
+    if aside.is_dir() and not os.path.lexists(checkpoints):
+        with suppress(OSError):
+            os.rename(aside, checkpoints)
+
+
 def moved(value: Any, like: Any, parameter: Tensor) -> Any:
     """A value of the optimizer's state to where the optimizer keeps such values."""
     if not isinstance(value, Tensor):
@@ -239,17 +319,32 @@ def moved(value: Any, like: Any, parameter: Tensor) -> Any:
     return value.to(parameter.device) if value.shape == parameter.shape else value
 
 
+def read_training(path: Path) -> dict[str, Any]:
+    """Read ``training.pt``, and make sure that all of it is there."""
+    with open_regular(path) as file:
+        with zipfile.ZipFile(file) as parts:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
+                raise ValueError("it is compressed, and may be of any size")
+        file.seek(0)
+        content = torch.load(file, weights_only=True)
+    content["settings"] = settings = {"state_dtype": "float32", **content["settings"]}  # old versions knew no other
+    progress = content["progress"]
+    sizes = (content["num_users"], content["num_items"], settings["epochs"], settings["factors"], *content["layers"])
+    if not all(isinstance(size, int) and 0 < size < 2**48 for size in sizes):
+        raise ValueError("its sizes are not those of a model")
+    if not {*DECIDING} <= settings.keys() or settings["model"] not in MODELS:
+        raise ValueError("its settings are not complete")
+    if any(len(epoch) != EPOCH_FIGURES or not isinstance(epoch[0], int) for epoch in progress["epochs"]):
+        raise ValueError("its epochs are not complete")
+    if progress["loss"].numel() != 1 or not isinstance(progress["seconds"], float):
+        raise ValueError("its progress is not complete")
+    found: dict[str, Any] = content
+    return found
+
+
 def old_ids(ids: Tensor | None) -> IdMap | None:
     return None if ids is None else IdMap(ids.numpy())
 
 
 def ids_checksum(split: Split) -> list[int | None]:
     return [ids.checksum if ids is not None else None for ids in (split.user_ids, split.item_ids)]
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from speedswap.apps.interrupts import INTERRUPTED
+from speedswap.apps.interrupts import Stop
+from speedswap.apps.ncf.checkpoint import FOLDER
 from speedswap.apps.ncf.errors import SettingsError
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.output import save
@@ -26,8 +27,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="learn who will take what from ratings",
         description="Neural collaborative filtering (He et al. 2017): learn from ratings which items a user will take "
         "next. The tables of users and items and the optimizer's state live outside the compute device. Each user's "
-        "latest item is set apart and ranked among others after every epoch. Ctrl-C ends the training and saves what "
-        "there is.",
+        "latest item is set apart and ranked among others after every epoch. Ctrl-C or SIGTERM ends the training and "
+        "saves what there is.",
     )
 
     def add(name: str, type_: Any, text: str, **more: Any) -> None:
@@ -84,9 +85,10 @@ def run(args: argparse.Namespace) -> int:
     """Train, test, save, and print what came of it; returns the exit status."""
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     settings = Settings(**given | {"columns": None if args.columns is None else columns(args.columns)})
-    check_output(args.output)
-    result = train(settings, output=args.output, resume=args.resume)
-    files = save(result, args.output)
+    check_output(args.output, FOLDER)
+    with Stop() as stop:
+        result = train(settings, output=args.output, resume=args.resume, stop=stop)
+        files = save(result, args.output)
     best, popular = result.best, result.baseline
     print(
         f"{len(result.split.train):,} interactions of {result.split.train.num_users:,} users with "
@@ -96,10 +98,10 @@ def run(args: argparse.Namespace) -> int:
     if best is not None:
         print(f"best of {len(result.epochs)}: {best}")
     if result.interrupted:
-        print("interrupted: what there is is saved, and --resume goes on from there")
-    print("saved", ", ".join(str(file) for file in [*files, args.output / "checkpoints"]))
+        print(f"{stop.word}: what there is is saved, and --resume goes on from there")
+    print("saved", ", ".join(str(file) for file in [*files, args.output / FOLDER]))
     result.model.close()
-    return INTERRUPTED if result.interrupted else 0
+    return stop.status
 
 
 def widths(text: str) -> tuple[int, ...]:

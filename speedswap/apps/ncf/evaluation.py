@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from speedswap.apps.ncf.errors import RatingsError
 from speedswap.apps.ncf.interactions import Ids, Interactions, Split
+from speedswap.apps.places import check_memory
 
 __all__ = ["TOP", "Candidates", "Ranking", "evaluate", "popularity_baseline", "rank", "ranking"]
 
 TOP = 10
 CHUNK_SCORES = 1 << 17
+FEW = 1_000
+"""For so many at most it is quicker to look at all that were drawn before."""
 
 
 class Ranking(NamedTuple):
@@ -59,6 +62,9 @@ class Candidates:
         if len(users) > at_most:
             some = np.sort(rng.choice(len(users), at_most, replace=False))
             users, taken, left = users[some], taken[some], left[some]
+        check_memory(
+            f"test_negatives {negatives:,} for each of {len(users):,} users", 32 * negatives * len(users), "lower them"
+        )
         numbers = draw_different(rng, left, negatives)
         numbers += numbers >= number_among_unseen(split.train, users, taken)[:, None]
         items = np.concatenate([taken[:, None], split.train.unseen(users[:, None], numbers)], axis=1)
@@ -66,7 +72,9 @@ class Candidates:
 
 
 def draw_different(rng: np.random.Generator, below: Ids, count: int) -> Ids:
-    """Numbers from 0 to ``below[i]`` - 1, ``count`` different ones for each i (Floyd's algorithm)."""
+    """Numbers from 0 to ``below[i]`` - 1, ``count`` different ones for each i (Floyd's algorithm, for few)."""
+    if count > FEW:
+        return np.stack([rng.choice(top, count, replace=False) for top in below.tolist()])
     drawn = np.empty((len(below), count), np.int64)
     for column in range(count):
         top = below - count + column

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import shutil
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import mkdtemp
 
 import numpy as np
 import torch
@@ -15,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import speedswap
+from speedswap.apps.files import scratch_folder
 from speedswap.apps.ncf.idmap import IdMap
 from speedswap.apps.ncf.interactions import Split
 from speedswap.apps.ncf.recommending import Recommendations, best_items
@@ -82,10 +80,9 @@ class NCF(nn.Module):
         self._gmf_width = factors if model != "mlp" else 0
         self._mlp_width = layers[0] // 2 if model != "gmf" else 0
         folder = None
-        self._remove_folder = None
+        self._remove_folder: Callable[[], object] | None = None
         if storage == "memmap":
-            folder = Path(mkdtemp(prefix="speedswap-ncf-", dir=scratch))
-            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            folder, self._remove_folder = scratch_folder(self, scratch)
         # Not one seed for both: row n of one table would be row n of the other.
         seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
 

@@ -12,6 +12,7 @@ import torch
 
 import speedswap
 from speedswap._install import pip_install
+from speedswap.apps.files import says_unwritable, write_whole
 from speedswap.apps.ncf.training import Result
 
 __all__ = ["figures", "save"]
@@ -22,10 +23,15 @@ def save(result: Result, folder: Path) -> list[Path]:
 
     Returns:
         The files written.
+
+    Raises:
+        OutputError: one of them cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with says_unwritable(f"output {folder}", "give another directory"):
+        folder.mkdir(parents=True, exist_ok=True)
     report, plot = folder / "run.json", folder / "training.png"
-    report.write_text(json.dumps(figures(result), indent=2) + "\n", encoding="utf-8")
+    with write_whole(report) as file:
+        file.write((json.dumps(figures(result), indent=2) + "\n").encode())
     return [report, *([plot] if draw(result, plot) else [])]
 
 
@@ -80,5 +86,6 @@ def draw(result: Result, path: Path) -> bool:
         axes.set_xlabel("epoch")
         axes.grid(alpha=0.3)
     figure.suptitle(f"{result.settings.model}, {result.split.train.num_users:,} users, {result.settings.optimizer}")
-    figure.savefig(path, dpi=120)
+    with write_whole(path) as file:
+        figure.savefig(file, format="png", dpi=120)
     return True

@@ -22,6 +22,8 @@ __all__ = ["Recommendations", "best_items"]
 CHUNK_USERS = 256
 CHUNK_SCORES = 1 << 18
 SHOWN_IDS = 3
+MOST_DIGITS = 18
+MOST_SHOWN = 100
 
 
 class Recommendations(NamedTuple):
@@ -77,7 +79,7 @@ def rows_of(user_ids: Iterable[object], ids: IdMap | None, num_users: int) -> Id
                 if ids is None
                 else f"{len(ids):,}, such as {', '.join(repr(ids[row]) for row in range(min(SHOWN_IDS, len(ids))))}"
             )
-            raise UnknownUserError(f"user_ids[{place}] is {user!r}, who was not trained on: users are {known}")
+            raise UnknownUserError(f"user_ids[{place}] is {shown_id(user)}, who was not trained on: users are {known}")
         rows.append(row)
     return np.array(rows, np.int64)
 
@@ -128,4 +130,10 @@ def seen_items(users: Ids, split: Split | None) -> tuple[Ids, Ids]:
 
 def number_below(user: object, num_users: int) -> int | None:
     text = str(user)
-    return int(text) if text.isascii() and text.isdigit() and int(text) < num_users else None
+    short = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
+    return int(text) if short and int(text) < num_users else None
+
+
+def shown_id(user: object) -> str:
+    text = repr(user)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -13,7 +14,15 @@ from speedswap.apps.ncf.errors import SettingsError
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.optimizers import named_optimizer, optimizer_of, plain
-from speedswap.apps.places import check_scratch, check_state_dtype, check_storage, compute_device
+from speedswap.apps.places import (
+    check_counts,
+    check_memory,
+    check_scratch,
+    check_state_dtype,
+    check_storage,
+    compute_device,
+    shortened,
+)
 
 __all__ = ["Settings"]
 
@@ -23,6 +32,22 @@ SUITED_LR = {
     **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), 2e-3),
 }
 """Learning rates at the beginning, for the mean loss of a batch; other optimizers have their own default."""
+FLOAT_BYTES = 4
+WIDEST = 2**16
+MOST_LAYERS = 100
+LIMITS = {
+    "users": (2, 2**40),
+    "items": (2, 2**40),
+    "interactions": (1, 2**48),
+    "factors": (1, WIDEST),
+    "negatives": (1, 2**31),
+    "epochs": (1, 10**9),
+    "batch": (1, 2**31),
+    "test_negatives": (1, 2**31),
+    "test_users": (1, 2**62),
+    "lookahead": (0, 1024),
+}
+"""The least and the most of each count."""
 CONSTANT_LR = ("adagrad",)
 """Optimizers whose steps shrink by themselves."""
 
@@ -82,25 +107,31 @@ class Settings:
     missing: str = "skip"
 
     def __post_init__(self) -> None:
-        for name in ("interactions", "factors", "negatives", "epochs", "batch", "test_negatives", "test_users"):
-            if getattr(self, name) < 1:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give a whole number of 1 or more")
-        for name in ("users", "items"):
-            if getattr(self, name) < 2:
-                raise SettingsError(f"{name} is {getattr(self, name)}: give a whole number of 2 or more")
+        check_counts(self, LIMITS)
         if self.columns is not None:
             object.__setattr__(self, "columns", dict(self.columns))
             check_columns(self.columns)
         if self.columns and self.ratings is None:
             raise SettingsError("columns is given, but no ratings: give a file, or leave columns out")
         check_choice("missing", self.missing, MISSING)
-        if self.lookahead < 0:
-            raise SettingsError(f"lookahead is {self.lookahead}: give a whole number of 0 or more")
         check_choice("model", self.model, MODELS)
         if not self.layers or min(self.layers) < 1 or self.layers[0] % 2:
             raise SettingsError(
                 f"layers is {','.join(map(str, self.layers))}: give widths such as 64,32,16,8, the first of them even"
             )
+        if max(self.layers) > WIDEST or len(self.layers) > MOST_LAYERS:
+            raise SettingsError(
+                f"layers has {len(self.layers)} widths of up to {shortened(max(self.layers))}: give at most "
+                f"{MOST_LAYERS} of at most {WIDEST:,}"
+            )
+        check_memory("the layers with their gradients and moments", self.dense_bytes(), "give narrower layers")
+        if self.ratings is None:
+            check_memory(
+                f"{self.users:,} users, {self.items:,} items and {self.interactions:,} interactions",
+                self.generated_bytes(),
+                "give fewer, or storage memmap for the tables",
+            )
+            self.check_step(self.interactions)
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise SettingsError(f"lr is {self.lr}: give a number above 0")
         if not 0 <= self.seed < 2**64:
@@ -114,6 +145,32 @@ class Settings:
     def compute_device(self) -> torch.device:
         """The device that the batch's rows are computed with."""
         return compute_device(self.device)
+
+    def check_step(self, interactions: int) -> None:
+        """Refuse a batch whose rows and gradients no memory holds.
+
+        Args:
+            interactions: how many there are.
+        """
+        rows = min(self.batch, interactions) * (1 + self.negatives)
+        check_memory(
+            f"batch {self.batch:,} and {self.negatives:,} negatives",
+            rows * (16 + FLOAT_BYTES * self.row_width()),
+            "lower one of them",
+        )
+
+    def row_width(self) -> int:
+        """Numbers in a row of a table."""
+        return (self.factors if self.model != "mlp" else 0) + (self.layers[0] // 2 if self.model != "gmf" else 0)
+
+    def dense_bytes(self) -> int:
+        """Memory of the layers, as if the optimizer kept two moments."""
+        return 0 if self.model == "gmf" else 4 * FLOAT_BYTES * sum(a * b for a, b in pairwise(self.layers))
+
+    def generated_bytes(self) -> int:
+        """Memory of interactions that are made up, while they are, and of the tables' weights unless in files."""
+        rows = 0 if self.storage == "memmap" else FLOAT_BYTES * self.row_width()
+        return self.users * (24 + rows) + self.items * (40 + rows) + 32 * self.interactions
 
     def lr_left(self, progress: float) -> float:
         """Which part of the learning rate is left at a point between 0 and 1 of the run."""

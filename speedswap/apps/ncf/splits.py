@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from speedswap.apps.files import open_regular, write_whole
 from speedswap.apps.ncf.errors import CheckpointError
 from speedswap.apps.ncf.idmap import IdMap
 from speedswap.apps.ncf.interactions import Interactions, Split
@@ -38,10 +37,8 @@ def save_split(split: Split, path: Path) -> None:
     for side, ids in (("user", split.user_ids), ("item", split.item_ids)):
         if ids is not None:
             arrays |= {f"{side}_{name}": values for name, values in ids.arrays().items()}
-    with open(path, "wb") as file:
+    with write_whole(path) as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def load_split(path: Path) -> Split:
@@ -51,16 +48,40 @@ def load_split(path: Path) -> Split:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
-            arrays = {name: saved[name] for name in saved.files}
+        arrays = read_arrays(path)
         num_items = int(arrays["num_items"])
-        ends = arrays["train_ends"]
-        keys = np.repeat(np.arange(len(ends)) * num_items, np.diff(ends, prepend=0)) + arrays["train_items"]
+        names = ("train_ends", "train_items", "test_users", "test_items")
+        ends, items, users, taken = (arrays[name].astype(np.int64, copy=False) for name in names)
+        keys = np.repeat(np.arange(len(ends)) * num_items, np.diff(ends, prepend=0)) + items
         ids = {side: own_ids(arrays, side) for side in ("user", "item")}
-        test = (arrays["test_users"], arrays["test_items"].astype(np.int64))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        check(np.all(np.diff(keys) > 0) and inside(items, num_items), "its interactions are not in order")
+        fits = len(users) == len(taken) and inside(users, len(ends)) and inside(taken, num_items)
+        check(fits, "its test pairs are not among them")
+        for side, rows in (("user", len(ends)), ("item", num_items)):
+            found = ids[side]
+            check(found is None or len(found) == rows, f"its {side} ids are not {rows:,}")
+    except Exception as error:  # a damaged file may fail in any of these steps
         raise CheckpointError(f"checkpoint {path.parent}: {path.name} cannot be read ({error}): train again") from error
-    return Split(Interactions(keys, len(ends), num_items), *test, ids["user"], ids["item"])
+    return Split(Interactions(keys, len(ends), num_items), users, taken, ids["user"], ids["item"])
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
+    with open_regular(path) as file:
+        with zipfile.ZipFile(file) as parts:
+            stored = all(part.compress_type == zipfile.ZIP_STORED for part in parts.infolist())
+            check(stored, "it is compressed, and may be of any size")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as saved:
+            return {name: saved[name] for name in saved.files}
+
+
+def check(right: object, problem: str) -> None:
+    if not right:
+        raise ValueError(problem)
+
+
+def inside(ids: NDArray[np.generic], below: int) -> bool:
+    return ids.ndim == 1 and (not len(ids) or bool(ids.min() >= 0 and ids.max() < below))
 
 
 def own_ids(arrays: dict[str, NDArray[np.generic]], side: str) -> IdMap | None:

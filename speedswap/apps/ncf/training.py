@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.interrupts import stop_on_interrupt
+from speedswap.apps.interrupts import Stop, listening
 from speedswap.apps.ncf.batches import Batch, Batches
 from speedswap.apps.ncf.checkpoint import Checkpoint, Place
 from speedswap.apps.ncf.errors import SettingsError
@@ -86,14 +85,22 @@ class Progress:
     seconds: float = 0.0
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     """Summed over the epoch's interactions, where it is computed, so that a GPU is not waited for at every step."""
+    saved: bool = False
+    """Whether the checkpoints in the output directory are this run's, or of the one that it goes on from."""
 
 
 def train(
-    settings: Settings, *, output: str | os.PathLike[str] | None = None, resume: bool = False, progress: bool = True
+    settings: Settings,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    stop: Stop | None = None,
 ) -> Result:
     """Train a model of who takes what, testing it after each epoch.
 
-    Ctrl-C ends the training after the step in progress; the result is then what there is, with ``interrupted`` set.
+    Ctrl-C and SIGTERM end the training after the step in progress; the result is then what there is, with
+    ``interrupted`` set.
 
     Args:
         settings: what to learn from, and how.
@@ -104,12 +111,15 @@ def train(
             Without ``resume`` a run starts over, and its first checkpoint takes the place of those that are there.
         progress: show what was read from the ratings, a line for each epoch, and a progress bar on standard error
             (needs tqdm).
+        stop: the caller's request to end, which listens from the first step on, also after the training; by default
+            there is one for the training.
 
     Raises:
         RatingsError: the ratings cannot be read, or have nothing to learn from or to test on.
         SettingsError: the learning rate is so large that the loss is not finite any more.
         CheckpointError: there is nothing to go on from, or it belongs to other settings or ratings.
         OptimizerError: the optimizer does not work row by row.
+        OutputError: a checkpoint cannot be written; the one before is whole.
 
     Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
     """
@@ -127,6 +137,7 @@ def train(
         checkpoint.check(settings, split)
         if progress and (change := checkpoint.change_of_schedule(settings)) is not None:
             print(change, flush=True)
+    settings.check_step(len(split.train))
     candidates = Candidates.draw(
         split, negatives=settings.test_negatives, at_most=settings.test_users, seed=settings.seed
     )
@@ -151,7 +162,9 @@ def train(
     at = Progress(loss=torch.zeros((), dtype=torch.float64, device=device))
     if checkpoint is not None:
         restore(checkpoint, result, at)
-    with stop_on_interrupt() as stopped:
+    if folder is not None:
+        Checkpoint.clean(folder)
+    with listening(stop) as stopped:
         run_epochs(result, at, candidates, folder, stopped, progress)
     return result
 
@@ -161,7 +174,7 @@ def run_epochs(
     at: Progress,
     candidates: Candidates,
     output: Path | None,
-    stopped: threading.Event,
+    stopped: Stop,
     progress: bool,
 ) -> None:
     """Train until the end or until stopped, and enter into the result how it goes."""
@@ -192,14 +205,16 @@ def run_epochs(
             at.seconds += seconds
             result.training_seconds += seconds
             check_loss(result, loss, at)
-            if at.step == steps:
+            ended = at.step == steps
+            if ended:
                 scores = evaluate(result.model, candidates, device)
                 result.epochs.append(Epoch(at.epoch + 1, loss, *scores, at.seconds))
                 at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
                 at.loss.zero_()
-                shown.write(str(result.epochs[-1]))
             if output is not None:
                 save(result, at, output)
+            if ended:
+                shown.write(str(result.epochs[-1]))
             if stopped.is_set():
                 result.interrupted = at.epoch < settings.epochs
                 return
@@ -236,17 +251,20 @@ def save(result: Result, at: Progress, output: Path) -> None:
         output,
         Place(at.epoch, at.step),
         keep=Place(best.number, 0) if best is not None else None,
+        start_over=not at.saved,
         model=result.model,
         optimizer=result.optimizer,
         settings=result.settings,
         split=result.split,
         progress={"seconds": at.seconds, "loss": at.loss.cpu(), "epochs": [tuple(epoch) for epoch in result.epochs]},
     )
+    at.saved = True
 
 
 def restore(checkpoint: Checkpoint, result: Result, at: Progress) -> None:
     progress = checkpoint.restore(result.model, result.optimizer)
     at.epoch, at.step = checkpoint.place
+    at.saved = True
     at.seconds = progress["seconds"]
     at.loss += progress["loss"].to(at.loss.device)
     result.epochs = [Epoch(*epoch) for epoch in progress["epochs"]]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from speedswap.apps.word2vec.corpus import Passage
 
-__all__ = ["BLOCK", "NOISE", "Batch", "PairWeights", "Sampler"]
+__all__ = ["BLOCK", "NOISE", "Batch", "PairWeights", "Sampler", "pair_weights_bytes"]
 
 BLOCK = 32
 """Centers in a block."""
@@ -125,6 +125,11 @@ def kept_share(counts: NDArray[np.int64], sample: float) -> NDArray[np.float32]:
         np.float32
     )
     return share
+
+
+def pair_weights_bytes(window: int) -> int:
+    """What ``PairWeights`` takes for a moment: two tables of float32, and one of them once more while it is made."""
+    return 3 * 4 * BLOCK * (window + 1) * (BLOCK + 2 * window + NOISE)
 
 
 class PairWeights(nn.Module):

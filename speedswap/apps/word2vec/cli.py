@@ -8,8 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from speedswap.apps.interrupts import INTERRUPTED
+from speedswap.apps.errors import OutputError
+from speedswap.apps.interrupts import Stop
 from speedswap.apps.places import STATE_DTYPES, STORAGES, check_output
+from speedswap.apps.saving import save_somewhere
 from speedswap.apps.word2vec.output import save
 from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.training import Result, train
@@ -25,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "word2vec",
         help="train word vectors on text",
         description="Train word vectors on text by skip-gram with negative sampling. The tables and the optimizer's "
-        "state live outside the compute device. Ctrl-C ends the training and saves what there is.",
+        "state live outside the compute device. Ctrl-C or SIGTERM ends the training and saves what there is.",
     )
 
     def add(name: str, type_: type, text: str, **more: Any) -> None:
@@ -83,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
     """Train, compare, save, and print what came of it; returns the exit status."""
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     check_output(args.output)
-    for pairs in args.eval:
-        read_pairs(pairs)
-    result = train(settings)
-    similarities = [result.vectors.similarity(pairs) for pairs in args.eval]
-    files = save(result, args.output, similarities)
+    compared = [read_pairs(path) for path in args.eval]
+    with Stop() as stop:
+        result = train(settings, stop=stop)
+        similarities = [result.vectors.similarity(pairs) for pairs in compared]
+        files = save_somewhere(args.output, lambda folder: save(result, folder, similarities), args.scratch)
     print(
         f"{len(result.vectors):,} words of {settings.dim} dimensions from {result.trained_words:,.0f} words of text in "
         f"{result.training_seconds:.1f} s: {result.words_per_second:,.0f} words/s, loss {result.loss[-1][1]:.3f}"
@@ -98,10 +100,12 @@ def run(args: argparse.Namespace) -> int:
         print_neighbours(result, word)
     for similarity in similarities:
         print(similarity)
-    if result.interrupted:
-        print(f"interrupted: what there is after {result.trained_words:,.0f} words of text is saved")
+    if result.failure is None and result.interrupted:
+        print(f"{stop.word}: what there is after {result.trained_words:,.0f} words of text is saved")
     print("saved", ", ".join(str(file) for file in files))
-    return INTERRUPTED if result.interrupted else 0
+    if result.failure is not None:
+        raise OutputError(f"{result.failure}; what there is after {result.trained_words:,.0f} words of text is saved")
+    return stop.status
 
 
 def print_neighbours(result: Result, word: str) -> None:

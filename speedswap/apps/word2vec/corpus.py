@@ -5,9 +5,11 @@ Every later pass reads the numbers, four bytes a word, and never the text again.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from os import SEEK_END
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import IO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from speedswap.apps.word2vec.errors import CorpusError
+from speedswap.apps.files import says_unwritable
+from speedswap.apps.places import in_gib
+from speedswap.apps.word2vec.errors import CorpusError, SettingsError
 from speedswap.apps.word2vec.text import SENTENCE_END, read_words
 
 __all__ = ["END", "Corpus", "Passage"]
@@ -28,6 +32,9 @@ GENERATED_SENTENCE = 20
 NUMBER_BYTES = 4
 END = 0
 """The number of ``SENTENCE_END`` in the temporary file."""
+
+
+ELSEWHERE = "give another directory with scratch"
 
 
 class Passage(NamedTuple):
@@ -73,7 +80,7 @@ class Corpus:
         scratch: Path | None = None,
     ) -> None:
         self.path = path
-        self._numbers: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 (lives as long as the corpus)
+        self._numbers = temporary_file(scratch)
         try:
             types, counts = self._read(plain_words, max_types)
             self._keep(types, counts, min_count)
@@ -98,15 +105,17 @@ class Corpus:
 
         Raises:
             CorpusError: no two words occur ``min_count`` times.
+            SettingsError: the temporary file has no room for so many.
 
         Example:
             >>> with Corpus.generated(10_000, types=100) as corpus:
             ...     corpus.corpus_words, corpus.vocabulary[0]
             (10000, 'w1')
         """
+        check_room(words, scratch)
         corpus = cls.__new__(cls)
         corpus.path = Path(f"{words:,} generated words")
-        corpus._numbers = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115
+        corpus._numbers = temporary_file(scratch)
         try:
             corpus._keep(*corpus._generate(words, types, seed), min_count)
         except BaseException:
@@ -127,7 +136,7 @@ class Corpus:
             drawn = listed[random.integers(0, len(listed), min(GENERATED_SENTENCE * CHUNK_SENTENCES, words - first))]
             counts += np.bincount(drawn, minlength=len(counts))
             ends = np.arange(GENERATED_SENTENCE, len(drawn) + 1, GENERATED_SENTENCE)
-            self._numbers.write(np.insert(drawn, ends, END).data)
+            self._write(np.insert(drawn, ends, END))
             counts[END] += len(ends)
         self.corpus_words = words
         return {f"w{number}": number for number in range(1, types + 1)}, counts
@@ -138,10 +147,13 @@ class Corpus:
         types: defaultdict[str, int] = defaultdict(new_number)
         types[SENTENCE_END]
         counts = np.zeros(1 << 16, np.int64)
-        forgotten = 0
+        forgotten, before = 0, END
         for words in read_words(self.path, plain_words=plain_words):
             numbers = np.fromiter(map(types.__getitem__, words), np.int32, len(words))
-            self._numbers.write(numbers.data)
+            # A sentence without words is none: else a file of empty lines would fill the disk.
+            again = (numbers == END) & (np.concatenate([[before], numbers[:-1]]) == END)
+            numbers, before = numbers[~again], int(numbers[-1]) if len(numbers) else before
+            self._write(numbers)
             largest = int(numbers.max(initial=END))
             if largest >= len(counts):
                 counts = np.concatenate([counts, np.zeros(largest, np.int64)])
@@ -157,6 +169,11 @@ class Corpus:
         if len(types) == 1:
             raise CorpusError(f"corpus {self.path} has one word only, {next(iter(types))!r}: nothing to predict")
         return types, counts
+
+    def _write(self, numbers: NDArray[np.int32]) -> None:
+        with says_unwritable("the corpus as numbers, 4 bytes a word,", ELSEWHERE):
+            self._numbers.write(numbers.data)
+            self._numbers.flush()  # what does not fit fails here
 
     def _keep(self, types: dict[str, int], counts: NDArray[np.int64], min_count: int) -> None:
         """Make the vocabulary of the words that are frequent enough."""
@@ -203,7 +220,8 @@ class Corpus:
 
     def close(self) -> None:
         """Give the temporary file back."""
-        self._numbers.close()
+        with suppress(OSError):  # what a full disk did not take, nobody needs any more
+            self._numbers.close()
 
     def __enter__(self) -> Corpus:
         return self
@@ -212,3 +230,20 @@ class Corpus:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def temporary_file(scratch: Path | None) -> IO[bytes]:
+    """A file without a name, which goes when it is closed."""
+    with says_unwritable(f"scratch {scratch or tempfile.gettempdir()}", ELSEWHERE):
+        return tempfile.TemporaryFile(dir=scratch)
+
+
+def check_room(words: int, scratch: Path | None) -> None:
+    """Refuse words that a disk has no room for, before it is filled with the first of them."""
+    folder = scratch or Path(tempfile.gettempdir())
+    needed, free = NUMBER_BYTES * (words + words // GENERATED_SENTENCE), shutil.disk_usage(folder).free
+    if needed > free:
+        raise SettingsError(
+            f"generate is {words}: as numbers they take {in_gib(needed)} GiB, and {folder} has {in_gib(free)} left: "
+            "give fewer, or another directory with scratch"
+        )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import weakref
+from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import speedswap
+from speedswap.apps.files import scratch_folder
 from speedswap.apps.word2vec.blocks import NOISE, Batch, PairWeights
 
 __all__ = ["SkipGram", "skip_gram_loss"]
@@ -49,10 +48,9 @@ class SkipGram(nn.Module):
         super().__init__()
         self.pair_weights = PairWeights(window, negative)
         folder = None
-        self._remove_folder = None
+        self._remove_folder: Callable[[], object] | None = None
         if storage == "memmap":
-            folder = Path(mkdtemp(prefix="speedswap-word2vec-", dir=scratch))
-            self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            folder, self._remove_folder = scratch_folder(self, scratch)
         start = speedswap.init.uniform(-0.5 / dim, 0.5 / dim)
         self.center = speedswap.Embedding(
             words,

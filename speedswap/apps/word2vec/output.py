@@ -14,6 +14,7 @@ import torch
 
 import speedswap
 from speedswap._install import pip_install
+from speedswap.apps.files import says_unwritable, write_whole
 from speedswap.apps.word2vec.training import Result
 from speedswap.apps.word2vec.vectors import Similarity
 
@@ -25,11 +26,16 @@ def save(result: Result, folder: Path, similarities: Sequence[Similarity] = ()) 
 
     Returns:
         The files written.
+
+    Raises:
+        OutputError: one of them cannot be written; the vectors are the first.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with says_unwritable(f"output {folder}", "give another directory"):
+        folder.mkdir(parents=True, exist_ok=True)
     vectors, report, plot = folder / "vectors.txt", folder / "run.json", folder / "loss.png"
     result.vectors.save(vectors)
-    report.write_text(json.dumps(figures(result, similarities), indent=2) + "\n", encoding="utf-8")
+    with write_whole(report) as file:
+        file.write((json.dumps(figures(result, similarities), indent=2) + "\n").encode())
     return [vectors, report, *([plot] if draw_loss(result, plot) else [])]
 
 
@@ -81,5 +87,6 @@ def draw_loss(result: Result, path: Path) -> bool:
     axes.set_ylabel("loss per pair")
     axes.set_title(f"{len(result.vectors):,} word vectors, {result.settings.optimizer}")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    with write_whole(path) as file:
+        figure.savefig(file, format="png", dpi=120)
     return True

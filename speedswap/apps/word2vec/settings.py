@@ -8,11 +8,32 @@ from pathlib import Path
 
 import torch
 
-from speedswap.apps.places import check_scratch, check_state_dtype, check_storage, compute_device
+from speedswap.apps.places import (
+    check_counts,
+    check_memory,
+    check_scratch,
+    check_state_dtype,
+    check_storage,
+    compute_device,
+)
+from speedswap.apps.word2vec.blocks import pair_weights_bytes
 from speedswap.apps.word2vec.errors import SettingsError
 from speedswap.apps.word2vec.optimizer import DEFAULT_OPTIMIZER, optimizer_class
 
 __all__ = ["Settings"]
+
+LIMITS = {
+    "dim": (1, 2**16),
+    "window": (1, 10**6),
+    "negative": (1, 2**20),
+    "min_count": (1, 2**62),
+    "epochs": (1, 10**9),
+    "batch": (1, 2**31),
+    "max_types": (1, 2**31 - 1),
+    "generate": (1, 2**48),
+    "lookahead": (0, 1024),
+}
+"""The least and the most of each count."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +88,10 @@ class Settings:
     scratch: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("dim", "window", "negative", "min_count", "epochs", "batch", "max_types", "generate"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"{name} is {value}: give a whole number of 1 or more")
+        check_counts(self, LIMITS)
         if self.corpus is not None and self.generate is not None:
             raise SettingsError(f"corpus is {self.corpus} and generate is {self.generate}: give one of the two")
-        if self.lookahead < 0:
-            raise SettingsError(f"lookahead is {self.lookahead}: give a whole number of 0 or more")
+        check_memory(f"the weights of pairs of window {self.window}", pair_weights_bytes(self.window), "lower window")
         if not 0 <= self.sample < math.inf:
             raise SettingsError(f"sample is {self.sample}: give a frequency such as 1e-3, or 0 to keep all words")
         if self.lr is not None and not 0 < self.lr < math.inf:

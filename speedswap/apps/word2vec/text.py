@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from speedswap._install import pip_install
+from speedswap.apps.reading import opened
 from speedswap.apps.word2vec.errors import CorpusError
 
 __all__ = ["SENTENCE_END", "demo_corpus", "read_words"]
@@ -19,7 +20,6 @@ SENTENCE_END = "</s>"
 """Stands for the end of a line among the words, as in the original word2vec."""
 
 CHUNK_CHARACTERS = 1 << 20
-GZIP_MAGIC = b"\x1f\x8b"
 NOT_A_WORD = re.compile(r"[^\w'\n]+|[\d_]+|(?<!\w)'+|'+(?!\w)")
 
 
@@ -32,7 +32,7 @@ def read_words(path: Path, *, plain_words: bool = False) -> Iterator[list[str]]:
         plain_words: lower-case the text and keep only letters and inner apostrophes.
 
     Yields:
-        Words, with ``SENTENCE_END`` at the end of each line.
+        Words, with ``SENTENCE_END`` at the end of each line; of empty lines beside each other there may be one.
 
     Raises:
         CorpusError: the file is missing, unreadable, damaged or not text; the message says which.
@@ -52,17 +52,16 @@ def read_words(path: Path, *, plain_words: bool = False) -> Iterator[list[str]]:
 def split(text: str, plain_words: bool) -> list[str]:
     if plain_words:
         text = NOT_A_WORD.sub(" ", text.lower())
+    while "\n\n" in text:  # empty lines say nothing, and may be very many
+        text = text.replace("\n\n", "\n")
     return text.replace("\n", f" {SENTENCE_END} ").split()
 
 
 def read_characters(path: Path) -> Iterator[str]:
     try:
-        with open(path, "rb") as file:
-            compressed = path.suffix == ".gz" or file.peek(2)[:2] == GZIP_MAGIC
-            data = gzip.GzipFile(fileobj=file) if compressed else file
-            with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-                while chunk := text.read(CHUNK_CHARACTERS):
-                    yield chunk
+        with opened(path) as data, io.TextIOWrapper(data, encoding="utf-8-sig") as text:
+            while chunk := text.read(CHUNK_CHARACTERS):
+                yield chunk
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise CorpusError(f"corpus {path} is not a whole gzip file ({error}): make it or copy it again") from error
     except UnicodeDecodeError as error:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap._install import pip_install
-from speedswap.apps.interrupts import stop_on_interrupt
+from speedswap.apps.interrupts import Stop, listening
+from speedswap.apps.progress import Shown, show_progress
 from speedswap.apps.word2vec.blocks import BLOCK, Batch, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.device_blocks import DeviceSampler
@@ -26,6 +23,7 @@ from speedswap.apps.word2vec.optimizer import make_optimizer, suited
 from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.text import demo_corpus
 from speedswap.apps.word2vec.vectors import WordVectors
+from speedswap.errors import TableFullError
 
 __all__ = ["Result", "open_corpus", "train"]
 
@@ -56,6 +54,9 @@ class Result:
     training_seconds: float = 0.0
     """What training took, with making the batches."""
     interrupted: bool = False
+    """Whether training ended early: it was asked to, or there was a failure."""
+    failure: TableFullError | None = None
+    """The disk of the memmap tables became full; the vectors are those after the last step that fitted."""
     loss: list[tuple[float, float]] = field(default_factory=list)
     """Trained words, and the mean loss of a pair, with its negatives, since the entry before."""
 
@@ -65,19 +66,23 @@ class Result:
         return self.trained_words / self.training_seconds
 
 
-def train(settings: Settings, *, progress: bool = True) -> Result:
+def train(settings: Settings, *, progress: bool = True, stop: Stop | None = None) -> Result:
     """Train word vectors by skip-gram with negative sampling.
 
-    Ctrl-C ends the training after the step in progress; the result is then what there is, with ``interrupted`` set.
+    Ctrl-C and SIGTERM end the training after the step in progress, and a full disk before it; the result is then what
+    there is, with ``interrupted`` set, and ``failure`` in the second case.
 
     Args:
         settings: what to train from, and how.
         progress: show a progress bar on standard error (needs tqdm).
+        stop: the caller's request to end, which listens from the first step on, also after the training; by default
+            there is one for the training.
 
     Raises:
         CorpusError: the corpus cannot be read, or has nothing to learn from.
         SettingsError: the learning rate is so large that the loss is not finite any more.
         OptimizerError: the optimizer does not work row by row.
+        OutputError: a temporary file cannot be written.
 
     Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
     """
@@ -101,8 +106,8 @@ def train(settings: Settings, *, progress: bool = True) -> Result:
         lr = float(optimizer.param_groups[0]["lr"])
         result = Result(settings, vectors, model, optimizer, lr, corpus.corpus_words, vocabulary_seconds)
         total_words = settings.epochs * corpus.corpus_words
-        with stop_on_interrupt() as stopped, show_progress(total_words, shown=progress) as show:
-            run_epochs(result, corpus, device, stopped, show)
+        with listening(stop) as stopped, show_progress(total_words, shown=progress, unit=" words") as shown:
+            run_epochs(result, corpus, device, stopped, shown)
     return result
 
 
@@ -121,9 +126,7 @@ def open_corpus(settings: Settings) -> Corpus:
     )
 
 
-def run_epochs(
-    result: Result, corpus: Corpus, device: torch.device, stopped: threading.Event, show: Callable[[Result], None]
-) -> None:
+def run_epochs(result: Result, corpus: Corpus, device: torch.device, stopped: Stop, shown: Shown) -> None:
     """Train until the end or until stopped, and enter into the result how it goes."""
     settings = result.settings
     total_words = settings.epochs * corpus.corpus_words
@@ -136,10 +139,14 @@ def run_epochs(
     for batch in speedswap.lookahead(all_batches(settings, corpus, device, blocks), ids, depth=settings.lookahead):
         for group in result.optimizer.param_groups:
             group["lr"] = result.lr * suits.lr_left(result.trained_words / total_words)
-        loss = step(result.model, result.optimizer, batch)
+        try:
+            loss = step(result.model, result.optimizer, batch)
+        except TableFullError as error:  # the tables are as after the step before
+            result.failure, result.interrupted = error, True
+            break
         result.trained_words += batch.corpus_words
         meter.add(loss, batch.pairs)
-        show(result)
+        show(shown, result, batch.corpus_words)
         if stopped.is_set():
             result.interrupted = True
             break
@@ -234,24 +241,8 @@ def enter_loss(result: Result, words: float, loss: float) -> None:
     result.loss.append((words, loss))
 
 
-@contextmanager
-def show_progress(total_words: int, *, shown: bool) -> Iterator[Callable[[Result], None]]:
-    """Give a function that shows how far a result has come: on a progress bar, with loss and words a second."""
-    if not shown:
-        yield lambda result: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        print(f"no progress bar without tqdm: {pip_install('tqdm', extra='demo')}", file=sys.stderr)
-        yield lambda result: None
-        return
-    seconds = 0.1 if sys.stderr.isatty() else 10.0
-    with tqdm(total=total_words, unit=" words", unit_scale=True, mininterval=seconds, dynamic_ncols=True) as bar:
-
-        def show(result: Result) -> None:
-            if result.loss:
-                bar.set_postfix(loss=f"{result.loss[-1][1]:.3f}", refresh=False)
-            bar.update(min(result.trained_words, total_words) - bar.n)
-
-        yield show
+def show(shown: Shown, result: Result, words: float) -> None:
+    """Show that training has come so many words further."""
+    if result.loss:
+        shown.note(f"loss={result.loss[-1][1]:.3f}")
+    shown.update(words)

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import speedswap
+from speedswap.apps.files import write_whole
 from speedswap.apps.word2vec.errors import PairsError
 
-__all__ = ["Similarity", "WordVectors"]
+__all__ = ["Similarity", "WordPairs", "WordVectors", "read_pairs"]
 
 CHUNK_ROWS = 65_536
+PAIRS_CHARACTERS = 1 << 24
 
 
 class Similarity(NamedTuple):
@@ -32,6 +34,14 @@ class Similarity(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}: Spearman {self.spearman:.3f} on {self.known} of {self.total} pairs"
+
+
+class WordPairs(NamedTuple):
+    """Pairs of words and how similar people find them."""
+
+    name: str
+    """Of the file."""
+    pairs: list[tuple[str, str, float]]
 
 
 class WordVectors:
@@ -91,18 +101,18 @@ class WordVectors:
             found = sorted(found, reverse=True)[: count + 1]
         return [(self.words[row], cosine) for cosine, row in found if row != self._position[word]][:count]
 
-    def similarity(self, pairs: Path) -> Similarity:
+    def similarity(self, pairs: Path | WordPairs) -> Similarity:
         """Compare with human judgement.
 
         Args:
             pairs: a text file with two words and a number a line, separated by tabs, as in WordSim-353 and SimLex-999;
                 a heading and lines that start with ``#`` are skipped. Words are looked up as they are, else in lower
-                case.
+                case. Or what ``read_pairs`` has read of it.
 
         Raises:
             PairsError: the file cannot be read.
         """
-        all_pairs = read_pairs(pairs)
+        name, all_pairs = pairs if isinstance(pairs, WordPairs) else read_pairs(pairs)
         known, human = [], []
         for first, second, score in all_pairs:
             words = [word if word in self else word.lower() for word in (first, second)]
@@ -113,30 +123,36 @@ class WordVectors:
         if len(human) > 1:
             left, right = F.normalize(self._gather(known), dim=1).reshape(len(human), 2, -1).unbind(1)
             spearman = rank_correlation((left * right).sum(1).double().numpy(), np.array(human))
-        return Similarity(pairs.stem, spearman, len(human), len(all_pairs))
+        return Similarity(name, spearman, len(human), len(all_pairs))
 
     def save(self, path: Path) -> None:
         """Write the vectors in word2vec's text format, which gensim's ``KeyedVectors.load_word2vec_format`` opens.
 
         The file appears under its name only once it is whole.
+
+        Raises:
+            OutputError: it cannot be written.
         """
-        unfinished = path.with_name(path.name + ".unfinished")
         line = "%s" + " %.6g" * self.table.embedding_dim + "\n"
-        try:
-            with open(unfinished, "w", encoding="utf-8", newline="\n") as file:
-                file.write(f"{len(self)} {self.table.embedding_dim}\n")
-                for first, vectors in self.chunks():
-                    for word, vector in zip(self.words[first:], vectors.tolist(), strict=False):
-                        file.write(line % (word, *vector))
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with write_whole(path) as file:
+            file.write(f"{len(self)} {self.table.embedding_dim}\n".encode())
+            for first, vectors in self.chunks():
+                for word, vector in zip(self.words[first:], vectors.tolist(), strict=False):
+                    file.write((line % (word, *vector)).encode())
 
 
-def read_pairs(path: Path) -> list[tuple[str, str, float]]:
-    """Read word pairs with human similarity; see ``WordVectors.similarity``."""
+def read_pairs(path: Path) -> WordPairs:
+    """Read word pairs with human similarity; see ``WordVectors.similarity``.
+
+    Raises:
+        PairsError: the file cannot be read, or is none of word pairs.
+    """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read(PAIRS_CHARACTERS + 1)
+        if len(text) > PAIRS_CHARACTERS:
+            raise PairsError(f"word pairs {path} has more than {PAIRS_CHARACTERS:,} characters: is it of word pairs?")
+        lines = text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise PairsError(f"word pairs {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     pairs: list[tuple[str, str, float]] = []
@@ -149,11 +165,11 @@ def read_pairs(path: Path) -> list[tuple[str, str, float]]:
         except (IndexError, ValueError) as error:
             if number > 1:
                 raise PairsError(
-                    f"word pairs {path}, line {number}: {line!r} is not word, tab, word, tab, number"
+                    f"word pairs {path}, line {number}: {line[:60]!r} is not word, tab, word, tab, number"
                 ) from error
     if not pairs:
         raise PairsError(f"word pairs {path} has no line with word, tab, word, tab, number")
-    return pairs
+    return WordPairs(path.stem, pairs)
 
 
 def rank_correlation(left: NDArray[np.float64], right: NDArray[np.float64]) -> float:

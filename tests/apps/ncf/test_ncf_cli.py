@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -203,20 +202,23 @@ def test_a_finished_run_is_trained_for_more_epochs_and_says_how(tmp_path, capsys
     assert "epochs is 1, but the checkpoint" in capsys.readouterr().err
 
 
-def test_interrupt_saves_what_there_is(tmp_path):
-    """Ctrl-C once training has begun: a checkpoint is left, the run says so, and the status is the shell's."""
+@pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize(
+    "sent, status, word",
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    ids=["INT", "TERM"],
+)
+def test_interrupt_saves_what_there_is(sent, status, word, tmp_path, start):
+    """Ctrl-C or SIGTERM once training has begun: a checkpoint is left, the run says so, the status is the shell's."""
     output = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "speedswap", "ncf", *SMALL, "--epochs", "1000000", "--output", str(output)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = start(
+        *(sys.executable, "-m", "speedswap", "ncf", *SMALL, "--epochs", "1000000", "--output", output),
     )
     assert process.stdout.readline().startswith("epoch   1")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "interrupted: what there is is saved, and --resume goes on from there" in out
+    assert process.returncode == status, err
+    assert f"{word}: what there is is saved, and --resume goes on from there" in out
     assert "Traceback" not in err
     assert json.loads((output / "run.json").read_text())["interrupted"] is True
     assert list((output / "checkpoints").glob("*/training.pt"))

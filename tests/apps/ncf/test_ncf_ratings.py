@@ -113,3 +113,25 @@ def test_movielens_100k_is_read_whole(shared_data):
     assert (split.train.num_users, split.train.num_items) == (943, 1682)
     assert len(split.train) == 100_000 - 943
     assert len(split.test_users) == 943
+
+
+def test_ratings_after_many_blank_lines_are_read(tmp_path):
+    """They are not taken for an empty file, nor passed over, and lines keep their numbers."""
+    path = tmp_path / "ratings"
+    path.write_text(" \n\n" * 100 + "1\t2\t3\t4\n1\t3\t3\t5\n" + "\t \n".strip("\t") * 50)
+    split = read_split(path)
+    assert split.source.lines == 2
+    assert len(split.item_ids) == 2
+    path.write_text("\n" * 200 + "1\t2\t3\t4\n1\t3\tx\t5\n")
+    with pytest.raises(RatingsError, match="line 202: rating"):
+        read_split(path)
+
+
+def test_fields_of_millions_of_spaces_are_trimmed_at_once(tmp_path):
+    """As all others are: around the value, and where there is none."""
+    path = tmp_path / "ratings"
+    wide = " " * 1_000_000
+    path.write_text(f"1\t2\t3\t4\n1\t{wide}7{wide}\t3\t5\n1\t{wide}\t3\t6\n{wide}\n 1 \t8  \t3\t7\n")
+    split = read_split(path)
+    assert split.item_ids.tolist() == [2, 7, 8]
+    assert split.source.left_out == {"item": 1}

@@ -83,7 +83,7 @@ def test_both_tables_hold_the_optimizers_state():
 
 
 @pytest.fixture
-def cut_short(monkeypatch):
+def cut_short(monkeypatch, usual_signals):
     """A run that gets Ctrl-C during one of its steps."""
 
     def cut_short(settings, output, steps, **more):

@@ -21,6 +21,7 @@ __all__ = ["Fields", "Rows", "read_rows"]
 CSV_ROWS = 1 << 12
 """More at a time are slower: their lists outlive a pass of the garbage collector."""
 NEWLINE, RETURN, SPACE, TAB = b"\n\r \t"
+USUAL_SPACES = 4
 UNIT = b"\x1f"
 """Stands for a separator of two characters."""
 
@@ -43,11 +44,18 @@ class Fields(NamedTuple):
     def trimmed(self) -> Fields:
         """The same without spaces around them."""
         data, starts, ends = self
-        while (more := (starts < ends) & is_space(data[starts])).any():
-            starts = starts + more
-        while (more := (starts < ends) & is_space(data[ends - 1])).any():
-            ends = ends - more
-        return Fields(data, starts, ends)
+        for _ in range(USUAL_SPACES):
+            before, after = ((starts < ends) & is_space(data[at]) for at in (starts, ends - 1))
+            if not before.any() and not after.any():
+                return Fields(data, starts, ends)
+            starts = starts + before
+            ends = np.maximum(ends - after, starts)
+        # One field may be millions of spaces: not one of them at a time.
+        letters = np.flatnonzero(~is_space(data))
+        first, last = np.searchsorted(letters, starts), np.searchsorted(letters, ends) - 1
+        empty = first > last
+        letters = np.append(letters, 0)
+        return Fields(data, np.where(empty, ends, letters[first]), np.where(empty, ends, letters[last] + 1))
 
 
 class Rows(NamedTuple):
@@ -86,10 +94,10 @@ def plain_rows(piece: Piece, layout: Layout, path: Path) -> Rows:
     line_numbers = np.arange(piece.first_line, piece.first_line + len(newlines))
     odd = np.flatnonzero(counts != layout.width - 1)
     if len(odd):
-        for line in odd.tolist():
+        lines = Fields(data, starts[odd], ends[odd]).trimmed()
+        for line in odd[(counts[odd] > 0) | (lines.starts < lines.ends)][:1].tolist():
             content = text[starts[line] : ends[line]].replace(UNIT, layout.separator.encode())
-            if counts[line] or content.strip():
-                raise wrong_width(content, int(line_numbers[line]), int(counts[line]) + 1, layout, path)
+            raise wrong_width(content, int(line_numbers[line]), int(counts[line]) + 1, layout, path)
         starts, ends, line_numbers = (np.delete(values, odd) for values in (starts, ends, line_numbers))
     between = separators.reshape(len(starts), layout.width - 1)
     columns = {

@@ -14,13 +14,15 @@ __all__ = ["FORM", "NEEDED", "ROLES", "Layout", "check_columns", "find_layout", 
 
 ROLES = ("user", "item", "rating", "time")
 NEEDED = ("user", "item")
+MOST_DIGITS = 9
+"""Of the number of a column."""
 NO_COLUMN = "-"
 """Said for a column, it is not looked for."""
 SEPARATORS = ("::", "\t", ";", "|", ",")
 """Of equally good ones the first is taken."""
 FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|' or commas"
-TIMES_FROM = 10**8
-"""A third and last column with such numbers has times, not ratings."""
+TIME_DIGITS = 8
+"""A third and last column of whole numbers with more has times, not ratings."""
 NAMES = {
     "user": "user userid uid username customer customerid client clientid member memberid account accountid visitor "
     "visitorid reviewer reviewerid",
@@ -185,7 +187,7 @@ def places_by_number(sample: Sequence[Sequence[str]], path: Path, columns: Mappi
         )
     places = {role: place for place, role in enumerate(ROLES[:width])}
     if width == 3 and all(
-        fields[2].isdecimal() and int(fields[2]) >= TIMES_FROM for fields in sample if len(fields) == 3
+        fields[2].isdecimal() and len(fields[2].lstrip("0")) > TIME_DIGITS for fields in sample if len(fields) == 3
     ):
         places["time"] = places.pop("rating")
     return {role: place for role, place in places.items() if role not in columns}
@@ -200,9 +202,12 @@ def exact_place(fields: Sequence[str], name: str) -> int | None:
 
 
 def numbered_place(number: str, role: str, width: int, path: Path) -> int:
-    if not 1 <= int(number) <= width:
-        raise RatingsError(f"ratings {path} has columns 1 to {width}, but columns has {number} for the {role}")
-    return int(number) - 1
+    place = int(number[-MOST_DIGITS:]) if len(number.lstrip("0")) <= MOST_DIGITS else 0
+    if not 1 <= place <= width:
+        raise RatingsError(
+            f"ratings {path} has columns 1 to {width}, but columns has {number[:20]} for the {role}: give one of them"
+        )
+    return place - 1
 
 
 def check_different(places: dict[str, int], path: Path, names: Sequence[str]) -> dict[str, int]:

@@ -7,15 +7,15 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from speedswap.apps.ncf.errors import RatingsError
+from speedswap.apps.reading import opened
 
 __all__ = ["Piece", "read_pieces", "shown"]
 
 CHUNK_BYTES = 1 << 22
 LINE_BYTES = 1 << 24
-GZIP_MAGIC = b"\x1f\x8b"
 
 
 class Piece(NamedTuple):
@@ -45,9 +45,7 @@ def read_pieces(path: Path) -> Iterator[Piece]:
 
 def read_lines(path: Path) -> Iterator[bytes]:
     try:
-        with open(path, "rb") as file:
-            compressed = path.suffix == ".gz" or file.peek(2)[:2] == GZIP_MAGIC
-            data: IO[bytes] = gzip.GzipFile(fileobj=file) if compressed else file  # type: ignore[assignment]
+        with opened(path) as data:
             unfinished = b""
             while chunk := data.read(CHUNK_BYTES):
                 whole, newline, rest = chunk.rpartition(b"\n")

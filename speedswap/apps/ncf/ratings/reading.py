@@ -123,10 +123,11 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
 def open_layout(pieces: Iterator[Piece], path: Path, columns: Mapping[str, str]) -> tuple[Layout, Iterator[Piece]]:
     """Find the layout; returns it with the pieces after the heading."""
     for piece in pieces:
-        lines = [line for line in piece.text.split(b"\n", 2 * SAMPLE_LINES)[: 2 * SAMPLE_LINES] if line.strip()]
+        blank = len(piece.text) - len(piece.text.lstrip())
+        begin = piece.text.rfind(b"\n", 0, blank) + 1  # of the first line that is not blank
+        lines = [line for line in piece.text[begin:].split(b"\n", 2 * SAMPLE_LINES)[: 2 * SAMPLE_LINES] if line.strip()]
         if not lines:
             continue
-        begin = piece.text.index(lines[0])
         first_line = piece.first_line + piece.text.count(b"\n", 0, begin)
         layout = find_layout(lines[:SAMPLE_LINES], first_line, path, columns)
         if layout.heading is not None:

@@ -1,0 +1,255 @@
+"""Files and folders that a run writes: under their names whole or not at all, never through a link.
+
+What is being written has a name of its own and is locked by its writer. A writer that was killed has let go of the
+lock: by that the next run tells what nobody owns any more, and removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from speedswap.apps.errors import OutputError
+from speedswap.errors import SpeedswapError
+from speedswap.tables.unfinished import _EXCHANGE, _rename_at_once
+
+__all__ = [
+    "UNFINISHED",
+    "fresh_folder",
+    "open_regular",
+    "remove_aside",
+    "remove_leftovers",
+    "says_unwritable",
+    "scratch_folder",
+    "take_name",
+    "write_given",
+    "write_whole",
+]
+
+UNFINISHED = ".speedswap-"
+"""How the names of unfinished files and folders begin, and of those that are being removed."""
+SCRATCH = "speedswap-scratch-"
+"""How the names of temporary folders begin."""
+
+_log = logging.getLogger("speedswap")
+
+
+@contextmanager
+def says_unwritable(what: str, remedy: str) -> Iterator[None]:
+    """Turn an OSError of the system into an ``OutputError`` that says what cannot be written, and why."""
+    try:
+        yield
+    except SpeedswapError:
+        raise
+    except OSError as error:
+        raise OutputError(f"{what} cannot be written: {error.strerror or error}; {remedy}") from error
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[BinaryIO]:
+    """Give a new file that takes its name, durable, when the block ends without an error.
+
+    A file that has the name is replaced; so is a link, and what it points to stays as it is.
+
+    Raises:
+        OutputError: the file cannot be made or written. Under its name is what was there before.
+
+    Example:
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with write_whole(folder / "some.txt") as file:
+        ...     _ = file.write(b"text")
+        ...     (folder / "some.txt").exists()
+        False
+        >>> (folder / "some.txt").read_text()
+        'text'
+    """
+    with says_unwritable(str(path), "make room or give another directory"):
+        unfinished, lock = _owned(path.parent, UNFINISHED, _new_file)
+        try:
+            with open(lock, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+
+@contextmanager
+def write_given(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that the user has named: as ``write_whole`` does, but through links, and into devices and pipes.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    real = Path(os.path.realpath(path))
+    if real.is_file() or not real.exists():
+        with write_whole(real) as file:
+            yield file
+        return
+    with says_unwritable(str(path), "give another file"), open(real, "wb") as file:
+        yield file
+
+
+@contextmanager
+def fresh_folder(parent: Path) -> Iterator[Path]:
+    """Give a new folder under a name of its own, for the block to fill and rename; otherwise it is removed again."""
+    folder, lock = _owned(parent, UNFINISHED, os.mkdir)
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def take_name(folder: Path, name: Path) -> None:
+    """Give a folder a name, durably. Where another one has that, the two change names at one instant."""
+    if not name.is_dir():
+        os.rename(folder, name)
+    elif not _rename_at_once(folder, name, _EXCHANGE):
+        # This file system cannot: one after the other.
+        aside = name.with_name(f".{name.name}.before")
+        os.rename(name, aside)
+        os.rename(folder, name)
+        os.rename(aside, folder)
+    _sync_folder(name.parent)
+
+
+def remove_aside(path: Path) -> None:
+    """Remove a folder whose name is taken from it first: at no moment a half of it has that name."""
+    aside = _free_name(path.parent, UNFINISHED)
+    os.rename(path, aside)
+    _sync_folder(path.parent)
+    _remove(aside)
+
+
+def scratch_folder(owner: object, scratch: Path | None) -> tuple[Path, Callable[[], None]]:
+    """Make a temporary folder that goes with its owner, and remove those of runs that were killed.
+
+    Args:
+        owner: an object; the folder is removed with it, or when the process ends.
+        scratch: where it is made; the system's place by default.
+
+    Returns:
+        The folder, and a function that removes it.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    parent = Path(tempfile.gettempdir() if scratch is None else scratch)
+    remove_leftovers(parent, SCRATCH)
+    with says_unwritable(f"scratch {parent}", "give another directory with scratch"):
+        folder, lock = _owned(parent, SCRATCH, lambda path: os.mkdir(path, 0o700))
+    return folder, weakref.finalize(owner, _remove_scratch, folder, lock, os.getpid())
+
+
+def remove_leftovers(
+    parent: Path, prefix: str = UNFINISHED, rescue: Callable[[Path], None] | None = None
+) -> list[Path]:
+    """Remove, and say so, what runs of this user that were killed left in a folder.
+
+    Args:
+        parent: the folder; it need not exist.
+        prefix: how the names of what is looked for begin.
+        rescue: takes out of a folder what is not to be removed with it.
+
+    Returns:
+        What was removed.
+    """
+    removed = []
+    try:
+        names = sorted(entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix))
+    except OSError:
+        return []
+    for name in names:
+        path = parent / name
+        with suppress(OSError), _opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid() or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where the owner is alive
+            if rescue is not None and stat.S_ISDIR(found.st_mode):
+                rescue(path)
+            _remove(path)
+            removed.append(path)
+            _log.warning("removed %s, which a run that was killed had left behind", path)
+    return removed
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading that is to be a file: a link is not followed, and a pipe not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is none.
+    """
+    with _opened(path) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return open(os.dup(descriptor), "rb")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tuple[Path, int]:
+    """Make something under a new name; returns it with a descriptor that holds its lock."""
+    while True:
+        path = _free_name(parent, prefix)
+        descriptor = make(path)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with suppress(OSError):  # a file system without locks: nobody can take it for left behind there
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink and os.path.lexists(path):
+            return path, descriptor
+        os.close(descriptor)  # another run took it for left behind before it was locked
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _free_name(parent: Path, prefix: str) -> Path:
+    while os.path.lexists(path := parent / (prefix + secrets.token_hex(6))):
+        pass
+    return path
+
+
+def _remove_scratch(folder: Path, lock: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child leaves it to its parent
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)

@@ -1,0 +1,75 @@
+"""Bytes of a file that may be gzip, and no more of them than a file of its size honestly has."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+__all__ = ["BombError", "opened"]
+
+GZIP_MAGIC = b"\x1f\x8b"
+MOST_TIMES = 200
+"""Text takes a third to a tenth of its size as gzip, and what repeats itself all the time a thousandth."""
+HARMLESS_BYTES = 1 << 25
+"""So much is read of any file."""
+
+
+class BombError(OSError):
+    """A small file that would become a very large one."""
+
+
+class Counted(io.RawIOBase):
+    """A file's bytes, counted."""
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._file = file
+        self.count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._file.readinto(buffer)
+        self.count += count
+        return count
+
+
+class Expanded(io.RawIOBase):
+    """A gzip file's contents.
+
+    Raises:
+        BombError: while reading, they are ``MOST_TIMES`` as large as the file so far, and not small.
+    """
+
+    def __init__(self, file: io.BufferedReader) -> None:
+        self._packed = Counted(file)
+        self._contents = gzip.GzipFile(fileobj=io.BufferedReader(self._packed))
+        self._count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._contents.readinto(buffer)
+        self._count += count
+        if self._count > max(HARMLESS_BYTES, MOST_TIMES * self._packed.count):
+            raise BombError(
+                f"it is gzip that becomes more than {MOST_TIMES} times as large; if that is right, unpack it first"
+            )
+        return count
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, plain or gzip, told by its first bytes or the suffix ``.gz``.
+
+    Raises:
+        OSError: it cannot be opened or read, or would become far larger than it is.
+    """
+    with open(path, "rb") as file:
+        compressed = path.suffix == ".gz" or file.peek(2)[:2] == GZIP_MAGIC
+        yield io.BufferedReader(Expanded(file)) if compressed else file

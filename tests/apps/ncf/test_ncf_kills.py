@@ -1,0 +1,174 @@
+"""A run that is killed at any moment leaves complete checkpoints: its own, or those of the run before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from speedswap.apps.ncf import Settings, load, train
+from speedswap.apps.ncf.checkpoint import FOLDER
+
+SMALL = {
+    "users": 30,
+    "items": 40,
+    "interactions": 200,
+    "factors": 2,
+    "layers": (4, 2),
+    "batch": 64,
+    "test_negatives": 5,
+    "device": "cpu",
+    "optimizer": "adagrad",
+}
+OLDER, NEWER = {"seed": 1, "epochs": 3}, {"seed": 2, "epochs": 2}
+CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "truncate", "remove")
+RUNS = """
+import json, os, pathlib, shutil, signal, sys
+import torch
+import torch._dynamo  # as the first optimizer does
+from speedswap.apps.ncf import Settings, train
+import speedswap.tables
+
+calls, folder, settings = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
+settings["layers"] = tuple(settings["layers"])
+torch.set_num_threads(1)
+
+def run(output, last):
+    made = 0
+    def counted(real):
+        def call(*args, **more):
+            nonlocal made
+            made += 1
+            if made == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **more)
+        return call
+    for name in calls:
+        setattr(os, name, counted(getattr(os, name)))
+    train(Settings(**settings), output=output, progress=False)
+    return made
+
+def child(output, last):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, str(run(output, last)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        made = said.read()
+    os.waitpid(pid, 0)
+    return int(made or 0)
+
+shutil.copytree(folder / "older", folder / "whole")
+made = child(folder / "whole", 0)
+assert made > 50, made
+for last in range(1, made + 1, max(1, made // 16)):
+    shutil.copytree(folder / "older", folder / f"killed-{last:03}")
+    assert child(folder / f"killed-{last:03}", last) == 0
+"""
+
+
+def rows(model):
+    return [model.user.table.read(), model.item.table.read()]
+
+
+def same(ours, theirs):
+    return all(map(torch.equal, ours, theirs))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A finished run's output, over copies of which others were killed at as many moments."""
+    folder = tmp_path_factory.mktemp("killed")
+    train(Settings(**SMALL, **OLDER), output=folder / "older", progress=False)
+    (folder / "older" / FOLDER / "notes.txt").write_text("mine")
+    words = [json.dumps(CALLS), str(folder), json.dumps(SMALL | NEWER)]
+    subprocess.run([sys.executable, "-c", RUNS, *words], check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models():
+    """What either run has after each of its epochs."""
+    return [
+        rows(train(Settings(**SMALL | settings | {"epochs": epochs}), progress=False).model)
+        for settings in (OLDER, NEWER)
+        for epochs in range(1, settings["epochs"] + 1)
+    ]
+
+
+def test_a_run_killed_at_any_moment_over_an_older_one_leaves_a_whole_model(killed, models):
+    """Half of an old checkpoint is never taken for the last one, nor the old run's best epoch for the new one's."""
+    outputs = sorted(killed.glob("killed-*"))
+    assert len(outputs) >= 16
+    found = set()
+    for output in outputs:
+        loaded = rows(load(output))
+        epochs = [number for number, model in enumerate(models) if same(loaded, model)]
+        assert epochs, output.name
+        found.update(epochs)
+    assert found & {0, 1, 2}, "choose moments before the new run's first checkpoint too"
+    assert found & {3, 4}, "choose moments after it too"
+
+
+def test_the_next_run_removes_what_killed_ones_left(killed, caplog):
+    """All of it, and nothing that somebody else has put there."""
+    removed = 0
+    for output in sorted(killed.glob("killed-*"))[::4]:
+        left = [path for path in output.rglob(".speedswap-*") if path.parent in (output, output / FOLDER)]
+        caplog.clear()
+        train(Settings(**SMALL, **NEWER), output=output, progress=False)
+        assert all(f"removed {path}, which a run that was killed had left behind" in caplog.text for path in left)
+        assert list(output.rglob(".speedswap-*")) == []
+        assert (output / FOLDER / "notes.txt").read_text() == "mine"
+        assert len(list((output / FOLDER).iterdir())) <= 3
+        removed += len(left)
+    assert removed
+
+
+def test_where_two_names_cannot_change_at_once_the_one_put_aside_comes_back(killed, tmp_path, models):
+    """Killed between the two renames that stand for one: the old run's checkpoints are found under the other name."""
+    shutil.copytree(killed / "older", tmp_path / "output")
+    os.rename(tmp_path / "output" / FOLDER, tmp_path / "output" / f".{FOLDER}.before")
+    assert any(same(rows(load(tmp_path / "output")), model) for model in models[:3])
+    resumed = train(Settings(**SMALL, **OLDER), output=tmp_path / "output", resume=True, progress=False)
+    assert resumed.steps == 0
+
+
+def test_checkpoints_behind_a_link_stay_there(tmp_path, models):
+    """On a larger disk, say; a new run starts over there."""
+    (tmp_path / "large").mkdir()
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / FOLDER).symlink_to(tmp_path / "large" / "kept")
+    (tmp_path / "large" / "kept").mkdir()
+    for settings in (OLDER, NEWER):
+        train(Settings(**SMALL, **settings), output=tmp_path / "output", progress=False)
+    assert (tmp_path / "output" / FOLDER).is_symlink()
+    assert any(same(rows(load(tmp_path / "output")), model) for model in models[3:])
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["kept"]
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_memmap_tables_of_a_killed_run_go_with_the_next_one(tmp_path, start, caplog):
+    """They may be hundreds of gigabytes."""
+    words = "--users 60 --items 130 --interactions 900 --factors 4 --layers 8,4 --device cpu --storage memmap".split()
+    process = start(
+        *(sys.executable, "-m", "speedswap", "ncf", *words, "--epochs", "1000000"),
+        *("--scratch", tmp_path, "--output", tmp_path / "out"),
+    )
+    assert process.stdout.readline().startswith("epoch   1")
+    (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
+    assert (left / "users" / "MANIFEST").exists()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    result = train(Settings(**SMALL, epochs=1, storage="memmap", scratch=tmp_path), progress=False)
+    assert f"removed {left}" in caplog.text
+    result.model.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

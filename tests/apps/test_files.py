@@ -1,0 +1,219 @@
+"""What runs write is under its name whole or not at all, and what killed ones leave behind goes with the next."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+import sys
+
+import pytest
+
+from speedswap.apps.errors import OutputError
+from speedswap.apps.files import (
+    SCRATCH,
+    UNFINISHED,
+    fresh_folder,
+    open_regular,
+    remove_leftovers,
+    scratch_folder,
+    take_name,
+    write_given,
+    write_whole,
+)
+
+
+@pytest.fixture
+def killed():
+    """What a process does in a function, before it is killed while it does it."""
+    children = []
+
+    def killed(work):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                work(lambda: (os.write(write, b"x"), signal.pause()))
+            finally:
+                os._exit(1)
+        children.append(child)
+        os.close(write)
+        assert os.read(read, 1) == b"x"
+        os.close(read)
+        return child
+
+    yield killed
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def end(child):
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+
+
+class Owner:
+    """Whatever has a temporary folder."""
+
+
+def test_a_file_has_its_name_when_it_is_whole(tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text("before")
+    with write_whole(path) as file:
+        file.write(b"after")
+        file.flush()
+        assert path.read_text() == "before"
+    assert path.read_text() == "after"
+    with pytest.raises(TypeError), write_whole(path) as file:
+        file.writelines([b"half", None])
+    assert path.read_text() == "after"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["some.txt"]
+
+
+def test_a_file_that_cannot_be_written_says_why(tmp_path):
+    message = r"nowhere/some\.txt cannot be written: No such file or directory; make room"
+    with pytest.raises(OutputError, match=message), write_whole(tmp_path / "nowhere" / "some.txt"):
+        pytest.fail("there is nothing to write to")
+
+
+def test_links_are_replaced_not_followed(tmp_path):
+    """Somebody has put a link to a file of yours where the result is to be."""
+    precious, path = tmp_path / "precious", tmp_path / "some.txt"
+    precious.write_text("precious")
+    path.symlink_to(precious)
+    with write_whole(path) as file:
+        file.write(b"result")
+    assert precious.read_text() == "precious"
+    assert path.read_text() == "result"
+    assert not path.is_symlink()
+
+
+def test_new_files_and_folders_have_the_rights_that_the_user_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with write_whole(tmp_path / "file"), fresh_folder(tmp_path) as folder:
+            take_name(folder, tmp_path / "folder")
+        scratch, remove = scratch_folder(Owner, tmp_path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o750
+    assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
+    remove()
+
+
+def test_a_named_file_is_written_through_links_and_into_devices(tmp_path):
+    """As by other programs: ``--json /dev/stdout``, or a link to where figures are kept."""
+    (tmp_path / "link").symlink_to("kept")
+    with write_given(tmp_path / "link") as file:
+        file.write(b"figures")
+    assert (tmp_path / "kept").read_text() == "figures"
+    assert (tmp_path / "link").is_symlink()
+    with write_given(os.devnull) as file:
+        file.write(b"figures")
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+def test_two_folders_change_names(tmp_path):
+    for name in ("old", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("")
+    with fresh_folder(tmp_path) as folder:
+        (folder / "new").write_text("")
+        take_name(folder, tmp_path / "old")
+        assert [path.name for path in folder.iterdir()] == ["old"]
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "other"]
+
+
+def test_what_a_killed_run_left_goes_with_the_next_one_which_says_so(tmp_path, killed, caplog):
+    """An unfinished file and an unfinished folder; as long as their writer lives, they stay."""
+
+    def write(wait):
+        with write_whole(tmp_path / "file") as file, fresh_folder(tmp_path) as folder:
+            file.write(b"half")
+            (folder / "part").write_text("")
+            wait()
+
+    writer = killed(write)
+    unfinished = sorted(tmp_path.iterdir())
+    assert len(unfinished) == 2
+    assert remove_leftovers(tmp_path) == []
+    assert sorted(tmp_path.iterdir()) == unfinished
+    end(writer)
+    with caplog.at_level(logging.WARNING, "speedswap"):
+        assert remove_leftovers(tmp_path) == unfinished
+    assert list(tmp_path.iterdir()) == []
+    for path in unfinished:
+        assert f"removed {path}, which a run that was killed had left behind" in caplog.text
+
+
+def test_a_temporary_folder_of_a_killed_run_goes_with_the_next_one(tmp_path, killed):
+    def work(wait):
+        folder, _ = scratch_folder(Owner, tmp_path)
+        (folder / "table").mkdir()
+        wait()
+
+    first, second = killed(work), killed(work)
+    end(first)
+    folder, remove = scratch_folder(Owner, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # of the second, and our own
+    end(second)
+    assert len(remove_leftovers(tmp_path, SCRATCH)) == 1
+    assert list(tmp_path.iterdir()) == [folder]
+    remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_folder_goes_with_its_owner(tmp_path):
+    owner = Owner()
+    folder, _ = scratch_folder(owner, tmp_path)
+    assert folder.is_dir()
+    del owner
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(tmp_path, start):
+    """A worker that ends by itself, with all that is to be done at its end."""
+    program = """
+import os, sys
+from pathlib import Path
+from speedswap.apps.files import scratch_folder
+class Owner: pass
+owner = Owner()
+folder, _ = scratch_folder(owner, Path(sys.argv[1]))
+if os.fork() == 0:
+    sys.exit(0)
+os.wait()
+print(folder.is_dir())
+"""
+    process = start(sys.executable, "-c", program, tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert (out, err) == ("True\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_a_file_or_folder_of_ours_is_left_alone(tmp_path):
+    """A link with such a name is not followed, a pipe not waited for."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("")
+    (tmp_path / f"{UNFINISHED}link").symlink_to(precious)
+    os.mkfifo(tmp_path / f"{UNFINISHED}pipe")
+    assert remove_leftovers(tmp_path) == []
+    assert remove_leftovers(tmp_path / "nowhere") == []
+    assert len(list(tmp_path.iterdir())) == 3
+    assert (precious / "file").exists()
+
+
+def test_only_a_file_is_opened_as_a_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "file") as file:
+        assert file.read() == b"text"
+    for name in ("pipe", "link", "nowhere", "."):
+        with pytest.raises(OSError, match=r"not a regular file|symbolic links|No such file"):
+            open_regular(tmp_path / name)
