@@ -24,7 +24,7 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import cuda_ready, engine_info, prepare_engine
-from speedswap.kernels.memory import empty, has_memory, require_apart, require_memory
+from speedswap.kernels.memory import as_read, empty, has_memory, require_apart, require_dense, require_memory
 from speedswap.kernels.moves import gather_records, round_rows, rounding_key, scatter_records
 from speedswap.kernels.records import ENGINES, Part, Records, Stored, stored_bytes
 from speedswap.kernels.rows import gather_rows, scatter_rows
@@ -55,6 +55,7 @@ __all__ = [
     "Records",
     "Stored",
     "WantedColumn",
+    "as_read",
     "beside",
     "check_dtype",
     "check_ids",
@@ -81,6 +82,7 @@ __all__ = [
     "places_among",
     "prepare_engine",
     "require_apart",
+    "require_dense",
     "require_id_dtype",
     "require_memory",
     "round_rows",

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from speedswap import _C
 from speedswap.kernels.aside import finish_threads
+from speedswap.kernels.memory import as_read
 from speedswap.kernels.moves import gather_records, round_rows
 from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts
 from speedswap.kernels.threads import get_num_threads
@@ -68,7 +69,7 @@ class AheadJob:
     """
 
     def __init__(self, ids: Tensor, num_rows: int, moves: Sequence[tuple[Records, Sequence[WantedColumn]]]) -> None:
-        flat = ids.contiguous()
+        flat = as_read(ids)
         self._shape = ids.shape
         self._columns = [column for _, columns in moves for column in columns]
         self._job = _C.gather_ahead(
@@ -119,7 +120,7 @@ def scatter_behind(ids: Tensor, moves: Sequence[tuple[Records, Sequence[Part]]])
     Returns:
         The job, to wait for.
     """
-    ids = ids.contiguous()
+    ids = as_read(ids)
     job = _C.scatter_behind(
         ids.data_ptr(),
         ids.element_size(),

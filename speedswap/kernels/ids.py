@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
-from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.kernels.distinct import distinct
-from speedswap.kernels.memory import address, require_memory
+from speedswap.kernels.memory import address, as_read, require_dense
 from speedswap.kernels.threads import get_num_threads
 
 __all__ = [
@@ -29,13 +28,11 @@ __all__ = [
 
 def require_id_dtype(ids: Tensor) -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"ids is {a_kind(ids)}; pass a tensor, as torch.as_tensor(ids) makes one")
+    require_dense(ids, "ids")
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
-    if ids.layout is not torch.strided:
-        raise TypeError(f"ids has layout {ids.layout}; make it dense with ids.to_dense()")
-    require_memory(ids, "ids")
+    if ids.is_neg():
+        raise TypeError("ids is a lazily negated view; carry the negation out with ids.resolve_neg()")
 
 
 def check_ids(ids: Tensor, num_rows: int, what: str) -> None:
@@ -61,7 +58,7 @@ def _position_outside(ids: Tensor, num_rows: int) -> int:
     if ids.numel() == 0:
         return -1
     if ids.device.type == "cpu":
-        flat = ids.contiguous()
+        flat = as_read(ids)
         return _C.check_ids(flat.data_ptr(), flat.element_size(), flat.numel(), num_rows, get_num_threads())
     lowest, highest = torch.stack(torch.aminmax(ids)).tolist()
     return -1 if lowest >= 0 and highest < num_rows else _first_outside(ids, num_rows)
@@ -147,7 +144,7 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
-    flat = ids.contiguous()
+    flat = as_read(ids)
     count = flat.numel()
     rows = torch.empty(count, dtype=torch.int64)
     local = torch.empty(ids.shape, dtype=torch.int64)
@@ -176,7 +173,7 @@ def last_occurrences(ids: Tensor) -> Tensor:
         positions = torch.zeros(len(rows), dtype=torch.int64, device=ids.device)
         every = torch.arange(len(ids), device=ids.device)
         return positions.scatter_reduce_(0, local, every, "amax")
-    flat = ids.contiguous()
+    flat = as_read(ids)
     positions = torch.empty(len(flat), dtype=torch.int64)
     found = _C.last_occurrences(flat.data_ptr(), flat.element_size(), len(flat), address(positions))
     return positions[:found].clone()
@@ -196,7 +193,7 @@ def first_duplicate(ids: Tensor, num_rows: int) -> int:
     if len(ids) < 2:
         return -1
     if ids.device.type == "cpu":
-        flat = ids.contiguous()
+        flat = as_read(ids)
         return _C.first_duplicate(flat.data_ptr(), flat.element_size(), len(flat), num_rows)
     ordered, order = torch.sort(ids, stable=True)
     again = order[1:][ordered[1:] == ordered[:-1]]

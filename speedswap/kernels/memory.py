@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
+from speedswap._words import a_kind
 
-__all__ = ["address", "empty", "has_memory", "require_apart", "require_memory"]
+__all__ = ["address", "as_read", "empty", "has_memory", "require_apart", "require_dense", "require_memory"]
 
 # From here on torch's memory is new from the system each time; on a GPU it comes from blocks of its own.
 _LARGE_BYTES = 1 << 20
@@ -42,6 +43,29 @@ def require_memory(tensor: Tensor, name: str) -> None:
             "its storage was resized, or it stands for another tensor, as FakeTensors and those inside torch.func do; "
             "pass the tensor itself, outside of such modes"
         )
+
+
+def require_dense(tensor: object, name: str) -> None:
+    """Raise TypeError unless a value is a tensor with memory for each of its items, side by side or strided."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {a_kind(tensor)}; pass a tensor, as torch.as_tensor makes one")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor; make it dense with {name}.to_padded_tensor(0), or pass its parts")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}; make it dense with {name}.to_dense()")
+    require_memory(tensor, name)
+
+
+def as_read(tensor: Tensor) -> Tensor:
+    """Return a dense tensor as the engine reads its memory: contiguous, aligned, and with every sign carried out.
+
+    A tensor may lie at any address (slices of NumPy's structured arrays), and torch negates and conjugates lazily: the
+    gradient of a conjugate's imaginary part is a view of memory that holds the opposite numbers.
+    """
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
 
 
 def require_apart(written: Tensor, name: str, read: Tensor, read_name: str) -> None:

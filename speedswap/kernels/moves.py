@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from speedswap import _C
+from speedswap.kernels.memory import as_read
 from speedswap.kernels.records import Part, Records, Stored, engine_part, engine_parts
 from speedswap.kernels.threads import get_num_threads
 
@@ -29,7 +30,7 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
     if len(ids) == 0 or not parts:
         return
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":
-        ids = ids.cpu().contiguous()
+        ids = as_read(ids.cpu())
         _C.gather(
             records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), engine_parts(parts),
             get_num_threads(),
@@ -54,7 +55,7 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
     if len(ids) == 0 or not parts:
         return
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":
-        ids = ids.cpu().contiguous()
+        ids = as_read(ids.cpu())
         _C.scatter(
             records.pointer, records.stride, ids.data_ptr(), ids.element_size(), len(ids), engine_parts(parts),
             get_num_threads(),
@@ -91,7 +92,7 @@ def round_rows(block: Tensor, ids: Tensor, stored: Stored) -> None:
     if block.numel() == 0:
         return
     if block.device.type == "cpu":
-        ids = ids.cpu().contiguous()
+        ids = as_read(ids.cpu())
         part = engine_part(0, block.data_ptr(), block.nbytes // len(block), stored)
         _C.round_rows(ids.data_ptr(), ids.element_size(), len(ids), part, get_num_threads())
         return

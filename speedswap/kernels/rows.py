@@ -10,7 +10,7 @@ from speedswap._words import a_kind
 from speedswap.errors import DuplicateIdError
 from speedswap.kernels.dtypes import check_dtype
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
-from speedswap.kernels.memory import empty, require_apart, require_memory
+from speedswap.kernels.memory import as_read, empty, require_apart, require_memory
 from speedswap.kernels.moves import gather_records, scatter_records
 from speedswap.kernels.records import Part, Records
 from speedswap.kernels.threads import get_num_threads
@@ -109,7 +109,7 @@ def _gather(source: Tensor, ids: Tensor, out: Tensor) -> None:
         rows = torch.index_select(source.detach().view(same_size), 0, ids.to(source.device))
         out.detach().view(same_size).copy_(rows)
     elif source.device.type == "cpu" and out.device.type == "cpu" and out.stride(1) == 1:
-        ids = ids.cpu().contiguous()
+        ids = as_read(ids.cpu())
         parts = [(0, _row_bytes(out), out.data_ptr(), out.stride(0) * out.element_size())]
         _C.gather(*_pitch(source), ids.data_ptr(), ids.element_size(), len(ids), parts, get_num_threads())
     elif out.is_contiguous():
@@ -126,7 +126,7 @@ def _scatter(target: Tensor, ids: Tensor, values: Tensor) -> None:
         near = values.detach().view(same_size).to(target.device)
         target.detach().view(same_size).index_copy_(0, ids.to(target.device, torch.int64), near)
     elif target.device.type == "cpu" and values.device.type == "cpu" and values.stride(1) == 1:
-        ids = ids.cpu().contiguous()
+        ids = as_read(ids.cpu())
         parts = [(0, _row_bytes(values), values.data_ptr(), values.stride(0) * values.element_size())]
         _C.scatter(*_pitch(target), ids.data_ptr(), ids.element_size(), len(ids), parts, get_num_threads())
     else:

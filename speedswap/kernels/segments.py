@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedswap import _C
 from speedswap.kernels.ids import check_ids
-from speedswap.kernels.memory import address, empty, require_memory
+from speedswap.kernels.memory import address, as_read, empty, require_memory
 from speedswap.kernels.rows import gather_rows
 from speedswap.kernels.threads import get_num_threads
 
@@ -147,7 +147,7 @@ def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
     out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
     if weights is not None:
         require_memory(weights, "weights")
-    factors = None if weights is None else weights.detach().contiguous()
+    factors = None if weights is None else as_read(weights.detach())
     pointer = 0 if factors is None else factors.data_ptr()
     segments, index, offsets = _segments(index, offsets)
     _C.sum_segments(segments, _pitch(rows), pointer, _pitch(out), rows.element_size(), get_num_threads())
@@ -225,7 +225,7 @@ def _int64(tensor: Tensor, name: str) -> Tensor:
     if tensor.dtype != torch.int64 or tensor.device.type != "cpu":
         raise TypeError(f"{name} is {tensor.dtype} on {tensor.device}; make it torch.int64 on the CPU")
     require_memory(tensor, name)
-    return tensor.contiguous()
+    return as_read(tensor)
 
 
 def _segments(index: Tensor, offsets: Tensor) -> tuple[tuple[int, int, int], Tensor, Tensor]:
@@ -238,6 +238,8 @@ def _rows(values: Tensor, name: str) -> Tensor:
     if values.device.type != "cpu" or values.dtype not in _ENGINE:
         raise TypeError(f"{name} is {values.dtype} on {values.device}; make it float32 or float64 on the CPU")
     require_memory(values, name)
+    if values.is_neg():
+        values = values.resolve_neg()
     if values.stride(1) == 1 or values.shape[1] <= 1:
         return values.detach()
     if values.stride(0) == 0 and len(values):

@@ -44,14 +44,14 @@ def bags_of(ids: Tensor, offsets: Tensor | None, weights: Tensor | None, include
     Raises:
         ValueError, TypeError: they do not fit together; the message says how.
     """
+    _require_dense(ids, "input")
     if weights is not None:
-        _require_tensor(weights, "per_sample_weights")
+        _require_dense(weights, "per_sample_weights")
         if weights.shape != ids.shape:
             raise ValueError(
                 f"per_sample_weights has shape {tuple(weights.shape)}, but input has {tuple(ids.shape)}; "
                 "give one for each id"
             )
-        _require_memory(weights, "per_sample_weights")
         if weights.device != ids.device:
             raise ValueError(f"per_sample_weights is on {weights.device}, but input on {ids.device}; move one of them")
         weights = weights.reshape(-1)
@@ -87,7 +87,7 @@ def keyed_bags(keyed: Any, offsets: Tensor | None, weights: Tensor | None) -> Ke
         raise ValueError("input has a stride for each of its keys; look the keys up one by one, keyed[key]")
     num_keys, stride = len(keyed.keys()), keyed.stride()
     ids = keyed.values()
-    _require_tensor(ids, "input.values()")
+    _require_dense(ids, "input.values()")
     if ids.ndim != 1:
         raise ValueError(f"input.values() has shape {tuple(ids.shape)}; it must have one dimension")
     if "offsets" in callables:
@@ -108,26 +108,20 @@ def _has(thing: Any, name: str) -> bool:
     return callable(getattr(thing, name, None))
 
 
-def _require_tensor(thing: Any, name: str) -> None:
-    if not isinstance(thing, Tensor):
-        raise TypeError(f"{name} is {a_kind(thing)}; pass a tensor")
-
-
-def _require_memory(tensor: Tensor, name: str) -> None:
-    if not in_transform():  # where torch's own operators get what stands for it
-        kernels.require_memory(tensor, name)
+def _require_dense(thing: Any, name: str) -> None:
+    if not isinstance(thing, Tensor) or not in_transform():  # where torch's own operators get what stands for it
+        kernels.require_dense(thing, name)
 
 
 def _checked(offsets: Tensor, ids: Tensor, include_last_offset: bool) -> Tensor:
     """Where each bag begins, and the number of ids."""
-    _require_tensor(offsets, "offsets")
+    _require_dense(offsets, "offsets")
     if offsets.dtype not in _INDEX:
         raise TypeError(f"offsets has dtype {offsets.dtype}; convert it to torch.int64 or torch.int32")
     if offsets.ndim != 1:
         raise ValueError(f"offsets has shape {tuple(offsets.shape)}; give one dimension: where each bag begins")
     if offsets.device != ids.device:
         raise ValueError(f"offsets is on {offsets.device}, but input on {ids.device}; move one of them")
-    _require_memory(offsets, "offsets")
     begins = offsets.long()
     if not include_last_offset:
         begins = torch.cat([begins, begins.new_full((1,), len(ids))])

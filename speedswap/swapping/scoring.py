@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap._words import a_kind
+from speedswap import kernels
 from speedswap.swapping.excluded import Exclude, Excluded, excluded
 from speedswap.swapping.outside_graphs import outside_graphs
 from speedswap.tables import Table
@@ -165,8 +165,7 @@ def _pieces(table: Table, num_queries: int, k: int, device: torch.device, chunk:
 
 def _as_matrix(table: Table, queries: Tensor) -> Tensor:
     """The queries, shape (q, embedding_dim), in the table's dtype."""
-    if not isinstance(queries, Tensor):
-        raise TypeError(f"queries is {a_kind(queries)}; pass a tensor of shape (q, {table.embedding_dim})")
+    kernels.require_dense(queries, "queries")
     if table.dtype.is_complex:
         raise TypeError(f"the rows of table {table.name!r} are {table.dtype}, whose inner products have no order")
     if not queries.is_floating_point():

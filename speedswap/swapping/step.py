@@ -100,6 +100,7 @@ class RowStep(Locked):
         self._row_state = RowState((), {})
         self._has_inner_steps = False
         self._leaving: dict[str, Tensor] | None = None  # what goes to the table at the step's end, by column
+        self._more: tuple[RowState, list[Column]] | None = None  # columns that this takes beside the table's
         self._first_step = True  # torch initializes the state of the rows itself
         self._saved_scalars: dict[str, Any] = {}
         self._scalars = Scalars("")  # what the table keeps of them; those of an optimizer, once there is one
@@ -391,18 +392,21 @@ class RowStep(Locked):
                     return
                 self._has_inner_steps = False
             state = optimizer.state[self.weight]
-            if not state.keys() <= self._row_state.scalars.keys() | {column.name for column in self._row_state.columns}:
-                self._declare(optimizer)  # a setting changed, and the optimizer keeps more state than it did
-            self._leaving = {"weight": self._fitting("weight", self.weight.data)}
-            for column in self._row_state.columns:
+            row_state, self._more = self._row_state, None
+            if not state.keys() <= row_state.scalars.keys() | {column.name for column in row_state.columns}:
+                # A setting changed, and the optimizer keeps more state than it did.
+                self._more = row_state, _ = self._examine(optimizer)
+            leaving = {"weight": self._fitting(self.table.columns["weight"], self.weight.data)}
+            for column in row_state.columns:
                 if state.get(column.name) is not None:
-                    self._leaving[column.name] = self._fitting(column.name, state[column.name])
+                    leaving[column.name] = self._fitting(column, state[column.name])
+            self._leaving = leaving
 
-    def _fitting(self, name: str, value: Any) -> Tensor:
+    def _fitting(self, column: Column, value: Any) -> Tensor:
         """Return what a step has left of a column, once it is known to be the rows'."""
         assert self._rows is not None
         assert self._looked_up is not None
-        column, device = self.table.columns[name], self._looked_up.device
+        name, device = column.name, self._looked_up.device
         wanted = (len(self._rows), *column.row_shape)
         if not isinstance(value, Tensor):
             found = a_kind(value)
@@ -432,6 +436,8 @@ class RowStep(Locked):
             values, self._leaving = self._leaving, None
             if values is not None:
                 try:
+                    if self._more is not None:
+                        self._add(*self._more)
                     self._scatter(optimizer, values, behind)
                 finally:
                     self._close()
@@ -631,10 +637,6 @@ class RowStep(Locked):
                 ", ".join(column.name for column in self._row_state.columns),
             )
             self._says_lag = False
-
-    def _declare(self, optimizer: Optimizer) -> None:
-        """Give the table a column for each of the optimizer's."""
-        self._add(*self._examine(optimizer))
 
     def _examine(self, optimizer: Optimizer) -> tuple[RowState, list[Column]]:
         """Find the optimizer's row state, and the columns that are to hold it.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._words import a_kind
 from speedswap.tables.record import Column
 
 __all__ = ["Block", "fitting"]
@@ -46,9 +47,12 @@ def fitting(
         values = values.columns
     elif isinstance(values, Tensor):
         values = {"weight": values}
+    elif not isinstance(values, Mapping):
+        raise TypeError(f"values is {a_kind(values)}; give a block, a tensor of weights, or tensors by column name")
     for name, tensor in values.items():
         if name not in columns:
             raise ValueError(f"column {name!r} is not in table {table!r}; it has {', '.join(columns)}")
+        kernels.require_dense(tensor, f"values[{name!r}]")
         wanted = (num_rows, *columns[name].row_shape)
         if tensor.dtype != columns[name].dtype:
             raise TypeError(
@@ -56,5 +60,4 @@ def fitting(
             )
         if tuple(tensor.shape) != wanted:
             raise ValueError(f"values of column {name!r} have shape {tuple(tensor.shape)}; they must have {wanted}")
-        kernels.require_memory(tensor, f"values of column {name!r}")
     return values

@@ -18,7 +18,7 @@ import torch
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables import init
 from speedswap.tables.open_directory import OpenDirectory, OpenFile
-from speedswap.tables.record import ROUNDINGS, STORED_DTYPES, Column, RecordLayout
+from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
 
 __all__ = ["MANIFEST", "Manifest", "SegmentEntry", "encode", "parse", "read_bytes", "require_size", "write_manifest"]
 
@@ -30,7 +30,6 @@ _MAX_BYTES = 1 << 20
 _CHECKSUM_BYTES = 9
 _MAX_ROWS, _MAX_STRIDE, _MAX_ITEMS, _MAX_FILE_BYTES = 2**62, 2**40, 2**32, 2**63 - 1
 _FILE_NAME = re.compile(r"data-[0-9]{1,9}\.bin")
-_COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,127}")
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -225,10 +224,10 @@ def _parse_segment(directory: Path, entry: dict[str, Any], num_embeddings: int) 
 
 def _parse_column(directory: Path, item: dict[str, Any], num_embeddings: int) -> tuple[Column, int]:
     name, shape, dtype, zero_row = item["name"], item["row_shape"], item["dtype"], item["zero_row"]
-    _require(isinstance(name, str) and _COLUMN_NAME.fullmatch(name) is not None, directory, f"a column is {name!r}")
+    _require(is_column_name(name), directory, f"a column is {name!r}")
     _require(
         isinstance(shape, list)
-        and len(shape) <= 4
+        and len(shape) <= MAX_DIMS
         and all(_is_int(size, 1, _MAX_ITEMS) for size in shape)
         and math.prod(shape) <= _MAX_STRIDE,
         directory,

@@ -23,6 +23,7 @@ _MAX_PADDING = 8
 
 STORED_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 ROUNDINGS = ("nearest", "stochastic")
+MAX_NAME, MAX_DIMS = 128, 4
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Column:
 
     Raises:
         TypeError: ``dtype`` cannot be held as ``stored``.
-        ValueError: an unknown rounding, or one that ``stored`` does not have.
+        ValueError: an unknown rounding, or one that ``stored`` does not have; a name or a row shape that a table's
+            files could not name.
     """
 
     name: str
@@ -54,6 +56,12 @@ class Column:
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
+        if not is_column_name(self.name):
+            raise ValueError(f"name is {self.name!r}; give up to {MAX_NAME} printable characters")
+        if len(self.row_shape) > MAX_DIMS or any(size < 1 for size in self.row_shape):
+            raise ValueError(
+                f"row_shape of column {self.name!r} is {self.row_shape}; give up to {MAX_DIMS} sizes of 1 or more"
+            )
         if self.compact and (self.dtype != torch.float32 or self.stored not in STORED_DTYPES):
             raise TypeError(
                 f"column {self.name!r} is {self.dtype} and was to be stored as {self.stored}; a float32 column can be "
@@ -97,6 +105,11 @@ class Column:
     def key(self) -> int:
         """64 bits from the name: two columns of one table draw different initial values."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+
+
+def is_column_name(name: object) -> bool:
+    """Return whether a column may have this name."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Segment:
             self.view(name)[start : start + len(values)] = values
             return
         ids = torch.arange(start, start + len(values), device=values.device)
-        part = kernels.Part(self.layout.offset(name), values.detach().contiguous(), column.form())
+        part = kernels.Part(self.layout.offset(name), kernels.as_read(values.detach()), column.form())
         kernels.scatter_records(self.records(), ids, [part])
 
     def scatter(self, rows: Tensor, parts: Sequence[kernels.Part], *, through: Tensor | None) -> None:

@@ -461,6 +461,7 @@ class Table:
             IdError: the rows do not all lie in the table.
             TypeError, ValueError: dtype or shape does not fit. Nothing was written.
         """
+        kernels.require_dense(values, "values")
         fitting({column: values}, self.columns, len(values), self.name)
         if start < 0 or start + len(values) > self.num_embeddings:
             raise IdError(

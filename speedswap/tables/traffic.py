@@ -99,7 +99,7 @@ class Traffic:
         """
         by_segment = self._segments.grouped(values)
         through = [segment.memory.reserve(rows, segment.layout.stride) for segment, _ in by_segment]
-        blocks = {name: value.detach().contiguous() for name, value in values.items()}
+        blocks = {name: kernels.as_read(value.detach()) for name, value in values.items()}
         forms = {column.name: self._form(column) for _, columns in by_segment for column in columns}
         moves = [
             (segment, [kernels.Part(segment.layout.offset(c.name), blocks[c.name], forms[c.name]) for c in columns])
