@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +21,8 @@ from hypothesis import settings
 sys.path.insert(0, str(Path(__file__).parent))  # simulated_gpu is no test
 
 import simulated_gpu
+
+_PACKAGE = str(Path(str(find_spec("speedswap").origin)).parent)  # not imported: the simulated GPU comes first
 
 # Machines are shared and noisy: an example may take its time. Where a change is judged, the examples are the same ones.
 settings.register_profile("speedswap", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -96,6 +102,44 @@ def usual_signals() -> Iterator[None]:
     yield
     for number, handler in usual.items():
         signal.signal(number, handler)
+
+
+# Does from C what an arriving SIGINT does: Python's handler runs where the interpreter next looks for signals. As the
+# trace function of a frame it is called with three arguments, which it does not look at.
+_set_interrupt: Any = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
+_set_interrupt.argtypes = [ctypes.py_object] * 3
+_set_interrupt.restype = None
+
+
+@pytest.fixture
+def interrupted_at(usual_signals: None) -> Callable[[int], AbstractContextManager[None]]:
+    """Let Ctrl-C come inside a block, once so many lines of speedswap have run."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        sys.settrace(None)  # once
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def interrupted_at(line: int) -> Iterator[None]:
+        lines = 0
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal lines
+            if event == "line":
+                lines += 1
+                if lines == line:
+                    return _set_interrupt
+            return trace if frame.f_code.co_filename.startswith(_PACKAGE) else None
+
+        usual, before = signal.signal(signal.SIGINT, interrupt), sys.gettrace()
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            signal.signal(signal.SIGINT, usual)
+
+    return interrupted_at
 
 
 @pytest.fixture

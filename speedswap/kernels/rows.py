@@ -156,6 +156,8 @@ def _written(tensor: Tensor) -> None:
 def _require_matrix(matrix: Tensor, name: str) -> None:
     if not isinstance(matrix, Tensor):
         raise TypeError(f"{name} is {a_kind(matrix)}; pass a tensor of shape (rows, dim)")
+    if matrix.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pass one of shape (rows, dim)")
     if matrix.ndim != 2:
         raise ValueError(f"{name} has shape {tuple(matrix.shape)}; pass one of shape (rows, dim)")
     _require_plain(matrix, name)
@@ -186,6 +188,8 @@ def _require_rows(rows: Tensor, name: str, shape: tuple[int, int], matrix: Tenso
         raise TypeError(f"{name} is {a_kind(rows)}; pass a tensor of shape {shape}")
     if rows.dtype != matrix.dtype:
         raise TypeError(f"{name} has dtype {rows.dtype}, but {matrix_name} has {matrix.dtype}; convert one of them")
+    if rows.is_nested:
+        raise TypeError(f"{name} is a nested tensor; pass one of shape {shape}")
     if tuple(rows.shape) != shape:
         raise ValueError(
             f"{name} has shape {tuple(rows.shape)}; it must be {shape}: a row of {matrix_name} for each id"

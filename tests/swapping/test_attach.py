@@ -7,10 +7,9 @@ import functools
 import gc
 import pickle
 import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -765,7 +764,9 @@ def test_from_pretrained_freezes_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["Adagrad", "Adam"])
-def test_ctrl_c_in_the_first_step_leaves_an_embedding_that_trains_on(name: str) -> None:
+def test_ctrl_c_in_the_first_step_leaves_an_embedding_that_trains_on(
+    name: str, interrupted_at: Callable[[int], AbstractContextManager[None]]
+) -> None:
     """Wherever it comes, the interrupted step counts or does not, and the steps after it are torch's."""
 
     def train(module: nn.Module, optimizer: Optimizer, steps: int) -> Tensor:
@@ -779,43 +780,16 @@ def test_ctrl_c_in_the_first_step_leaves_an_embedding_that_trains_on(name: str) 
     values = torch.randn(4, 2)
     dense = [nn.Embedding.from_pretrained(values.clone(), freeze=False) for _ in range(2)]
     expected = [train(each, make(each.parameters()), steps) for each, steps in zip(dense, (2, 3), strict=True)]
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupted = 0
-    try:
-        for line in range(1, 3000, 61):
-            module = speedswap.Embedding.from_pretrained(values, freeze=False)
-            optimizer = make(module.parameters())
-            module(torch.arange(4)).square().sum().backward()
+    for line in range(1, 3000, 61):
+        module = speedswap.Embedding.from_pretrained(values, freeze=False)
+        optimizer = make(module.parameters())
+        module(torch.arange(4)).square().sum().backward()
+        try:
             with interrupted_at(line):
-                try:
-                    optimizer.step()
-                except KeyboardInterrupt:
-                    interrupted += 1
-            found = train(module, optimizer, 2)
-            assert any(torch.equal(found, each) for each in expected), line
-    finally:
-        signal.signal(signal.SIGINT, usual)
+                optimizer.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+        found = train(module, optimizer, 2)
+        assert any(torch.equal(found, each) for each in expected), line
     assert interrupted > 5
-
-
-@contextlib.contextmanager
-def interrupted_at(line: int) -> Iterator[None]:
-    """Send this process Ctrl-C's signal when so many lines of speedswap have run."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal lines
-        if "/speedswap/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == line:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -28,7 +28,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Path], Any]]] = {
         lambda path: Embedding.from_pretrained(torch.ones(9, 4, dtype=torch.int32), False, path=path),
     ),
     "rows that cannot be read": (
-        NotImplementedError,
+        TypeError,
         lambda path: Embedding.from_pretrained(torch.ones(9, 4, device="meta"), path=path),
     ),
     "a bag's integer rows": (
