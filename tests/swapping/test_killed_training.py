@@ -248,7 +248,10 @@ def test_scalars_that_are_no_regular_file_are_refused(what: str, tmp_path: Path)
     assert what != "link" or precious.read_text() == "kept"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or os.environ.get("SPEEDSWAP_TEST_DEVICE") == "simulated",
+    reason="needs a GPU that another process sees",
+)
 def test_step_count_on_a_gpu_is_not_waited_for_and_missed_aloud(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

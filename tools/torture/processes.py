@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torture.attack import Broken
 
-__all__ = ["Child", "Parent", "child", "writes_to"]
+__all__ = ["Child", "Parent", "child", "what_was_said", "writes_to"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -125,13 +125,19 @@ class Child:
 
     def said(self) -> str:
         with contextlib.suppress(OSError):
-            return self.log.read_text(errors="replace")[-6000:]
+            return what_was_said(self.log.read_text(errors="replace"), 6000)
         return ""
 
     def close(self) -> None:
         self.kill()
         for fd in (self._replies, self._orders, self._pidfd):
             os.close(fd)
+
+
+def what_was_said(text: str, limit: int) -> str:
+    """The last characters of what a process has said, without the names of the modules that it had loaded."""
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith("Extension modules:")]
+    return "".join(lines)[-limit:]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo  # the first optimizer of a process does this, which takes a second
 
 from torture.attack import Attack, Broken, Skipped
-from torture.processes import writes_to
+from torture.processes import what_was_said, writes_to
 
 __all__ = ["Outcome", "Worker"]
 
@@ -114,7 +114,7 @@ class Worker:
 
     def _said(self) -> str:
         try:
-            return self._log.read_text(errors="replace")[-8000:]
+            return what_was_said(self._log.read_text(errors="replace"), 8000)
         except OSError:
             return ""
 

@@ -297,4 +297,4 @@ def draw(path: Path, found: Sequence[Lane], result: Mapping[str, Any]) -> None:
         handles=[Patch(color=_COLORS[kind], label=kind) for kind in KINDS], loc="upper left", bbox_to_anchor=(1, 1)
     )
     with write_whole(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+        figure.savefig(file, format=path.suffix[1:] or "png", dpi=110)
