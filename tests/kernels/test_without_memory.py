@@ -25,11 +25,11 @@ CASES = {
     # of tables
     "table.gather": ("table().gather(gone(IDS))", "ids"),
     "table.scatter, rows": ("table().scatter(gone(IDS), ROWS)", "ids"),
-    "table.scatter, values": ("table().scatter(IDS, gone(ROWS))", "values of column 'weight'"),
-    "table.scatter, fake values": ("table().scatter(IDS, fake(ROWS))", "values of column 'weight'"),
-    "table.scatter, meta values": ("table().scatter(IDS, ROWS.to('meta'))", "values of column 'weight'"),
-    "table.write": ("table().write(0, gone(ROWS))", "values of column 'weight'"),
-    "table.write, meta values": ("table().write(0, ROWS.to('meta'))", "values of column 'weight'"),
+    "table.scatter, values": ("table().scatter(IDS, gone(ROWS))", "values['weight']"),
+    "table.scatter, fake values": ("table().scatter(IDS, fake(ROWS))", "values['weight']"),
+    "table.scatter, meta values": ("table().scatter(IDS, ROWS.to('meta'))", "values['weight']"),
+    "table.write": ("table().write(0, gone(ROWS))", "values"),
+    "table.write, meta values": ("table().write(0, ROWS.to('meta'))", "values"),
     "gather_rows of a table, out": ("gather_rows(table(), IDS, out=gone(ROWS))", "out"),
     # lookups
     "Embedding": ("Embedding(9, 3)(gone(IDS))", "ids"),
@@ -37,7 +37,7 @@ CASES = {
     "Embedding, fake ids": ("Embedding(9, 3)(fake(IDS))", "ids"),
     "Embedding under lookahead": ("ahead(gone(IDS))", "ids"),
     "Embedding.read": ("Embedding(9, 3).read(gone(IDS.to(torch.uint8)))", "ids"),
-    "EmbeddingBag": ("EmbeddingBag(9, 3)(gone(IDS), BAGS)", "ids"),
+    "EmbeddingBag": ("EmbeddingBag(9, 3)(gone(IDS), BAGS)", "input"),
     "EmbeddingBag, offsets": ("EmbeddingBag(9, 3)(IDS, gone(BAGS))", "offsets"),
     "EmbeddingBag, weights": ("EmbeddingBag(9, 3, mode='sum')(IDS, BAGS, gone(torch.ones(3)))", "per_sample_weights"),
     # the kernels behind them
