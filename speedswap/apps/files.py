@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -41,6 +42,8 @@ UNFINISHED = ".speedswap-"
 """How the names of unfinished files and folders begin, and of those that are being removed."""
 SCRATCH = "speedswap-scratch-"
 """How the names of temporary folders begin."""
+
+_NAME_BYTES = 6  # of the number that the rest of such a name is
 
 _log = logging.getLogger("speedswap")
 
@@ -95,12 +98,14 @@ def write_given(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OutputError: it cannot be written.
     """
+    path = Path(path)
     real = Path(os.path.realpath(path))
-    if real.is_file() or not real.exists():
+    # A pipe has no path that leads to it but the one that was given.
+    if not path.exists() or (path.is_file() and os.access(real.parent, os.W_OK)):
         with write_whole(real) as file:
             yield file
         return
-    with says_unwritable(str(path), "give another file"), open(real, "wb") as file:
+    with says_unwritable(str(path), "give another file"), open(path, "wb") as file:
         yield file
 
 
@@ -149,7 +154,7 @@ def scratch_folder(owner: object, scratch: Path | None) -> tuple[Path, Callable[
     Raises:
         OutputError: it cannot be made.
     """
-    parent = Path(tempfile.gettempdir() if scratch is None else scratch)
+    parent = Path(tempfile.gettempdir() if scratch is None else scratch).absolute()
     remove_leftovers(parent, SCRATCH)
     with says_unwritable(f"scratch {parent}", "give another directory with scratch"):
         folder, lock = _owned(parent, SCRATCH, lambda path: os.mkdir(path, 0o700))
@@ -170,8 +175,9 @@ def remove_leftovers(
         What was removed.
     """
     removed = []
+    ours = re.compile(re.escape(prefix) + f"[0-9a-f]{{{2 * _NAME_BYTES}}}")
     try:
-        names = sorted(entry.name for entry in os.scandir(parent) if entry.name.startswith(prefix))
+        names = sorted(entry.name for entry in os.scandir(parent) if ours.fullmatch(entry.name))
     except OSError:
         return []
     for name in names:
@@ -190,12 +196,12 @@ def remove_leftovers(
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that is to be a file: a link is not followed, and a pipe not waited for.
+    """Open a file for reading that is to be a file, or a link to one: a pipe is not waited for.
 
     Raises:
         OSError: it cannot be opened, or is none.
     """
-    with _opened(path) as descriptor:
+    with _opened(Path(os.path.realpath(path))) as descriptor:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return open(os.dup(descriptor), "rb")
@@ -231,7 +237,10 @@ def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tup
         path = _free_name(parent, prefix)
         descriptor = make(path)
         if descriptor is None:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another run took it for left behind
         with suppress(OSError):  # a file system without locks: nobody can take it for left behind there
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink and os.path.lexists(path):
@@ -244,7 +253,7 @@ def _new_file(path: Path) -> int:
 
 
 def _free_name(parent: Path, prefix: str) -> Path:
-    while os.path.lexists(path := parent / (prefix + secrets.token_hex(6))):
+    while os.path.lexists(path := parent / (prefix + secrets.token_hex(_NAME_BYTES))):
         pass
     return path
 

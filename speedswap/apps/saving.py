@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from speedswap.apps.errors import OutputError
@@ -49,7 +50,16 @@ def save_somewhere(folder: Path, save: Callable[[Path], list[Path]], scratch: Pa
 
 
 def other_places(scratch: Path | None, error: OutputError) -> Iterator[Path]:
-    for place in (scratch, Path(tempfile.gettempdir()), Path.cwd(), Path.home()):
+    places: list[Callable[[], Path | None]] = [
+        lambda: scratch,
+        lambda: Path(tempfile.gettempdir()),
+        lambda: Path.cwd(),
+        lambda: Path.home(),
+    ]
+    for find in places:
+        place: Path | None = None
+        with suppress(OSError, RuntimeError):  # there may be no such place
+            place = find()
         if place is not None and os.access(place, os.W_OK | os.X_OK):
             yield place
     while sys.stdin is not None and sys.stdin.isatty():

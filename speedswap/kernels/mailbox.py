@@ -37,8 +37,9 @@ class _Mailbox:
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.capacity = capacity
-        self._near = torch.empty(capacity, dtype=torch.int64, device=device)
-        self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
+        with torch.inference_mode(False):  # it is written to again, in other modes
+            self._near = torch.empty(capacity, dtype=torch.int64, device=device)
+            self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._items = self._host.numpy()
 
     def ask(self, positions: Sequence[int], values: Sequence[Tensor]) -> list[list[int]]:

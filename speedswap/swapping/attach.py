@@ -104,8 +104,15 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if not steps:
         return None
     if closure is None:
-        for step in steps:
-            step.swap_in(optimizer)
+        begun: list[RowStep] = []
+        try:
+            for step in steps:
+                step.swap_in(optimizer)
+                begun.append(step)
+        except BaseException:
+            for step in begun:
+                step.undo()
+            raise
         return _Arguments(args, steps), kwargs
     for step in steps:
         closure = step.with_closure(optimizer, closure)
@@ -153,6 +160,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             try:
                 for step in steps:  # first all, so that one that does not fit keeps every table as it is
                     step.check_out(optimizer)
+                for step in steps:
+                    step.add_columns()
                 for step in steps:
                     step.swap_out(optimizer, behind)
             except BaseException:

@@ -27,6 +27,16 @@ def set_handlers(handlers: Mapping[int, Any]) -> None:
             set_handlers(left)
 
 
+def _replay(handlers: Mapping[int, Any], came: list[tuple[int, FrameType | None]]) -> None:
+    """Call the handler of each signal, also where an earlier one raises."""
+    if came:
+        (number, frame), *later = came
+        try:
+            handlers[number](number, frame)
+        finally:
+            _replay(handlers, later)
+
+
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
     """Let a Ctrl-C that comes inside the block take effect at its end, and so SIGTERM and SIGHUP that are handled.
@@ -45,5 +55,4 @@ def deferred_interrupts() -> Iterator[None]:
         yield
     finally:
         set_handlers(handled)
-        for number, frame in came:
-            handled[number](number, frame)
+        _replay(handled, came)

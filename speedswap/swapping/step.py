@@ -340,9 +340,12 @@ class RowStep(Locked):
             self._open()
             try:
                 self._swap_in(optimizer)
-            finally:
-                if self._status is not _Status.STEPPING:
-                    self._close()
+            except BaseException:
+                self.undo()
+                self._close()
+                raise
+            if self._status is not _Status.STEPPING:
+                self._close()
 
     def _swap_in(self, optimizer: Optimizer) -> None:
         grad = self.weight.grad
@@ -416,7 +419,7 @@ class RowStep(Locked):
             found = f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
         elif not kernels.has_memory(value):
             found = "a tensor without memory for its items"
-        elif self.behind and value.untyped_storage().nbytes() > value.nbytes:
+        elif self.behind and value.untyped_storage().nbytes() > value.nbytes and not self._is_of_block(value):
             return value.clone()  # the rest of that memory is somebody's, who may write to all of it
         else:
             return value
@@ -424,6 +427,19 @@ class RowStep(Locked):
             f"{type(self.optimizer).__name__} left {name!r} of table {self.table.name!r} as {found}, but the batch's "
             f"rows need {wanted} of {column.dtype} on {device}; nothing was written: let its step keep shape and dtype"
         )
+
+    def _is_of_block(self, value: Tensor) -> bool:
+        """Return whether a tensor lies in the memory that the batch's rows came in."""
+        blocks = [self._looked_up, *self._state.values()]
+        memory = value.untyped_storage().data_ptr()
+        return any(block is not None and block.untyped_storage().data_ptr() == memory for block in blocks)
+
+    def add_columns(self) -> None:
+        """Give the table what :meth:`check_out` has found that it lacks, before any table of the step is written."""
+        with self.lock:
+            more, self._more = self._more, None
+            if more is not None and self._leaving is not None:
+                self._add(*more)
 
     def swap_out(self, optimizer: Optimizer, behind: kernels.Bundle) -> None:
         """Weight and state that :meth:`check_out` has seen go to the table, and only scalars stay in the optimizer.
@@ -436,8 +452,6 @@ class RowStep(Locked):
             values, self._leaving = self._leaving, None
             if values is not None:
                 try:
-                    if self._more is not None:
-                        self._add(*self._more)
                     self._scatter(optimizer, values, behind)
                 finally:
                     self._close()
@@ -610,7 +624,8 @@ class RowStep(Locked):
     def _noted_scalars(self) -> dict[str, Any]:
         """What the table has kept of an optimizer's scalars so far."""
         source = self.table.live_attributes.get(_ATTRIBUTE)
-        return (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})  # type: ignore[no-any-return]
+        noted = (source and source()) or self.table.attributes.get(_ATTRIBUTE, {})
+        return noted if _is_noted(noted) else {}  # a file may say anything
 
     def _keep_scalars(self, optimizer: Optimizer) -> None:
         """Let the table keep the scalars of this optimizer from now on, of which there are none yet."""
@@ -718,10 +733,12 @@ class RowStep(Locked):
 
         Raises:
             ValueError: a tensor's shape is not that of the table. Nothing was written.
+            TableFullError: the disk has no room for every row. Nothing was written.
         """
         found = self.check_state(state)
         if not found:
             return
+        self.table._reserve([column.name for column in found])
         self._forget_scalars()
         for column, value in found.items():
             self.table.write(0, value.to(column.dtype), column=column.name)
@@ -834,6 +851,14 @@ class RowStep(Locked):
                 self.attach(innermost(thing))
                 return True
         return False
+
+
+def _is_noted(value: object) -> bool:
+    """Return whether an attribute is what a table keeps of an optimizer's scalars."""
+    if not isinstance(value, dict) or not isinstance(value.get("class"), str):
+        return False
+    scalars = value.get("scalars")
+    return isinstance(scalars, dict) and all(each is None or isinstance(each, int | float) for each in scalars.values())
 
 
 def _nothing() -> None:

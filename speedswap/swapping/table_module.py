@@ -242,7 +242,8 @@ class TableModule(nn.Module):
         is_parameter = isinstance(weight, nn.Parameter)
         if not is_parameter and tuple(weight.shape) == wanted:
             return True
-        if is_in_job() or (is_parameter and weight.requires_grad and torch.is_grad_enabled()):
+        is_trained = is_parameter and weight.requires_grad and torch.is_grad_enabled()
+        if is_trained or (is_in_job() and is_parameter and tuple(weight.shape) != wanted):
             return False  # wrappers for several processes put placeholders there; training through them is refused
         raise WeightError(
             f"weight was replaced by {a_kind(weight)} of shape {tuple(weight.shape)}, which are not the rows of table "

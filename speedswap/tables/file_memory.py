@@ -78,8 +78,9 @@ class FileMemory(Memory):
             self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         disk = os.fstatvfs(self._fd)
         self._reserves = nbytes <= disk.f_bavail * disk.f_frsize // 2
-        allocated = os.fstat(self._fd).st_blocks * 512
-        self._reserved = np.full(-(-nbytes // _PIECE_BYTES), allocated >= nbytes)
+        # Blocks alone do not tell: they count what the file system needs to find the others.
+        is_whole = os.fstat(self._fd).st_blocks * 512 >= nbytes and os.lseek(self._fd, 0, os.SEEK_HOLE) >= nbytes
+        self._reserved = np.full(-(-nbytes // _PIECE_BYTES), is_whole)
         if writable and _file_system(self._fd) in ("tmpfs", "ramfs"):
             self._reserve_pieces(np.flatnonzero(~self._reserved))
 
@@ -169,6 +170,8 @@ def write_file(fd: int, path: Path, memory: Memory) -> None:
     """Write all of a memory to a new file and make it durable; untouched zeros stay holes."""
     with says_if_full(path):
         os.truncate(fd, memory.nbytes)
+        if _file_system(fd) in ("tmpfs", "ramfs"):
+            os.posix_fallocate(fd, 0, memory.nbytes)  # there even reading a hole takes room
         for start, stop in memory.data_ranges():
             for offset in range(start, stop, 32 * _PIECE_BYTES):
                 piece = memory.bytes[offset : min(offset + 32 * _PIECE_BYTES, stop)]

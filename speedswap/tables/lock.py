@@ -69,6 +69,7 @@ class WriterLock:
         try:
             if self._says:
                 self._directory.remove(_OWNER)
+                self._says = False  # an interrupted release is repeated, and OWNER may be another's then
         finally:
             # Closing alone would not do if a copy of the descriptor lived on in a process forked by a library.
             fcntl.flock(self._file.fd, fcntl.LOCK_UN)
@@ -94,7 +95,8 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
                 "at a time; keep it on a file system that has locks (flock), or open it with mode='r'",
             ) from error
         # Whoever removes a directory does so as its owner: then this is a file of the past.
-        if os.fstat(file.fd).st_nlink > 0 and directory.is_regular(_LOCK):
+        named = directory.status(_LOCK)
+        if named is not None and os.path.samestat(os.fstat(file.fd), named):
             return file
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from speedswap.tables.open_directory import OpenDirectory, OpenFile
 __all__ = ["load_manifest", "open_data", "open_files", "recovered", "refuse_existing"]
 
 _TRIES = 500
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # which say nothing of what lies there
 
 
 def open_files(path: Path, place: Path) -> OpenDirectory:
@@ -23,6 +25,8 @@ def open_files(path: Path, place: Path) -> OpenDirectory:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
+        if error.errno in _SHORT:
+            raise
         raise TableFormatError(f"{path} is not a table: it cannot be read ({error.strerror})") from error
     raise FileNotFoundError(f"path is {str(path)!r}, where there is no table; create one with Table.create")
 
@@ -43,6 +47,8 @@ def load_manifest(files: OpenDirectory) -> tuple[OpenFile, bytes, Manifest]:
         file = OpenFile(files.open(MANIFEST))
         raw = read_bytes(file.fd)
     except OSError as error:
+        if error.errno in _SHORT:
+            raise
         remedy = ""
         if isinstance(error, FileNotFoundError) and "LOCK" in files.names():
             remedy = "; it was never finished, or has lost it: restore the file from a copy, or remove the directory"

@@ -28,6 +28,9 @@ class Persistence(Locked):
         lock: held by the thread that uses the table's memory or files; a forked child finds it free.
         live: sources of attributes that change at every step, by key; called when attributes are saved. One that
             returns None leaves the attribute as it is. They must not hold the table either.
+        changing: whether memory or files are being exchanged for others, which a process forked meanwhile is left
+            without.
+        lagging: whether the attributes may be of an earlier step than the rows, as they were found.
     """
 
     def __init__(self, segments: Segments, traffic: Traffic, attributes: dict[str, Any]) -> None:
@@ -37,6 +40,7 @@ class Persistence(Locked):
         self._attributes = attributes
         self._owner_pid = os.getpid()
         self.changing = False
+        self.lagging = False
         directory = segments.directory
         self._scalars = ScalarsFile(directory) if directory is not None and directory.writable else None
         self.live: dict[str, Callable[[], Any]] = {}
@@ -74,10 +78,10 @@ class Persistence(Locked):
         Args:
             known: False where they would have to be waited for; that is written instead.
         """
-        if self._scalars is None or not self.live or not self.is_needed:
+        if self._scalars is None or not (self.live or self.lagging) or not self.is_needed:
             return
         with self.lock:
-            if not known:
+            if not known or not self.live:
                 self._scalars.write(None)
                 return
             now = {key: source() for key, source in self.live.items()}
@@ -87,6 +91,7 @@ class Persistence(Locked):
         """Close what is open beside the table's memory."""
         if self._scalars is not None:
             self._scalars.close()
+            self._scalars = None  # the table may be another process's from now on
 
     def flush(self) -> None:
         """Make everything written so far durable; nothing to do for tables in memory, or that are only read."""

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import zlib
+from contextlib import suppress
 from typing import Any
 
 from speedswap.tables.directory import TableDirectory
@@ -85,10 +86,11 @@ class ScalarsFile:
     def _give_up(self, error: OSError) -> None:
         """Leave the file without a meaning rather than with an old one."""
         self._has_failed = True
-        if self._file is not None:
-            os.ftruncate(self._file.fd, 0)
-        else:
-            self._directory.files.remove(_NAME)
+        with suppress(OSError):
+            if self._file is not None:
+                os.ftruncate(self._file.fd, 0)
+            else:
+                self._directory.files.remove(_NAME)
         _log.warning(
             "the step count cannot be kept with the rows of %s at every step (%s); it is saved when the table is "
             "flushed or closed",

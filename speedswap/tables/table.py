@@ -200,7 +200,7 @@ class Table:
             segments.close()
             raise
         table = cls(segments, attributes)
-        table._attributes_lag = lag
+        table._attributes_lag = table._persistence.lagging = lag
         return table
 
     @classmethod
@@ -353,6 +353,13 @@ class Table:
         """Take what was gathered ahead, as the table has it now; see :meth:`Ahead.take`."""
         with self._lock:
             return ahead.take(self.version)
+
+    def _reserve(self, columns: Iterable[str]) -> None:
+        """Make sure that writing every row of some columns cannot fail for want of room."""
+        with self._lock:
+            self._check_open(writing=True)
+            for segment in {self._segments.of(column) for column in columns}:
+                segment.memory.reserve(slice(0, self.num_embeddings), segment.layout.stride)
 
     def _land(self) -> None:
         """Return when every write of this process that is on its way has arrived."""

@@ -168,6 +168,7 @@ def replace(path: Path) -> None:
     if not exchange(hidden(path), path):
         # This file system cannot: one after the other. A process killed in between leaves what recover() finds.
         old = hidden(path, "old")
+        discard_leftover(path, "old")  # of one that was killed after the second: this path's owner is here
         try:
             os.rename(path, old)
             os.rename(hidden(path), path)

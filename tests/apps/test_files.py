@@ -7,6 +7,8 @@ import os
 import signal
 import stat
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,7 @@ from speedswap.apps.files import (
     write_given,
     write_whole,
 )
+from speedswap.apps.saving import save_somewhere
 
 
 @pytest.fixture
@@ -114,6 +117,12 @@ def test_a_named_file_is_written_through_links_and_into_devices(tmp_path):
     with write_given(os.devnull) as file:
         file.write(b"figures")
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    read, written = os.pipe()
+    with write_given(Path(f"/dev/fd/{written}")) as file:
+        file.write(b"figures")
+    os.close(written)
+    with open(read, "rb") as pipe:
+        assert pipe.read() == b"figures"
 
 
 def test_two_folders_change_names(tmp_path):
@@ -214,6 +223,50 @@ def test_only_a_file_is_opened_as_a_file(tmp_path):
     (tmp_path / "link").symlink_to("file")
     with open_regular(tmp_path / "file") as file:
         assert file.read() == b"text"
-    for name in ("pipe", "link", "nowhere", "."):
-        with pytest.raises(OSError, match=r"not a regular file|symbolic links|No such file"):
+    with open_regular(tmp_path / "link") as file:  # as tools for large files keep them
+        assert file.read() == b"text"
+    (tmp_path / "led").symlink_to("pipe")
+    for name in ("pipe", "led", "nowhere", "."):
+        with pytest.raises(OSError, match=r"not a regular file|No such file"):
             open_regular(tmp_path / name)
+
+
+def test_what_only_begins_like_ours_stays(tmp_path):
+    """A folder that somebody has named so is not taken for what a killed run left."""
+    for name in (f"{SCRATCH}mine", f"{UNFINISHED}notes", f"{SCRATCH}0123456789ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("all of it")
+    remove_leftovers(tmp_path)
+    assert [path.name for path in remove_leftovers(tmp_path, SCRATCH)] == [f"{SCRATCH}0123456789ab"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{UNFINISHED}notes", f"{SCRATCH}mine"]
+
+
+def test_a_place_that_cannot_be_found_does_not_hide_the_next(tmp_path, monkeypatch):
+    """No temporary directory has room: what was trained still goes to the others."""
+
+    def no_temporary_directory():
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    def save(folder: Path) -> list[Path]:
+        if folder == tmp_path / "full":
+            raise OutputError("full")
+        (folder / "vectors.txt").write_text("dear")
+        return []
+
+    monkeypatch.setattr(tempfile, "gettempdir", no_temporary_directory)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(Path, "cwd", no_temporary_directory)
+    with pytest.raises(OutputError, match="saved in"):
+        save_somewhere(tmp_path / "full", save)
+    assert [path.name for path in tmp_path.glob("home/full-*/*")] == ["vectors.txt"]
+
+
+def test_a_scratch_folder_goes_wherever_the_process_is(tmp_path, monkeypatch):
+    """Its path is absolute."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rel").mkdir()
+    _, remove = scratch_folder(killed, Path("rel"))  # some object
+    monkeypatch.chdir("/")
+    remove()
+    assert not list((tmp_path / "rel").iterdir())

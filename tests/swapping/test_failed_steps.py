@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import speedswap
-from speedswap.errors import LostUpdateError, OptimizerError
+from speedswap.errors import LostUpdateError, OptimizerError, TableClosedError
 
 ROWS, DIM = 20, 3
 IDS = torch.tensor([4, 1, 4, 9])
@@ -279,3 +279,24 @@ def test_refused_attach_changes_nothing(refused: str) -> None:
     assert [(dict(items.table.columns), items.table.version) for items in both] == before
     speedswap.attach(torch.optim.Adagrad(first.parameters()), first)
     assert set(first.table.columns) == {"weight", "sum"}
+
+
+def test_a_table_that_cannot_begin_the_step_leaves_the_others_as_they_were() -> None:
+    """The second table is closed: the first one's weight stands for its table again, and its state is scalars."""
+    first, second = (speedswap.Embedding(10, 4) for _ in range(2))
+    optimizer = torch.optim.Adam([*first.parameters(), *second.parameters()])
+    ids = torch.tensor([1, 3])
+    for _ in range(2):
+        optimizer.zero_grad()
+        (first(ids) + second(ids)).sum().backward()
+        optimizer.step()
+    before = first.read()
+    optimizer.zero_grad()
+    (first(ids) + second(ids)).sum().backward()
+    second.table.write(0, torch.zeros(10, 4))  # so that the step has to read it again
+    second.table.close()
+    with pytest.raises(TableClosedError):
+        optimizer.step()
+    assert tuple(first.weight.shape) == (10, 4)
+    assert set(optimizer.state[first.weight]) == {"step"}
+    assert torch.equal(first.read(), before)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import speedswap
-from speedswap.errors import TableFormatError
+from speedswap.errors import TableClosedError, TableFormatError
 
 ROWS, DIM = 20, 4
 
@@ -277,3 +277,46 @@ def test_step_count_on_a_gpu_is_not_waited_for_and_missed_aloud(
         (state,) = optimizer.state.values()
         assert state["step"] == 2
     assert "may be of an earlier step than its state" in caplog.text
+
+
+def test_a_closed_table_writes_no_scalars_into_what_another_has_opened(tmp_path: Path) -> None:
+    """Loading an optimizer's state after close() is refused, and the step count in the files stays."""
+    path = tmp_path / "items"
+    items = speedswap.Embedding(ROWS, DIM, path=path)
+    optimizer = torch.optim.Adam(items.parameters())
+    for _ in range(3):
+        items(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    items.table.close()
+    with speedswap.Table.open(path), pytest.raises(TableClosedError):
+        optimizer.load_state_dict(saved)
+    with speedswap.Table.open(path, mode="r") as table:
+        assert table.attributes["optimizer"]["scalars"] == {"step": 3.0}
+
+
+def test_a_step_count_that_may_be_old_stays_so_when_the_table_is_only_opened(
+    killed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Opening and closing does not make it true: the next training says so."""
+    path = copied(killed, "long after a flush", tmp_path)
+    (path / "SCALARS").unlink()
+    speedswap.Table.open(path).close()
+    with speedswap.Table.open(path) as table:
+        items = speedswap.Embedding(ROWS, DIM, table=table)
+        speedswap.attach(torch.optim.NAdam(items.parameters(), lr=0.1), items)
+    assert "may be of an earlier step than its state" in caplog.text
+
+
+@pytest.mark.parametrize("said", [[1], {"class": "Adam"}, {"class": "Adam", "scalars": []}, {"class": 1, "scalars": {}},
+                                  {"class": "Adam", "scalars": {"step": "x"}}])  # fmt: skip
+def test_attributes_that_are_no_scalars_are_none(said: object, tmp_path: Path) -> None:
+    """A table's files may say anything; the state starts over."""
+    with speedswap.Table.create(4, 2, path=tmp_path / "t") as table:
+        table.attributes["optimizer"] = said
+    with speedswap.Table.open(tmp_path / "t") as table:
+        items = speedswap.Embedding(4, 2, table=table)
+        optimizer = torch.optim.Adam(items.parameters())
+        items(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        assert optimizer.state[items.weight]["step"] == 1

@@ -71,8 +71,7 @@ class Worker:
     def end(self) -> None:
         """End the process and every process that it has started."""
         if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
+            os.kill(self._pid, signal.SIGKILL)  # it may not have a group of its own yet
             self._reaped()
 
     def _start(self) -> None:

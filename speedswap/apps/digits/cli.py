@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if result.interrupted:
         print(f"{stop.word}: what there is after {len(result.steps)} steps is saved")
     print("saved", ", ".join(str(file) for file in files))
-    return stop.status
+    return stop.status if result.interrupted else 0
 
 
 def said(result: Result) -> str:

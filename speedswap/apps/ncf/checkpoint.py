@@ -24,7 +24,6 @@ from speedswap.apps.files import (
     remove_leftovers,
     says_unwritable,
     take_name,
-    write_whole,
 )
 from speedswap.apps.ncf.errors import CheckpointError
 from speedswap.apps.ncf.idmap import IdMap
@@ -125,19 +124,23 @@ class Checkpoint:
             checkpoints.parent.mkdir(parents=True, exist_ok=True)
             if not start_over:
                 checkpoints.mkdir(exist_ok=True)
-            with fresh_folder(checkpoints.parent if start_over else checkpoints) as unfinished:
-                written = unfinished / place.folder if start_over else unfinished
+            whole = start_over and can_be_replaced(checkpoints)
+            if start_over and not whole:
+                checkpoints.mkdir(exist_ok=True)
+            with fresh_folder(checkpoints.parent if whole else checkpoints) as unfinished:
+                written = unfinished / place.folder if whole else unfinished
                 written.mkdir(exist_ok=True)
                 model.user.table.save(written / "users")
                 model.item.table.save(written / "items")
                 save_split(split, written / SPLIT)
-                with write_whole(written / "training.pt") as file:
-                    file.write(training.getbuffer())
-                take_name(unfinished, checkpoints if start_over else checkpoints / place.folder)
-                if start_over:
-                    rescue_others(unfinished, checkpoints)
+                write_durably(written / "training.pt", training.getbuffer())
+                try:
+                    take_name(unfinished, checkpoints if whole else checkpoints / place.folder)
+                finally:
+                    if whole:
+                        rescue_others(unfinished, checkpoints)
             for folder in checkpoints.iterdir():
-                if Place.of(folder) not in (None, place, keep):
+                if Place.of(folder) not in (None, place, None if start_over else keep):
                     remove_aside(folder)
 
     @staticmethod
@@ -294,6 +297,22 @@ def real_folder(output: Path) -> Path:
     return Path(os.path.realpath(output / FOLDER))
 
 
+def can_be_replaced(checkpoints: Path) -> bool:
+    """Return whether the folder of checkpoints can change names with another one beside it."""
+    parent = checkpoints.parent
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return False
+    return not checkpoints.exists() or (not os.path.ismount(checkpoints) and os.access(checkpoints, os.W_OK))
+
+
+def write_durably(path: Path, content: memoryview) -> None:
+    """Write a file of a folder that has not got its name yet."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def rescue_others(folder: Path, checkpoints: Path) -> None:
     """Move what is no checkpoint out of a folder of checkpoints that is to be removed, to those that stay."""
     for path in folder.iterdir() if folder.is_dir() else ():
@@ -305,9 +324,12 @@ def rescue_others(folder: Path, checkpoints: Path) -> None:
 def put_back(checkpoints: Path) -> None:
     """Give the folder its name back that a killed run had put aside, where two cannot change names at one instant."""
     aside = checkpoints.with_name(f".{checkpoints.name}.before")
-    if aside.is_dir() and not os.path.lexists(checkpoints):
-        with suppress(OSError):
+    with suppress(OSError):
+        if aside.is_dir() and not os.path.lexists(checkpoints):
             os.rename(aside, checkpoints)
+        elif aside.is_dir():  # killed after the new one had taken the name
+            rescue_others(aside, checkpoints)
+            remove_aside(aside)
 
 
 def moved(value: Any, like: Any, parameter: Tensor) -> Any:

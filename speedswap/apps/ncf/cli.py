@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{stop.word}: what there is is saved, and --resume goes on from there")
     print("saved", ", ".join(str(file) for file in [*files, args.output / FOLDER]))
     result.model.close()
-    return stop.status
+    return stop.status if result.interrupted else 0
 
 
 def widths(text: str) -> tuple[int, ...]:

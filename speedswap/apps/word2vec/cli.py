@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     print("saved", ", ".join(str(file) for file in files))
     if result.failure is not None:
         raise OutputError(f"{result.failure}; what there is after {result.trained_words:,.0f} words of text is saved")
-    return stop.status
+    return stop.status if result.interrupted else 0
 
 
 def print_neighbours(result: Result, word: str) -> None:
