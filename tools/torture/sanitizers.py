@@ -86,7 +86,11 @@ def _round(seed: int, folder: Path) -> str:
     if said is not None or done.returncode == _REPORTED or done.returncode < 0:
         place = done.stderr.find(said) if said else max(0, len(done.stderr) - 3000)
         rounds = [line for line in done.stderr.splitlines() if line.startswith("round ")]
-        raise Broken(f"{sanitizer} sanitizer, {rounds[-1:]}, status {done.returncode}:\n{done.stderr[place:][:3000]}")
+        report = [
+            line[:160] for line in done.stderr[place:].splitlines() if "pybind11" not in line and "<null>" not in line
+        ]
+        what = "\n".join(report[:60])
+        raise Broken(f"{sanitizer} sanitizer, {rounds[-1:]}, status {done.returncode}:\n{what}")
     if done.stdout.strip() != str(_ROUNDS):
         raise RuntimeError(f"{name} ended with {done.returncode}: {done.stderr[-2000:]}")
     return f"{sanitizer}: {name}"
