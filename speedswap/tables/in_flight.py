@@ -169,6 +169,11 @@ class InFlight:
         last = self._ahead[-1]() if self._ahead else None
         return last if self.steady and _waits(last) else None
 
+    def let_gathers_end(self) -> None:
+        """Return when no gather that runs ahead reads the table's memory; what it has read is asked for again."""
+        if any(_waits(reference()) for reference in self._ahead):
+            kernels.finish_jobs()
+
     def land(self) -> None:
         """Return when every write has arrived: the table may be read and written by whoever calls."""
         failure: Exception | None = None

@@ -108,6 +108,7 @@ class Traffic:
         at_once = behind is None or any(mask is not None for mask in through)
         if at_once:
             self.land()
+            self._flight.let_gathers_end()
         version = begins()
         if at_once:
             for (segment, parts), mask in zip(moves, through, strict=True):
