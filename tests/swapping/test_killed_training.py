@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 import speedswap
-from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.errors import TableClosedError, TableFormatError, TableFullError
 
 ROWS, DIM = 20, 4
 
@@ -320,3 +321,26 @@ def test_attributes_that_are_no_scalars_are_none(said: object, tmp_path: Path) -
         items(torch.tensor([1])).sum().backward()
         optimizer.step()
         assert optimizer.state[items.weight]["step"] == 1
+
+
+def test_a_loaded_state_that_the_disk_has_no_room_for_leaves_the_step_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written then, so what was counted still goes with the rows."""
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    items = speedswap.Embedding(600_000, 4, path=tmp_path / "items", init=speedswap.init.zeros())
+    optimizer = torch.optim.Adam(items.parameters())
+    for _ in range(3):
+        items(torch.tensor([1])).sum().backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(TableFullError):
+            optimizer.load_state_dict(saved)
+    items.table.close()
+    with speedswap.Table.open(tmp_path / "items", mode="r") as table:
+        assert table.attributes["optimizer"]["scalars"] == {"step": 3.0}
