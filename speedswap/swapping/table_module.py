@@ -20,6 +20,7 @@ from speedswap.errors import WeightError
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.optimizer_state import OptimizerState
+from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
 from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.row_step import RowStep
@@ -115,7 +116,8 @@ class TableModule(nn.Module):
         self.table = table
         self._init = first_values
         self.weight = TableWeight(table, device)
-        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding_idx)
+        padding = Padding([] if padding_idx is None else [padding_idx])
+        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding)
         self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
 
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
@@ -319,7 +321,7 @@ class TableModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         table = copy.deepcopy(self.table, memo)  # or says what to do instead
-        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self.padding_idx)
+        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self._step.padding)
         step.weight.requires_grad_(self.weight.requires_grad)
         module = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}
