@@ -70,15 +70,22 @@ struct Rows {
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
+// One segment: its entries, and its divisor or null.
+template <typename Item>
+struct Segment {
+    int64_t begin, end;
+    const Item* divisor;
+};
+
 // Sums kVectors vectors of one segment's columns in registers. The first such piece of a row prefetches for all.
 template <typename Item, int kVectors, bool kWeighted>
-inline void sum_piece(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
-                      bool fetches, Item* out) {
+inline void sum_piece(const Rows<Item>& rows, const Item* weights, Segment<Item> segment, int64_t column, bool fetches,
+                      Item* out) {
     // Vector by vector: the compiler keeps an array copied as a whole in memory, not in registers.
     Vector<Item> sum[kVectors];
     for (int v = 0; v < kVectors; ++v)
         sum[v] = Vector<Item>{};
-    for (int64_t k = begin; k < end; ++k) {
+    for (int64_t k = segment.begin; k < segment.end; ++k) {
         if (fetches) rows.fetch_after(k);
         const Item* const row = rows.at(k) + column;
         for (int v = 0; v < kVectors; ++v) {
@@ -88,57 +95,69 @@ inline void sum_piece(const Rows<Item>& rows, const Item* weights, int64_t begin
             sum[v] += items;
         }
     }
+    if (segment.divisor != nullptr)
+        for (int v = 0; v < kVectors; ++v)
+            sum[v] /= *segment.divisor;
     for (int v = 0; v < kVectors; ++v)
         std::memcpy(out + column + v * kItems<Item>, &sum[v], sizeof sum[v]);
 }
 
 template <typename Item, bool kWeighted>
-inline void sum_item(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
-                     Item* out) {
+inline void sum_item(const Rows<Item>& rows, const Item* weights, Segment<Item> segment, int64_t column, Item* out) {
     Item sum = 0;
-    for (int64_t k = begin; k < end; ++k) {
+    for (int64_t k = segment.begin; k < segment.end; ++k) {
         if constexpr (kWeighted) {
             sum += weights[k] * rows.at(k)[column];
         } else {
             sum += rows.at(k)[column];
         }
     }
-    out[column] = sum;
+    out[column] = segment.divisor != nullptr ? sum / *segment.divisor : sum;
 }
 
 template <typename Item, bool kWeighted>
-void sum_rows(const Segments& segments, const Matrix& values, const Item* weights, const Matrix& out, Share share) {
+void sum_rows(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+              const Matrix& out, Share share) {
     const Rows<Item> rows(segments, values, share);
     const int64_t* const offsets = segments.offsets;
-    const auto piece = [&](auto vectors, int64_t begin, int64_t end, int64_t& column, Item* sums) {
+    const Item* const weights = static_cast<const Item*>(factors.weights);
+    const Item* const divisors = static_cast<const Item*>(factors.divisors);
+    const auto piece = [&](auto vectors, Segment<Item> segment, int64_t& column, Item* sums) {
         constexpr int kVectors = decltype(vectors)::value;
         while (column + kVectors * kItems<Item> <= share.column_end) {
             const bool fetches = column == share.column_begin;
-            sum_piece<Item, kVectors, kWeighted>(rows, weights, begin, end, column, fetches, sums);
+            sum_piece<Item, kVectors, kWeighted>(rows, weights, segment, column, fetches, sums);
             column += kVectors * kItems<Item>;
         }
     };
+    int64_t feature = share.begin / layout.samples, sample = share.begin % layout.samples;
     for (int64_t s = share.begin; s < share.end; ++s) {
-        Item* const sums = reinterpret_cast<Item*>(out.data + s * out.stride);
+        const Segment<Item> segment = {offsets[s], offsets[s + 1], divisors != nullptr ? divisors + s : nullptr};
+        Item* const sums = reinterpret_cast<Item*>(out.data + (sample * layout.step + feature) * out.stride);
         int64_t column = share.column_begin;
-        piece(std::integral_constant<int, 8>(), offsets[s], offsets[s + 1], column, sums);
-        piece(std::integral_constant<int, 4>(), offsets[s], offsets[s + 1], column, sums);
-        piece(std::integral_constant<int, 1>(), offsets[s], offsets[s + 1], column, sums);
+        piece(std::integral_constant<int, 8>(), segment, column, sums);
+        piece(std::integral_constant<int, 4>(), segment, column, sums);
+        piece(std::integral_constant<int, 1>(), segment, column, sums);
         for (; column < share.column_end; ++column)
-            sum_item<Item, kWeighted>(rows, weights, offsets[s], offsets[s + 1], column, sums);
+            sum_item<Item, kWeighted>(rows, weights, segment, column, sums);
+        if (++sample == layout.samples) {
+            sample = 0;
+            ++feature;
+        }
     }
 }
 
 template <typename Item>
-void sum_of(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share) {
-    const Item* const factors = static_cast<const Item*>(weights);
-    return factors != nullptr ? sum_rows<Item, true>(segments, values, factors, out, share)
-                              : sum_rows<Item, false>(segments, values, factors, out, share);
+void sum_of(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+            const Matrix& out, Share share) {
+    return factors.weights != nullptr ? sum_rows<Item, true>(segments, values, factors, layout, out, share)
+                                      : sum_rows<Item, false>(segments, values, factors, layout, out, share);
 }
 
-void sum(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share) {
-    return values.item_bytes == 4 ? sum_of<float>(segments, values, weights, out, share)
-                                  : sum_of<double>(segments, values, weights, out, share);
+void sum(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+         const Matrix& out, Share share) {
+    return values.item_bytes == 4 ? sum_of<float>(segments, values, factors, layout, out, share)
+                                  : sum_of<double>(segments, values, factors, layout, out, share);
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------
