@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,7 +15,11 @@ class _Jagged:
     """Values in segments, with a length or an offset for each; the other of the two is computed when asked for."""
 
     def __init__(
-        self, values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None, offsets: Tensor | None = None
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
         if lengths is None and offsets is None:
             raise ValueError("lengths and offsets are None; give one of them")
@@ -89,7 +94,7 @@ class JaggedTensor(_Jagged):
 
     def to_dense(self) -> list[Tensor]:
         """Return the values of each sample, as views. On a GPU this waits for the lengths."""
-        return list(self._values.split(self.lengths().tolist()))
+        return list(torch.split(self._values, self.lengths().tolist()))
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Return the values with one row per sample.
@@ -126,7 +131,7 @@ class JaggedTensor(_Jagged):
 
 
 class KeyedJaggedTensor(_Jagged):
-    """A list of ids per key and sample, with the methods of TorchRec's ``KeyedJaggedTensor``, which may be used as well.
+    """A list of ids per key and sample, with the methods of TorchRec's ``KeyedJaggedTensor``.
 
     Args:
         keys: names of the features.
@@ -135,6 +140,9 @@ class KeyedJaggedTensor(_Jagged):
         lengths: ids of each list, key after key: shape (keys · stride,).
         offsets: position of each list's first id, and count: shape (keys · stride + 1,).
         stride: samples; needed only if there is no key.
+
+    Attributes:
+        is_checked: True if the offsets are known to ascend to the number of ids.
 
     Raises:
         ValueError: the numbers do not go together.
@@ -170,6 +178,7 @@ class KeyedJaggedTensor(_Jagged):
             raise ValueError(f"there are {len(self._keys)} keys and {segments} lists, but stride is {stride}")
         self._stride = stride
         self._offset_per_key: list[int] | None = None
+        self.is_checked = False
 
     @classmethod
     def from_lengths_sync(
@@ -205,7 +214,7 @@ class KeyedJaggedTensor(_Jagged):
     def length_per_key(self) -> list[int]:
         """Return the number of each key's ids. On a GPU this waits for the offsets."""
         offsets = self.offset_per_key()
-        return [stop - start for start, stop in zip(offsets, offsets[1:], strict=False)]
+        return [stop - start for start, stop in pairwise(offsets)]
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return the lists of one key.
@@ -248,13 +257,15 @@ class KeyedJaggedTensor(_Jagged):
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
-        if self._values.device.type == "cpu":
-            self.offset_per_key()  # so that a GPU is not waited for
-        held = (self._values, self._weights, self._lengths, self._offsets)
-        values, weights, lengths, offsets = [None if each is None else move(each) for each in held]
-        assert values is not None
-        moved = KeyedJaggedTensor(self._keys, values, weights, lengths, offsets, self._stride)
-        moved._offset_per_key = self._offset_per_key
+        if self._values.device.type == "cpu":  # so that a GPU is not waited for
+            known = self.offsets()
+            self.is_checked = bool((known[1:] >= known[:-1]).all()) and int(known[-1]) == len(self._values)
+            self.offset_per_key()
+        weights, lengths, offsets = (
+            None if each is None else move(each) for each in (self._weights, self._lengths, self._offsets)
+        )
+        moved = KeyedJaggedTensor(self._keys, move(self._values), weights, lengths, offsets, self._stride)
+        moved._offset_per_key, moved.is_checked = self._offset_per_key, self.is_checked
         return moved
 
     def __repr__(self) -> str:

@@ -79,7 +79,7 @@ class KeyedTensor:
 
     def _split(self) -> Sequence[Tensor]:
         if self._parts is None:
-            self._parts = self._values.split(self._lengths, dim=1)  # one node of a graph for all
+            self._parts = torch.split(self._values, self._lengths, dim=1)  # one node of a graph for all
         return self._parts
 
     @staticmethod
