@@ -113,7 +113,7 @@ class TableCollection(nn.Module, Generic[Config]):
             settings: the keyword arguments of the class.
 
         Raises:
-            TypeError: a module is no embedding, or is not looked up in this way.
+            TypeError: a module is not an embedding, or is not looked up in this way.
             ValueError: it has a setting that these lack (``max_norm``, ``scale_grad_by_freq``).
 
         Example:
@@ -126,7 +126,7 @@ class TableCollection(nn.Module, Generic[Config]):
         names = feature_names or {}
         for name in names:
             if name not in modules:
-                raise ValueError(f"feature_names has {name!r}, which is no module; there are {', '.join(modules)}")
+                raise ValueError(f"feature_names has {name!r}, which is not a module; there are {', '.join(modules)}")
         configs = [cls._config_of(name, module, names.get(name, ())) for name, module in modules.items()]
         values = {name: _rows_of(module) for name, module in modules.items()}
         settings.setdefault("device", next((module.weight.device for module in modules.values()), None))

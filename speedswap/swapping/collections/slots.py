@@ -95,7 +95,7 @@ class Slots:
         """Return the places of the slots' features among keys.
 
         Raises:
-            ValueError: a feature is missing, or a key is no feature, or there twice.
+            ValueError: a feature is missing, or a key is not a feature, or there twice.
         """
         order = self._orders.get(keys)
         if order is None:
@@ -111,7 +111,7 @@ class Slots:
         return order
 
     def outside(self, slot: int, where: str, value: int) -> IdError:
-        """Return the error for an id that is no row of its table."""
+        """Return the error for an id that is not a row of its table."""
         config = self.configs[slot]
         return IdError(
             f"{where} of feature {self.features[slot]!r} is {value}, but table {config.name!r} has rows 0 to "

@@ -135,7 +135,12 @@ TORCHS: dict[str, tuple[bool, _Make, _Make]] = {
     "adagrad": (False, lambda p: torch.optim.Adagrad(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "sparse-sgd": (True, lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     "sparse-adagrad": (True, lambda p: torch.optim.Adagrad(p, lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
-    "sparse-adam": (True, lambda p: torch.optim.Adam(p, lr=0.1), lambda p: torch.optim.SparseAdam(list(p), lr=0.1)),
+    # With an eps that does not matter: SparseAdam adds it before the correction of the bias.
+    "sparse-adam": (
+        True,
+        lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-16),
+        lambda p: torch.optim.SparseAdam(list(p), lr=0.1, eps=1e-16),
+    ),
 }
 
 
