@@ -134,7 +134,7 @@ def _require_within(asked: FeatureIds) -> None:
 def _merged_by_torch(asked: FeatureIds) -> Tensor:
     """Merge on a device by a number of operations that does not depend on that of features."""
     counts = _counts(asked)
-    ids = asked.ids if isinstance(asked.ids, Tensor) else torch.cat([each.reshape(-1).long() for each in asked.ids])
+    ids = asked.ids if isinstance(asked.ids, Tensor) else torch.cat([each.reshape(-1) for each in asked.ids]).long()
     total = int(counts.sum()) if counts.device.type == "cpu" else len(ids)
     known = [asked.bases, asked.limits]
     if asked.begins is not None:

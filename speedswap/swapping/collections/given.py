@@ -65,6 +65,11 @@ class Given:
     def _rows(self) -> Tensor:
         return kernels.merge_ids(self._asked)
 
+    @functools.cached_property
+    def _are_inside(self) -> bool:
+        """True if no lookup of one group's rows is left to find an id that is outside of another group's table."""
+        return len(self.slots.of_group) == 1 or not len(self._rows) or int(self._rows.min()) >= 0
+
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, shape (ids,); -1 for an id that is outside of its table.
 
@@ -72,7 +77,7 @@ class Given:
             group: its index.
             checked: raise IdError for such an id of any group, where a lookup of this one would not find it.
         """
-        if checked and len(self.slots.of_group) > 1 and len(self._rows) and int(self._rows.min()) < 0:
+        if checked and not self._are_inside:
             raise self.outside()
         return self._rows[slice(*self.bounds(group))]
 
