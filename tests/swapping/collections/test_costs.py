@@ -21,9 +21,12 @@ from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, ke
 
 ROWS, LOOKUPS = 20, 240
 # They launch nothing, or are parts of others.
-VIEWS = "view as_strided reshape _reshape_alias slice select unsqueeze expand detach alias transpose t unbind split narrow"
-VIEWS += " to squeeze split_with_sizes lift_fresh result_type item is_nonzero resolve_conj resolve_neg _local_scalar_dense numpy_T"
-NO_LAUNCH = {f"aten::{name}" for name in VIEWS.split()} | {"aten::empty", "aten::empty_strided", "aten::empty_like"}
+VIEWS = """
+    view as_strided reshape _reshape_alias slice select unsqueeze expand detach alias transpose t unbind split narrow to
+    squeeze split_with_sizes lift_fresh result_type item is_nonzero resolve_conj resolve_neg _local_scalar_dense empty
+    empty_strided empty_like
+"""
+NO_LAUNCH = {f"aten::{name}" for name in VIEWS.split()}
 
 
 def launches_kernels(name: str) -> bool:
