@@ -58,13 +58,13 @@ struct Rows {
 
     const Item* at(int64_t k) const { return reinterpret_cast<const Item*>(data + index[k] * stride); }
 
-    void fetch_after(int64_t k) const {
+    // Inlined in any case: GCC takes a call whose only effect is to prefetch for one without effect, and drops it.
+    __attribute__((always_inline)) void fetch_after(int64_t k) const {
         if (k + ahead >= fetch_end) return;
         const char* const row = data + index[k + ahead] * stride + fetch_offset;
-        for (int64_t line = 0; line < fetch_bytes; line += kLine)
-            __builtin_prefetch(row + line, 0, 2);
-        // A row that does not start on a line spans one more.
-        __builtin_prefetch(row + fetch_bytes - 1, 0, 2);
+        const char* const end = row + fetch_bytes;
+        for (const char* line = row - (reinterpret_cast<uintptr_t>(row) & uintptr_t(kLine - 1)); line < end; line += kLine)
+            __builtin_prefetch(line, 0, 2);
     }
 };
 
@@ -115,7 +115,8 @@ inline void sum_item(const Rows<Item>& rows, const Item* weights, Segment<Item> 
     out[column] = segment.divisor != nullptr ? sum / *segment.divisor : sum;
 }
 
-template <typename Item, bool kWeighted>
+// kWhole: the vectors of a row, if those are few and nothing else: narrow rows cost the loop around them. Otherwise 0.
+template <typename Item, bool kWeighted, int kWhole>
 void sum_rows(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
               const Matrix& out, Share share) {
     const Rows<Item> rows(segments, values, share);
@@ -134,12 +135,16 @@ void sum_rows(const Segments& segments, const Matrix& values, const Factors& fac
     for (int64_t s = share.begin; s < share.end; ++s) {
         const Segment<Item> segment = {offsets[s], offsets[s + 1], divisors != nullptr ? divisors + s : nullptr};
         Item* const sums = reinterpret_cast<Item*>(out.data + (sample * layout.step + feature) * out.stride);
-        int64_t column = share.column_begin;
-        piece(std::integral_constant<int, 8>(), segment, column, sums);
-        piece(std::integral_constant<int, 4>(), segment, column, sums);
-        piece(std::integral_constant<int, 1>(), segment, column, sums);
-        for (; column < share.column_end; ++column)
-            sum_item<Item, kWeighted>(rows, weights, segment, column, sums);
+        if constexpr (kWhole > 0) {
+            sum_piece<Item, kWhole, kWeighted>(rows, weights, segment, 0, true, sums);
+        } else {
+            int64_t column = share.column_begin;
+            piece(std::integral_constant<int, 8>(), segment, column, sums);
+            piece(std::integral_constant<int, 4>(), segment, column, sums);
+            piece(std::integral_constant<int, 1>(), segment, column, sums);
+            for (; column < share.column_end; ++column)
+                sum_item<Item, kWeighted>(rows, weights, segment, column, sums);
+        }
         if (++sample == layout.samples) {
             sample = 0;
             ++feature;
@@ -147,11 +152,27 @@ void sum_rows(const Segments& segments, const Matrix& values, const Factors& fac
     }
 }
 
+template <typename Item, bool kWeighted>
+void sum_by_width(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+                  const Matrix& out, Share share) {
+    const bool whole = share.column_begin == 0 && share.column_end == values.width;
+    switch (whole && values.width % kItems<Item> == 0 ? values.width / kItems<Item> : 0) {
+        case 1:
+            return sum_rows<Item, kWeighted, 1>(segments, values, factors, layout, out, share);
+        case 2:
+            return sum_rows<Item, kWeighted, 2>(segments, values, factors, layout, out, share);
+        case 4:
+            return sum_rows<Item, kWeighted, 4>(segments, values, factors, layout, out, share);
+        default:
+            return sum_rows<Item, kWeighted, 0>(segments, values, factors, layout, out, share);
+    }
+}
+
 template <typename Item>
 void sum_of(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
             const Matrix& out, Share share) {
-    return factors.weights != nullptr ? sum_rows<Item, true>(segments, values, factors, layout, out, share)
-                                      : sum_rows<Item, false>(segments, values, factors, layout, out, share);
+    return factors.weights != nullptr ? sum_by_width<Item, true>(segments, values, factors, layout, out, share)
+                                      : sum_by_width<Item, false>(segments, values, factors, layout, out, share);
 }
 
 void sum(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
