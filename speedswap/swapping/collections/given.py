@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from speedswap.errors import IdError
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, require_ids
 from speedswap.swapping.collections.slots import Slots
+from speedswap.swapping.graphs import in_transform
 
 __all__ = ["Given", "given", "near"]
 
@@ -32,7 +33,8 @@ class Given:
         offsets: each bag's first id, and the number of ids, int64, shape (slots · stride + 1,), on the ids' device.
         is_single: True if every bag has one id.
         weights: a factor per id, shape (ids,), or None.
-        announced: tensors that all groups' ids depend on; by default a group's depend on those of its own slots.
+        by_name: each slot's ids, as they were given; empty for a keyed batch.
+        announced: for a keyed batch: the tensors that its ids depend on.
 
     Attributes:
         starts: the place of each slot's first id, and the number of ids.
@@ -48,6 +50,7 @@ class Given:
         *,
         is_single: bool = False,
         weights: Tensor | None = None,
+        by_name: Sequence[Tensor] = (),
         announced: tuple[Tensor, ...] = (),
     ) -> None:
         self.slots = slots
@@ -58,6 +61,7 @@ class Given:
         self.weights = weights
         self.device = offsets.device
         self._asked = asked
+        self._by_name = by_name
         self._announced = announced
         self.starts = [0, *counts.cumsum(0).tolist()]
 
@@ -91,20 +95,22 @@ class Given:
         begin, end = self.bounds(group)
         if begin == end:
             return ()
-        if isinstance(self._asked.ids, Tensor):
+        if not self._by_name:
             return self._announced
         some = self.slots.of_group[group]
-        return tuple(self._asked.ids[some.start : some.stop])
+        if self.device.type != "cpu":  # known by their memory, where a comparison would wait for them
+            return tuple(self._by_name[some.start : some.stop])
+        assert isinstance(self._asked.ids, Tensor)
+        return self._asked.ids[begin:end], self.counts[some.start : some.stop]
 
     def outside(self) -> IdError:
         """Return the error for the first id that is outside of its table."""
         found = kernels.first_outside(self._asked)
         assert found is not None
         slot, position, value = found
-        if isinstance(self._asked.ids, Tensor):
-            where = f"values()[{position}]"
-        else:
-            places = torch.unravel_index(torch.tensor(position), self._asked.ids[slot].shape)
+        where = f"values()[{position}]"
+        if self._by_name:
+            places = torch.unravel_index(torch.tensor(position), self._by_name[slot].shape)
             where = f"ids[{', '.join(str(int(place)) for place in places)}]"
         return self.slots.outside(slot, where, value)
 
@@ -131,6 +137,11 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
 def _by_name(features: Mapping[str, Any], slots: Slots, is_weighted: bool) -> Given:
     if features.keys() != slots.names:
         slots.require_features(list(features))
+    values = [features[name] for name in slots.features]
+    if set(map(type, values)) == {Tensor} and not in_transform():
+        kinds = {(ids.dtype, ids.shape, ids.device, ids.layout, ids.is_nested) for ids in values}
+        if len(kinds) == 1:
+            return _alike(values, slots, is_weighted)
     found = {name: piece_of(name, value) for name, value in features.items()}
     pieces = [found[name] for name in slots.features]
     first = pieces[0]
@@ -145,14 +156,26 @@ def _by_name(features: Mapping[str, Any], slots: Slots, is_weighted: bool) -> Gi
             raise ValueError(f"feature {name!r} has weights, but is_weighted is False; make the collection with True")
         if piece.per_bag != per_bag:
             per_bag = -1
-    counts = torch.tensor([piece.ids.numel() for piece in pieces], dtype=torch.int64)
+    ids = [piece.ids for piece in pieces]
+    counts = torch.tensor([each.numel() for each in ids], dtype=torch.int64)
     if per_bag < 0:
         offsets = _joined(pieces, slots, counts, stride)
     else:
         offsets = _steps(len(slots) * stride + 1, per_bag, device)
-    weights = torch.cat([_weights_of(piece) for piece in pieces]) if is_weighted else None
-    asked = kernels.FeatureIds([piece.ids for piece in pieces], slots.bases, slots.limits)
-    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights)
+    weights = torch.cat(list(map(_weights_of, pieces, slots.dtypes))) if is_weighted else None
+    asked = kernels.FeatureIds(torch.cat([each.reshape(-1) for each in ids]), slots.bases, slots.limits, counts)
+    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=ids)
+
+
+def _alike(values: Sequence[Tensor], slots: Slots, is_weighted: bool) -> Given:
+    """Read tensors of one shape, without a look at each: a thousand features are as many calls of Python."""
+    _, stride, per_bag, _, _ = piece_of(slots.features[0], values[0])
+    ids = torch.cat(tuple(values)).reshape(-1)
+    counts = torch.full((len(slots),), stride * per_bag)
+    offsets = _steps(len(slots) * stride + 1, per_bag, ids.device)
+    weights = torch.ones(len(ids), dtype=slots.dtypes[0], device=ids.device) if is_weighted else None
+    asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts)
+    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=values)
 
 
 def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> Tensor:
@@ -177,9 +200,9 @@ def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> T
     return offsets
 
 
-def _weights_of(piece: Piece) -> Tensor:
+def _weights_of(piece: Piece, dtype: torch.dtype) -> Tensor:
     if piece.weights is None:
-        return torch.ones(piece.ids.numel(), device=piece.ids.device)
+        return torch.ones(piece.ids.numel(), dtype=dtype, device=piece.ids.device)
     return piece.weights.reshape(-1)
 
 

@@ -83,9 +83,8 @@ def rows_of(collection: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["bags", "rows"])
+@pytest.mark.parametrize(("kind", "depth"), [("bags", 1), ("rows", 3)])
 def test_lookahead_trains_as_the_plain_loop(kind: str, form: str, depth: int, device: str) -> None:
     results = []
     for ahead in (0, depth):
