@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -312,5 +310,6 @@ def test_memory_is_bounded() -> None:
         items.score(queries)
         print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    run = run_script(script)
+    assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 64, "MiB"
