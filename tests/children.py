@@ -103,8 +103,9 @@ def answer(connection: Connection) -> Any:
 
 # A process that has imported what takes seconds, and computes nothing, so that its forks have no thread missing.
 _WARM = """
-import json, os, sys
-import torch, torch._dynamo, speedswap
+import importlib, json, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()
@@ -121,15 +122,21 @@ exec(order["code"], {"__name__": "__main__"})
 """
 
 
-def run_script(code: str, *arguments: object, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Run code as ``python -c`` does, in a process of its own in which torch and speedswap are imported already.
+def run_script(
+    code: str,
+    *arguments: object,
+    seconds: float = 120.0,
+    imported: tuple[str, ...] = ("torch", "torch._dynamo", "speedswap"),
+) -> subprocess.CompletedProcess[str]:
+    """Run code as ``python -c`` does, in a process of its own that has imported some modules already.
 
     Args:
         code: the script; what its lines are indented by is taken away.
         arguments: its ``sys.argv[1:]``.
         seconds: a script that takes longer fails the test.
+        imported: the modules; torch alone where the import of speedswap is part of the test.
     """
-    warm = _warm()
+    warm = _warm(imported)
     assert warm.stdin is not None
     assert warm.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -148,10 +155,9 @@ def run_script(code: str, *arguments: object, seconds: float = 120.0) -> subproc
 
 
 @functools.cache
-def _warm() -> subprocess.Popen[str]:
-    warm = subprocess.Popen(
-        [sys.executable, "-c", _WARM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def _warm(imported: tuple[str, ...]) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", _WARM, *imported]
+    warm = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
     atexit.register(_end, warm)
     return warm
 
