@@ -115,6 +115,7 @@ for line in sys.stdin:
 else:
     os._exit(0)
 os.setpgid(0, 0)
+os.chdir(order["folder"])
 for fd, name in enumerate([os.devnull, order["out"], order["err"]]):
     os.dup2(os.open(name, os.O_WRONLY if fd else os.O_RDONLY), fd)
 sys.argv = ["-c", *order["arguments"]]
@@ -143,7 +144,13 @@ def run_script(
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()
         err.touch()
-        order = {"code": textwrap.dedent(code), "arguments": [*map(str, arguments)], "out": str(out), "err": str(err)}
+        order = {
+            "code": textwrap.dedent(code),
+            "arguments": [*map(str, arguments)],
+            "folder": os.getcwd(),
+            "out": str(out),
+            "err": str(err),
+        }
         warm.stdin.write(json.dumps(order) + "\n")
         warm.stdin.flush()
         if not select.select([warm.stdout], [], [], seconds)[0]:
