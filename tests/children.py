@@ -165,8 +165,13 @@ def run_script(
 def _warm(imported: tuple[str, ...]) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", _WARM, *imported]
     warm = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    atexit.register(_end, warm)
+    atexit.register(_end_of_parent, warm, os.getpid())
     return warm
+
+
+def _end_of_parent(warm: subprocess.Popen[str], parent: int) -> None:
+    if os.getpid() == parent:  # and not a fork that ends as Python does
+        _end(warm)
 
 
 def _end(warm: subprocess.Popen[str]) -> None:
