@@ -4,6 +4,7 @@ from speedswap.kernels._compiled import with_compiled_part
 
 __path__ = with_compiled_part(__path__)
 
+from speedswap.kernels.features import FeatureIds, first_outside, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_read,
@@ -47,6 +48,7 @@ from speedswap.kernels.segment_sum import (
     max_segments,
     sum_rows,
     sum_segments,
+    sum_segments_back,
     sum_taken,
     summable,
 )
@@ -58,6 +60,7 @@ from speedswap.kernels.transfers.transfer import Lookup, Transfer, Transfers, in
 __all__ = [
     "ENGINES",
     "Asked",
+    "FeatureIds",
     "Fence",
     "Found",
     "Groups",
@@ -82,6 +85,7 @@ __all__ = [
     "find_rows",
     "finish_transfers",
     "first_duplicate",
+    "first_outside",
     "forward",
     "gather_records",
     "gather_rows",
@@ -91,6 +95,7 @@ __all__ = [
     "in_transfer_thread",
     "last_occurrences",
     "max_segments",
+    "merge_ids",
     "places_among",
     "prefetch_on_cpu",
     "prepare_engine",
@@ -107,6 +112,7 @@ __all__ = [
     "stored_bytes",
     "sum_rows",
     "sum_segments",
+    "sum_segments_back",
     "sum_taken",
     "summable",
     "unique",

@@ -20,7 +20,8 @@ from speedswap.errors import WeightError
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.optimizer_state import OptimizerState
-from speedswap.swapping.prefetched import PrefetchedLookup
+from speedswap.swapping.padding import Padding
+from speedswap.swapping.prefetched import Announced, PrefetchedLookup
 from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Scored, read_rows, top_rows
@@ -115,7 +116,8 @@ class TableModule(nn.Module):
         self.table = table
         self._init = first_values
         self.weight = TableWeight(table, device)
-        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding_idx)
+        padding = Padding([] if padding_idx is None else [padding_idx])
+        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding)
         self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
 
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
@@ -201,12 +203,48 @@ class TableModule(nn.Module):
         """
         return top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
+    def lookups_of(self, given: Tensor | Sequence[Tensor]) -> list[tuple[TableModule, Announced]]:
+        """Return the lookups that forward makes with a tensor of ids, or with each of several, for a lookahead.
+
+        Args:
+            given: int32 or int64, any shape, on the device of the lookup, or on the CPU with ``weight`` on it.
+
+        Returns:
+            This module with each of its lookups; none for a tensor without ids.
+
+        Raises:
+            TypeError: ``given`` is something else.
+        """
+        several = [given] if isinstance(given, Tensor) else list(given)
+        for each in several:
+            kernels.require_id_dtype(each)
+        return [(self, Announced(self.table, (each,), self._target(each), each)) for each in several if each.numel()]
+
+    def _target(self, ids: Tensor) -> torch.device:
+        """Return the device where a lookup of ids will need its rows."""
+        return ids.device if ids.device.type != "cpu" else self.weight.device
+
     def _gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a batch's distinct rows to the device of its ids.
+        """Gather a batch's distinct rows to the device of its ids; as :meth:`_gather_given`."""
+        if not isinstance(ids, Tensor):
+            kernels.require_dense(ids, "ids")
+        weight, local = self._gather_given((ids,) if ids.numel() else (), ids.device, lambda: ids)
+        return weight, local.view(ids.shape)
+
+    def _gather_given(
+        self, given: tuple[Tensor, ...], device: torch.device, ids_of: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gather a batch's distinct rows.
+
+        Args:
+            given: the tensors that a lookahead may have announced for this lookup; empty where there are no ids.
+            device: where the rows are needed.
+            ids_of: returns the ids, on that device; called where no lookahead has announced them.
 
         Returns:
             The rows' weights, shape (n, embedding_dim), which are a fresh leaf if they are trained: its gradient goes
-            to this module's step; and each id's place among them, int64, of the ids' shape.
+            to this module's step; and each id's place among them, int64, of the ids' shape; or of the shape in which
+            they were announced.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -217,18 +255,18 @@ class TableModule(nn.Module):
         """
         weight = self.weight
         if weight is not self._step.weight and self._is_replacement(weight):
-            return self._in_place_of_table(weight, ids)
+            return self._in_place_of_table(weight, ids_of())
         is_trained = weight.requires_grad and torch.is_grad_enabled()
         if in_transform():
             if is_trained:
                 refuse_training(self.table.name)
-            return constant_rows(ids, functools.partial(self._gather_now, columns=["weight"]))
+            return constant_rows(ids_of(), functools.partial(self._gather_now, columns=["weight"]))
         if not is_trained:
-            block, local = self._prefetched(ids) or self._gather_now(ids, ["weight"])
+            block, local = self._gather_ahead(given, device, ids_of, ["weight"])
             return block.weight, local
         require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)
         self._step.before_forward()
-        block, local = self._prefetched(ids, expected=True) or self._gather_now(ids, None)
+        block, local = self._gather_ahead(given, device, ids_of, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
         leaf = block.weight.detach().requires_grad_()
         receive = functools.partial(self._step.receive, block, self.table.version)
@@ -255,9 +293,9 @@ class TableModule(nn.Module):
         """Return all rows of a tensor that replaces the table's, and each id's place among them."""
         if not in_transform():  # where torch's own lookup checks them
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
-        if self.padding_idx is not None:
-            is_padding = torch.arange(self.num_embeddings, device=weight.device).unsqueeze(1) == self.padding_idx
-            weight = torch.where(is_padding, weight.detach(), weight)
+        if self._step.padding:
+            is_padding = self._step.padding.among(torch.arange(self.num_embeddings, device=weight.device))
+            weight = torch.where(is_padding.unsqueeze(1), weight.detach(), weight)
         return weight, ids.long()
 
     def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
@@ -265,20 +303,27 @@ class TableModule(nn.Module):
         rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
         return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
 
-    def _prefetched(self, ids: Tensor, *, expected: bool = False) -> tuple[Block, Tensor] | None:
-        """Return what :meth:`_gather_now` would, if a lookahead has gathered these ids and the rows are current."""
-        if self._lookups is None or not isinstance(ids, Tensor) or not ids.numel():
-            return None
-        for lookup in self._lookups:
-            if lookup.matches(ids):
-                found = lookup.take()
-                return found and (found[0], found[1].view(ids.shape))
-        if expected:
+    def _gather_ahead(
+        self,
+        given: tuple[Tensor, ...],
+        device: torch.device,
+        ids_of: Callable[[], Tensor],
+        columns: Sequence[str] | None,
+    ) -> tuple[Block, Tensor]:
+        """Return the rows that a lookahead has gathered for these tensors, if they are current; or gather them now.
+
+        The ids of an announced lookup are not asked for again.
+        """
+        lookups = self._lookups if given and self._lookups is not None else []
+        lookup = next((each for each in lookups if each.matches(given, device)), None)
+        if lookup is not None:
+            return lookup.take() or self._gather_now(lookup.ids.to(device), columns)
+        if given and self._lookups is not None and columns is None:
             warn_once(
                 f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
                 "which is slower; let its function return the ids of every lookup, on the lookup's device"
             )
-        return None
+        return self._gather_now(ids_of(), columns)
 
     @classmethod
     def _with_rows(
@@ -319,7 +364,7 @@ class TableModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         table = copy.deepcopy(self.table, memo)  # or says what to do instead
-        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self.padding_idx)
+        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self._step.padding)
         step.weight.requires_grad_(self.weight.requires_grad)
         module = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}

@@ -199,6 +199,11 @@ class RecordGroups:
                 group.close()
         self.discard_stale_files()
 
+    def add_unfilled(self, columns: Sequence[Column]) -> None:
+        """Make a new table's records, of zeros, for rows that the caller is about to write."""
+        self._groups = (self._new(columns, filled=False),)
+        self.written = True
+
     def _rebuild(self, columns: Sequence[Column]) -> None:
         """Put all columns in one record; the old memory is released first, so that the peak is the new table alone."""
         layouts = [group.layout for group in self]
@@ -212,8 +217,8 @@ class RecordGroups:
             self.lost = False
             raise
 
-    def _new(self, columns: Sequence[Column]) -> RecordGroup:
-        """Return memory for these columns, filled with their initial values."""
+    def _new(self, columns: Sequence[Column], *, filled: bool = True) -> RecordGroup:
+        """Return memory for these columns, filled with their initial values unless it is to stay zero."""
         layout = RecordLayout.of(columns)
         nbytes = self.num_embeddings * layout.stride
         if self.directory is None:
@@ -223,7 +228,7 @@ class RecordGroups:
             group = RecordGroup(layout, memory, self.num_embeddings, self.engine, file)
         try:
             # Fresh memory is zero already.
-            self.fill(group, [column for column in columns if not column.init.is_zero])
+            self.fill(group, [column for column in columns if filled and not column.init.is_zero])
             if self.directory is not None:
                 # Before a manifest names it, and long before the file that it replaces is removed.
                 group.memory.flush()

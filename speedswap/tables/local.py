@@ -20,7 +20,6 @@ from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.files.persistence import Persistence, read_scalars
 from speedswap.tables.groups import RecordGroups
-from speedswap.tables.init import GivenRows
 from speedswap.tables.memory import host as storages
 from speedswap.tables.pending import PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Column
@@ -81,8 +80,7 @@ class LocalStore(RowStore):
         require_size(num_embeddings, [weight])
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
-        given = isinstance(weight.init, GivenRows)
-        groups = RecordGroups(num_embeddings, kind, seed, name, directory, engine=engine, written=given)
+        groups = RecordGroups(num_embeddings, kind, seed, name, directory, engine=engine, written=weight.init.is_given)
         try:
             groups.add([weight], lambda: groups.save_manifest({}))
             if directory is not None:

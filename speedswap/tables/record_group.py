@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf, GivenRows
+from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf
 from speedswap.tables.memory.file import FileMemory
 from speedswap.tables.memory.host import Memory
 from speedswap.tables.record import Column, RecordLayout
@@ -134,7 +134,7 @@ class RecordGroup:
                 self._fill(column, seed, holders, rows)
             advance(rows.stop - rows.start)
         for column in columns:
-            if column.zero_row is not None and not isinstance(column.init, GivenRows):
+            if column.zero_row is not None and not column.init.is_given:
                 self._bytes(column.name)[column.zero_row] = 0
 
     def _fill(self, column: Column, seed: int, holders: Mapping[str, RecordGroup], rows: slice) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from speedswap._locks import Locked
 from speedswap.tables.block import Block
 from speedswap.tables.record import Column
 
@@ -65,6 +67,7 @@ class RowStore(ABC):
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             one that returns None leaves the attribute as it is. They must not hold the table.
         attributes_lag: whether the attributes may be of an earlier step than the rows, as they were found.
+        version: goes up whenever rows or columns may have changed, through any table over these rows.
     """
 
     num_embeddings: int
@@ -75,6 +78,12 @@ class RowStore(ABC):
     attributes: dict[str, Any]
     live_attributes: dict[str, Callable[[], Any]]
     attributes_lag: bool
+    version: int = 0
+
+    @cached_property
+    def locked(self) -> Locked:
+        """The lock of every table over these rows."""
+        return Locked()
 
     # ------------------------------------------------------------------ description
 
@@ -264,6 +273,15 @@ class WrappedStore(RowStore):
         self.seed, self.name = inner.seed, inner.name
         self.attributes, self.live_attributes = inner.attributes, inner.live_attributes
         self.attributes_lag = inner.attributes_lag
+        self.locked = inner.locked
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.inner.version = version
 
     columns = property(attrgetter("inner.columns"))
     nbytes = property(attrgetter("inner.nbytes"))

@@ -18,6 +18,7 @@ import torch
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables import init
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity
+from speedswap.tables.ranges import InRanges
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
 
 __all__ = ["MANIFEST", "Manifest", "ManifestFile", "SegmentEntry", "require_size"]
@@ -254,6 +255,10 @@ def _parse_column(item: dict[str, Any], num_embeddings: int) -> tuple[Column, in
     _require(dtype in _DTYPES, f"column {name!r} has dtype {dtype!r}")
     _require(zero_row is None or _is_int(zero_row, 0, num_embeddings - 1), f"column {name!r} has zero_row {zero_row!r}")
     initial = init.from_json(item["init"]) or init.zeros()
+    _require(
+        not isinstance(initial, InRanges) or initial.num_rows == num_embeddings,
+        f"the ranges of column {name!r} are not its {num_embeddings} rows",
+    )
     stored, rounding = item.get("stored"), item.get("rounding", "nearest")
     _require(stored is None or stored in _STORED, f"column {name!r} is stored as {stored!r}")
     _require(rounding in ROUNDINGS, f"column {name!r} has rounding {rounding!r}")
