@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -206,6 +207,12 @@ class TableCollection(nn.Module, Generic[Config]):
         for group, name in zip(self._groups(), self._group_names, strict=True):
             group.table.save(Path(path) / name, overwrite=overwrite)
 
+    def close(self) -> None:
+        """Close all tables: flush those in files, and release memory, files and locks."""
+        with ExitStack() as rest:  # each of them, also where an earlier one raises
+            for group in self._groups():
+                rest.callback(group.table.close)
+
     # ------------------------------------------------------------------ the tables
 
     @property
@@ -275,18 +282,19 @@ class TableCollection(nn.Module, Generic[Config]):
         found = self._given(features)
         lookups: list[tuple[TableModule, Announced]] = []
         for index, group in enumerate(self._groups()):
-            tensors = found.tensors(index)
-            if tensors:
-                rows = found.rows(index)
-                lookups.append((group, Announced(group.table, tensors, group._target(rows), rows)))
+            rows = found.rows(index)
+            device = group._target(rows)
+            if len(rows):
+                lookups.append((group, Announced(group.table, found.tensors(index, device), device, rows)))
         return lookups
 
     def _gather(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
         """Gather the distinct rows of one group; see :meth:`TableModule._gather_given`."""
         group = self.groups[index]
         assert isinstance(group, TableGroup)
+        device = found.device
         try:
-            return group._gather_given(found.tensors(index), found.device, lambda: found.rows(index, checked=True))
+            return group._gather_given(found.tensors(index, device), device, lambda: found.rows(index, checked=True))
         except IdError:
             raise found.outside() from None
 

@@ -90,15 +90,20 @@ class Given:
         some = self.slots.of_group[group]
         return self.starts[some.start], self.starts[some.stop]
 
-    def tensors(self, group: int) -> tuple[Tensor, ...]:
-        """Return the tensors that a group's rows depend on; none if it has no ids."""
+    def tensors(self, group: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the tensors that a group's rows depend on; none if it has no ids.
+
+        Args:
+            group: its index.
+            device: where its rows are needed.
+        """
         begin, end = self.bounds(group)
         if begin == end:
             return ()
         if not self._by_name:
             return self._announced
         some = self.slots.of_group[group]
-        if self.device.type != "cpu":  # known by their memory, where a comparison would wait for them
+        if device.type != "cpu":  # known by their memory, where a comparison would wait for them
             return tuple(self._by_name[some.start : some.stop])
         assert isinstance(self._asked.ids, Tensor)
         return self._asked.ids[begin:end], self.counts[some.start : some.stop]

@@ -100,6 +100,21 @@ def test_lookahead_trains_as_the_plain_loop(kind: str, form: str, depth: int, de
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("form", ["keyed", "one"])
+def test_features_on_the_cpu_are_announced_for_the_device(form: str, device: str) -> None:
+    """A loader's batches are on the CPU still when the lookahead sees them."""
+    results = []
+    for depth in (0, 1):
+        collection = collection_of("bags", device)
+        optimizer = torch.optim.Adagrad(collection.parameters(), lr=0.1)
+        batches = [FORMS[form](seed, "cpu") for seed in range(4)]
+        for features in speedswap.lookahead(batches, {collection: lambda features: features}, depth=depth):
+            moved = features.to(device) if form == "keyed" else {key: ids.to(device) for key, ids in features.items()}
+            step(collection, optimizer, moved)
+        results.append(rows_of(collection))
+    assert results[0] == results[1]
+
+
 def test_announced_lookups_are_prefetched(device: str) -> None:
     """The rows come from the lookahead: nothing is gathered in the forward pass, except after a write."""
     collection = collection_of("bags", device)
