@@ -299,7 +299,7 @@ class TableCollection(nn.Module, Generic[Config]):
             raise found.outside() from None
 
     def extra_repr(self) -> str:
-        return f"{len(self.configs)} tables in {len(self.groups)} stores, {len(self._slots)} features"
+        return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
 
 
 def _grouped(configs: Sequence[EmbeddingConfig], storage: str, engine: str) -> _Groups:

@@ -192,7 +192,9 @@ def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> T
     ]
     ends = counts.cumsum(0)
     begins = near(torch.cat([ends - counts, ends[-1:]]), device)
-    offsets = torch.cat([(torch.cat(starts).view(-1, stride) + begins[:-1].unsqueeze(1)).reshape(-1), begins[-1:]])
+    offsets = torch.cat(
+        [(torch.cat(starts).view(len(slots), stride) + begins[:-1].unsqueeze(1)).reshape(-1), begins[-1:]]
+    )
     firsts = offsets[:-1:stride] if stride else begins[:-1]
     wrong = (offsets[1:] < offsets[:-1]).any() | (firsts != begins[:-1]).any()
     closed = [index for index, piece in enumerate(pieces) if piece.offsets is not None and len(piece.offsets) > stride]
