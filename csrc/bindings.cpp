@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "background.h"
+#include "id_map_bindings.h"
 #include "pool.h"
 #include "rows_cpu.h"
 #include "segments.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
@@ -28,6 +30,7 @@ using speedswap::Job;
 using speedswap::Move;
 using speedswap::Part;
 using speedswap::PrefetchJob;
+using speedswap::without_gil;
 using speedswap::WriteJob;
 // offset, width, block, block_stride; and for converted columns form, stochastic, key.
 using CopiedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
@@ -67,26 +70,6 @@ std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
     for (const PartTuple& tuple : tuples)
         parts.push_back(std::visit([](const auto& some) { return part_of(some); }, tuple));
     return parts;
-}
-
-// Runs body without the interpreter lock. Not by py::gil_scoped_release: a daemon thread that returns during
-// interpreter shutdown is ended inside PyEval_RestoreThread, by an unwinding that must not start in a destructor.
-template <typename Body>
-auto without_gil(Body&& body) {
-    PyThreadState* const state = PyEval_SaveThread();
-    try {
-        if constexpr (std::is_void_v<decltype(body())>) {
-            body();
-            PyEval_RestoreThread(state);
-        } else {
-            auto result = body();
-            PyEval_RestoreThread(state);
-            return result;
-        }
-    } catch (const std::exception&) {
-        PyEval_RestoreThread(state);
-        throw;
-    }
 }
 
 void gather(uintptr_t records, int64_t stride, uintptr_t ids, int64_t count, const std::vector<PartTuple>& parts,
@@ -306,4 +289,5 @@ PYBIND11_MODULE(_C, module) {
     module.def("drain", [] { without_gil([] { speedswap::drain(); }); });
     module.def("forward", &forward, arg("from_rows"), arg("from_count"), arg("to_rows"), arg("to_count"),
                arg("columns"), arg("threads"));
+    speedswap::bind_id_map(module);
 }

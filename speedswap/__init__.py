@@ -25,7 +25,7 @@ from speedswap.swapping import (
     lookahead,
     parameters_to_ignore,
 )
-from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
+from speedswap.tables import Block, Column, IdMap, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Feed",
+    "IdMap",
     "MemoryEstimate",
     "ModelFactory",
     "OptimizerFactory",

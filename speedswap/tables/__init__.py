@@ -7,6 +7,7 @@ has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensor
 
 from speedswap.tables import init
 from speedswap.tables.block import Block
+from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, prefetch
 from speedswap.tables.record import Column
@@ -15,9 +16,11 @@ from speedswap.tables.store import Prefetched, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 __all__ = [
+    "AskedAhead",
     "Block",
     "Column",
     "Commit",
+    "IdMap",
     "LocalStore",
     "Prefetched",
     "RowStore",
