@@ -121,13 +121,16 @@ int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, in
 
 template <void (*fill)(const Fill&, int)>
 void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows, int64_t width, int item_bytes,
-               double a, double b, uint64_t seed, uint64_t column_key, int threads) {
+               double a, double b, uint64_t seed, uint64_t column_key, int threads, uintptr_t rows) {
     require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
     require(first_row >= 0, "first_row", first_row, "0 or more");
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     require(width >= 0, "width", width, "0 or more");
     without_gil(
-        [&] { fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads); });
+        [&] {
+            fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
+                 threads);
+        });
 }
 
 using speedswap::Matrix;
@@ -244,10 +247,10 @@ PYBIND11_MODULE(_C, module) {
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
-               arg("column_key"), arg("threads"));
+               arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("fill_normal", &fill_rows<&speedswap::fill_normal>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
-               arg("column_key"), arg("threads"));
+               arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
     module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("weights"), arg("out"),
                arg("item_bytes"), arg("threads"));

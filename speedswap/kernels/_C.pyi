@@ -34,6 +34,7 @@ def fill_uniform(
     seed: int,
     column_key: int,
     threads: int,
+    rows: int = 0,
 ) -> None: ...
 def fill_normal(
     out: int,
@@ -47,6 +48,7 @@ def fill_normal(
     seed: int,
     column_key: int,
     threads: int,
+    rows: int = 0,
 ) -> None: ...
 def prefault(pointer: int, nbytes: int, threads: int) -> None: ...
 def group(local: int, count: int, num_rows: int, order: int, offsets: int) -> None: ...

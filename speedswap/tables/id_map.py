@@ -51,9 +51,9 @@ class IdMap(Locked):
     from its initial values.
 
     What a map does depends on the batches and their order alone, not on the number of threads. It is saved and restored
-    with its table. It takes at most 24 bytes per key, and 16 more and the string for ``"exact"``, and grows with the
-    number of keys. Any number of threads may use it. A copy in another process, such as a ``DataLoader``'s worker, is
-    frozen: it looks up and does not add.
+    with its table. It takes at most 24 bytes per key, on probation or not, and for ``"exact"`` 17 more and the string,
+    and grows with the number of keys. Any number of threads may use it. A copy in another process, such as a
+    ``DataLoader``'s worker, is frozen: it looks up and does not add.
 
     Args:
         capacity: rows for keys, 1 to 2**31 - 1.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from speedswap.tables.block import Block
+from speedswap.tables.initial import initial_values
 from speedswap.tables.record import Column
 
 if TYPE_CHECKING:
@@ -209,6 +210,10 @@ class RowStore(ABC):
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give existing columns their initial values again, in every row."""
 
+    def initial_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the initial values of some rows, by column; see :func:`speedswap.tables.initial.initial_values`."""
+        return initial_values(self.columns, rows, self.seed, self.num_embeddings)
+
     # ------------------------------------------------------------------ lifetime
 
     @abstractmethod
@@ -284,6 +289,7 @@ class WrappedStore(RowStore):
     reserve: Any = _of_inner("reserve")
     add_columns: Any = _of_inner("add_columns")
     reset_columns: Any = _of_inner("reset_columns")
+    initial_rows: Any = _of_inner("initial_rows")
     save_to: Any = _of_inner("save_to")
     copy: Any = _of_inner("copy")
     flush: Any = _of_inner("flush")

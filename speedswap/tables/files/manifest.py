@@ -253,7 +253,7 @@ def _parse_column(item: dict[str, Any], num_embeddings: int) -> tuple[Column, in
     )
     _require(dtype in _DTYPES, f"column {name!r} has dtype {dtype!r}")
     _require(zero_row is None or _is_int(zero_row, 0, num_embeddings - 1), f"column {name!r} has zero_row {zero_row!r}")
-    initial = init.from_json(item["init"]) or init.zeros()
+    initial = init.from_json(item["init"]) or init.Unknown(json.dumps(item["init"]))
     stored, rounding = item.get("stored"), item.get("rounding", "nearest")
     _require(stored is None or stored in _STORED, f"column {name!r} is stored as {stored!r}")
     _require(rounding in ROUNDINGS, f"column {name!r} has rounding {rounding!r}")
