@@ -128,7 +128,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         keyed = None if isinstance(input, Tensor) else keyed_bags(input, offsets, per_sample_weights)
         bags = keyed.bags if keyed else bags_of(input, offsets, per_sample_weights, self.include_last_offset)
         self._check_weights(bags)
-        pooled = self._pooled(bags)
+        pooled = self._pooled(bags._replace(ids=self._rows_of(bags.ids)))
         if keyed is None:
             return pooled
         shape = (keyed.num_keys, keyed.stride, self.embedding_dim)

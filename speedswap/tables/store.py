@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from speedswap.tables.record import Column
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.files.directory import TableDirectory
+    from speedswap.tables.id_map import IdMap
 
 __all__ = ["Found", "Prefetched", "RowStore", "WrappedStore"]
 
@@ -83,6 +85,11 @@ class RowStore(ABC):
     @abstractmethod
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
+
+    @cached_property
+    def id_maps(self) -> dict[str, IdMap]:
+        """Maps from keys to rows that are kept with the rows, by name: ``""`` for the map of the whole table."""
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -271,6 +278,7 @@ class WrappedStore(RowStore):
         self.attributes_lag = inner.attributes_lag
 
     columns = property(attrgetter("inner.columns"))
+    id_maps: Any = property(attrgetter("inner.id_maps"))
     nbytes = property(attrgetter("inner.nbytes"))
     writes = property(attrgetter("inner.writes"))
     closed = property(attrgetter("inner.closed"))

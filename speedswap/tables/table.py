@@ -20,6 +20,7 @@ from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import require_functions_of_row
 from speedswap.tables.local import LocalStore
@@ -229,6 +230,33 @@ class Table:
     def attributes_lag(self) -> bool:
         """True if the attributes, as found, may be of an earlier step than the rows."""
         return self.store.attributes_lag
+
+    @property
+    def id_map(self) -> IdMap | None:
+        """The map from keys to rows that is kept with the table; None if there is none."""
+        return self.store.id_maps.get("")
+
+    def set_id_map(self, id_map: IdMap) -> None:
+        """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
+
+        Raises:
+            ValueError: it has other rows than the table, the table has another map, or the initial values of rows that
+                are to start anew cannot be computed again.
+            TableClosedError: the table is closed, or opened with mode ``r``.
+        """
+        if self.id_map is id_map:
+            return
+        if self.id_map is not None:
+            raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
+        if id_map.num_rows != self.num_embeddings:
+            raise ValueError(
+                f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
+                "make the table with id_map.num_rows rows"
+            )
+        self.check_resettable()
+        with self.lock:
+            self.check_open(writing=True)
+            self.store.id_maps[""] = id_map
 
     @property
     def lock(self) -> threading.RLock:
