@@ -23,6 +23,7 @@ namespace py = pybind11;
 namespace {
 
 using speedswap::Buffer;
+using speedswap::FeatureIds;
 using speedswap::Fill;
 using speedswap::Form;
 using speedswap::Ids;
@@ -119,6 +120,10 @@ int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, in
     return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
 }
 
+void merge_ids(uintptr_t features, int64_t num_features, uintptr_t rows, int threads) {
+    without_gil([&] { speedswap::merge_ids(at<const FeatureIds>(features), num_features, at<int64_t>(rows), threads); });
+}
+
 template <void (*fill)(const Fill&, int)>
 void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows, int64_t width, int item_bytes,
                double a, double b, uint64_t seed, uint64_t column_key, int threads, uintptr_t rows) {
@@ -133,6 +138,8 @@ void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num
         });
 }
 
+using speedswap::Factors;
+using speedswap::Layout;
 using speedswap::Matrix;
 using speedswap::Segments;
 using SegmentsTuple = std::tuple<uintptr_t, uintptr_t, int64_t>;
@@ -157,11 +164,39 @@ void group(uintptr_t local, int64_t count, int64_t num_rows, uintptr_t order, ui
         [&] { speedswap::group(at<const int64_t>(local), count, num_rows, at<int64_t>(order), at<int64_t>(offsets)); });
 }
 
-void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, uintptr_t weights, const MatrixTuple& out,
-                  int item_bytes, int threads) {
+using FactorsTuple = std::tuple<uintptr_t, uintptr_t>;
+using LayoutTuple = std::tuple<int64_t, int64_t>;
+
+Factors factors_of(const FactorsTuple& tuple) {
+    const auto [weights, divisors] = tuple;
+    return {at<const void>(weights), at<const void>(divisors)};
+}
+
+Layout layout_of(const LayoutTuple& tuple) {
+    const auto [samples, step] = tuple;
+    require(samples >= 1, "samples", samples, "1 or more");
+    return {samples, step};
+}
+
+void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, const FactorsTuple& factors,
+                  const LayoutTuple& layout, const MatrixTuple& out, int item_bytes, int threads) {
     const Segments over = segments_of(segments);
     const Matrix from = matrix_of(values, item_bytes), to = matrix_of(out, item_bytes);
-    without_gil([&] { speedswap::sum_segments(over, from, at<const void>(weights), to, threads); });
+    const Factors times = factors_of(factors);
+    const Layout places = layout_of(layout);
+    without_gil([&] { speedswap::sum_segments(over, from, times, places, to, threads); });
+}
+
+void reverse_segments(const SegmentsTuple& segments, const FactorsTuple& factors, const LayoutTuple& layout,
+                      uintptr_t order, int64_t count, uintptr_t rows, uintptr_t weights, int item_bytes, int threads) {
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
+    const Segments over = segments_of(segments);
+    const Factors times = factors_of(factors);
+    const Layout places = layout_of(layout);
+    without_gil([&] {
+        speedswap::reverse_segments(over, times, places, at<const int64_t>(order), count, at<int64_t>(rows),
+                                    at<void>(weights), item_bytes, threads);
+    });
 }
 
 void dot_segments(const SegmentsTuple& segments, const MatrixTuple& values, const MatrixTuple& others,
@@ -245,6 +280,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
+    module.def("merge_ids", &merge_ids, arg("features"), arg("num_features"), arg("rows"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
                arg("column_key"), arg("threads"), arg("rows") = 0);
@@ -252,8 +288,10 @@ PYBIND11_MODULE(_C, module) {
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
                arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
-    module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("weights"), arg("out"),
+    module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("factors"), arg("layout"), arg("out"),
                arg("item_bytes"), arg("threads"));
+    module.def("reverse_segments", &reverse_segments, arg("segments"), arg("factors"), arg("layout"), arg("order"),
+               arg("count"), arg("rows"), arg("weights"), arg("item_bytes"), arg("threads"));
     module.def("dot_segments", &dot_segments, arg("segments"), arg("values"), arg("others"), arg("products"),
                arg("item_bytes"), arg("threads"));
     module.def("max_segments", &max_segments, arg("segments"), arg("values"), arg("out"), arg("taken"),

@@ -316,6 +316,25 @@ int64_t check_ids(Ids ids, int64_t num_rows, int64_t begin, int64_t end) {
     return -1;
 }
 
+int64_t count_below(const Bitmap& bitmap) {
+    int64_t set = 0;
+    for (int64_t word = 0; word < bitmap.words; ++word) {
+        bitmap.below[word] = uint32_t(set);
+        set += __builtin_popcountll(bitmap.present[word]);
+    }
+    return set;
+}
+
+// A row is written for each id that is one: that costs less than to find the bits that are set.
+void rank_ids(const Bitmap& bitmap, Ids ids, int64_t* rows, int64_t* local, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const uint64_t key = uint64_t(ids.data[i]) - bitmap.lowest;
+        const uint64_t lower = (uint64_t(1) << (key % 64)) - 1;
+        local[i] = int64_t(bitmap.below[key / 64]) + __builtin_popcountll(bitmap.present[key / 64] & lower);
+        __atomic_store_n(rows + local[i], ids.data[i], __ATOMIC_RELAXED);  // by several threads, the same
+    }
+}
+
 // ---- initial values ------------------------------------------------------------------------------------------------
 
 // Numbers the groups of all rows consecutively and draws `kLanes` at a time, so that narrow rows vectorize as well as
@@ -371,7 +390,7 @@ void fill_normal(const Fill& fill, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Loops loops = {gather, scatter, round, check_ids, fill_uniform, fill_normal};
+const Loops loops = {gather, scatter, round, check_ids, count_below, rank_ids, fill_uniform, fill_normal};
 
 }  // namespace SPEEDSWAP_ISA
 }  // namespace speedswap

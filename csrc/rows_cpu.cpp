@@ -114,6 +114,10 @@ const char* isa() {
     return chosen.name;
 }
 
+const Loops& loops() {
+    return *chosen.loops;
+}
+
 void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
     copy_rows(chosen.loops->gather, records, stride, ids, parts, threads);
 }

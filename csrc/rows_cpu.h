@@ -59,6 +59,19 @@ int64_t first_duplicate(Ids ids, int64_t num_rows);
 // the number of rows. Ids may be negative.
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads);
 
+// One feature's ids, int32 or int64, of which 0 to limit - 1 stand for rows base to base + limit - 1 of a table. Every
+// field has 64 bits: kernels/features.py fills an array of these.
+struct FeatureIds {
+    const void* ids;
+    int64_t item_bytes;
+    int64_t count;
+    int64_t base;
+    int64_t limit;
+};
+
+// rows <- the rows of all features' ids, feature after feature; -1 for an id outside of its feature's range.
+void merge_ids(const FeatureIds* features, int64_t num_features, int64_t* rows, int threads);
+
 // positions <- the last occurrence of each distinct id, ascending by id. Returns their number.
 int64_t last_occurrences(Ids ids, int64_t* positions);
 

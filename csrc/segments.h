@@ -27,8 +27,28 @@ struct Matrix {
 // count. The positions of row r are those where local is r. local is in 0 to num_rows - 1.
 void group(const int64_t* local, int64_t count, int64_t num_rows, int64_t* order, int64_t* offsets);
 
-// out row s <- the sum over segment s of weights[k] * values[index[k]]; zeros for an empty one. weights may be null.
-void sum_segments(Segments segments, Matrix values, const void* weights, Matrix out, int threads);
+// Segments of several features, feature after feature, and the rows of an output, sample after sample: that of segment
+// f * samples + s is row s * step + f. With one feature and a step of 1 it is the segment's own number.
+struct Layout {
+    int64_t samples;
+    int64_t step;
+};
+
+// The factors of a sum, of the values' items; null for none.
+struct Factors {
+    const void* weights;   // one per entry
+    const void* divisors;  // one per segment
+};
+
+// The output's row of each segment s <- the sum over it of weights[k] * values[index[k]], divided by divisors[s]; zeros
+// for an empty one.
+void sum_segments(Segments segments, Matrix values, Factors factors, Layout layout, Matrix out, int threads);
+
+// rows[i] <- the output's row of the segment that has entry order[i], and weights[i] <- that entry's weight over its
+// segment's divisor, if there are factors: what sums a gradient by order, the reverse of sum_segments. The segments'
+// index is not read.
+void reverse_segments(Segments segments, Factors factors, Layout layout, const int64_t* order, int64_t count,
+                      int64_t* rows, void* weights, int item_bytes, int threads);
 
 // products[k] <- values[index[k]] . others[s] for each entry k of each segment s.
 void dot_segments(Segments segments, Matrix values, Matrix others, void* products, int threads);

@@ -8,6 +8,8 @@ _Part = _Copied | _Converted
 _Move = tuple[int, int, Sequence[_Part]]  # records, stride, parts
 
 _Segments = tuple[int, int, int]  # index, offsets, num_segments: pointers to int64, and how many
+_Factors = tuple[int, int]  # weights, divisors: pointers, 0 for none
+_Layout = tuple[int, int]  # samples, step
 _Matrix = tuple[int, int, int]  # pointer, bytes from a row to the next, items in a row
 
 _Keys = tuple[int, int, int, int]  # numbers, count, text, offsets; the pointers to texts are 0 unless keys are exact
@@ -22,6 +24,7 @@ def check_ids(ids: int, count: int, num_rows: int, threads: int) -> int: ...
 def first_duplicate(ids: int, count: int, num_rows: int) -> int: ...
 def last_occurrences(ids: int, count: int, positions: int) -> int: ...
 def unique(ids: int, count: int, rows: int, local: int, threads: int) -> int: ...
+def merge_ids(features: int, num_features: int, rows: int, threads: int) -> None: ...
 def fill_uniform(
     out: int,
     row_stride: int,
@@ -53,7 +56,24 @@ def fill_normal(
 def prefault(pointer: int, nbytes: int, threads: int) -> None: ...
 def group(local: int, count: int, num_rows: int, order: int, offsets: int) -> None: ...
 def sum_segments(
-    segments: _Segments, values: _Matrix, weights: int, out: _Matrix, item_bytes: int, threads: int
+    segments: _Segments,
+    values: _Matrix,
+    factors: _Factors,
+    layout: _Layout,
+    out: _Matrix,
+    item_bytes: int,
+    threads: int,
+) -> None: ...
+def reverse_segments(
+    segments: _Segments,
+    factors: _Factors,
+    layout: _Layout,
+    order: int,
+    count: int,
+    rows: int,
+    weights: int,
+    item_bytes: int,
+    threads: int,
 ) -> None: ...
 def dot_segments(
     segments: _Segments, values: _Matrix, others: _Matrix, products: int, item_bytes: int, threads: int

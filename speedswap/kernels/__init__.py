@@ -4,6 +4,7 @@ from speedswap.kernels._compiled import with_compiled_part
 
 __path__ = with_compiled_part(__path__)
 
+from speedswap.kernels.features import FeatureIds, first_outside, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,
@@ -49,6 +50,7 @@ from speedswap.kernels.segment_sum import (
     max_segments,
     sum_rows,
     sum_segments,
+    sum_segments_back,
     sum_taken,
     summable,
 )
@@ -61,6 +63,7 @@ __all__ = [
     "ENGINES",
     "Asked",
     "Cursor",
+    "FeatureIds",
     "Fence",
     "Found",
     "Groups",
@@ -89,6 +92,7 @@ __all__ = [
     "find_rows",
     "finish_transfers",
     "first_duplicate",
+    "first_outside",
     "forward",
     "gather_records",
     "gather_rows",
@@ -99,6 +103,7 @@ __all__ = [
     "in_transfer_thread",
     "last_occurrences",
     "max_segments",
+    "merge_ids",
     "places_among",
     "prefetch_on_cpu",
     "prepare_engine",
@@ -115,6 +120,7 @@ __all__ = [
     "stored_bytes",
     "sum_rows",
     "sum_segments",
+    "sum_segments_back",
     "sum_taken",
     "summable",
     "texts_of",

@@ -36,6 +36,7 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, steps_under_way
+from speedswap.swapping.padding import Padding
 from speedswap.tables import Block, Column, Commit
 
 __all__ = ["Leaving", "RowStep", "every_step", "step_of"]
@@ -66,18 +67,18 @@ class RowStep(Locked):
 
     Args:
         state: the optimizer's state, with the table and the placeholder parameter that it belongs to.
-        padding_idx: a row that gets no gradient.
+        padding: rows that get no gradient.
 
     Attributes:
         lookaheads: under way; while there are any, rows may be written behind the next step.
     """
 
-    def __init__(self, state: OptimizerState, padding_idx: int | None) -> None:
+    def __init__(self, state: OptimizerState, padding: Padding) -> None:
         super().__init__()
         self.state = state
         self.table = state.table
         self.weight = state.weight
-        self.padding_idx = padding_idx
+        self.padding = padding
         self.lookaheads = 0
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
@@ -126,8 +127,8 @@ class RowStep(Locked):
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         grad = grad.detach()
-        if self.padding_idx is not None:
-            grad.masked_fill_((block.rows == self.padding_idx).unsqueeze(1), 0)
+        if self.padding:
+            self.padding.zero(grad, block.rows)
         for since, rows in self._renewed:
             if version < since:
                 _drop(grad, block.rows, rows)

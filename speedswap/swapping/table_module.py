@@ -21,6 +21,7 @@ from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, require_map
 from speedswap.swapping.optimizer_state import OptimizerState
+from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup
 from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.row_step import RowStep
@@ -80,7 +81,8 @@ class TableModule(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
             padding_idx %= num_embeddings
-        id_map = id_map or (table.id_map if table is not None else None)
+        if id_map is None and table is not None:
+            id_map = table.id_map
         if id_map is not None:
             require_map(id_map, num_embeddings, padding_idx)
             padding_idx = 0
@@ -121,7 +123,8 @@ class TableModule(nn.Module):
         self.table = table
         self._init = first_values
         self.weight = TableWeight(table, device)
-        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding_idx)
+        padding = Padding([] if padding_idx is None else [padding_idx])
+        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding)
         self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
         self._keyed = self._keyed_by(id_map)
 
@@ -219,33 +222,34 @@ class TableModule(nn.Module):
         """
         return top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
-    def lookups_of(self, given: Tensor | Sequence[Tensor]) -> list[tuple[TableModule, Announced]]:
+    def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with a tensor of ids, or with each of several, for a lookahead.
 
         Args:
-            given: int32 or int64, any shape, on the device of the lookup, or on the CPU with ``weight`` on it.
+            given: int32 or int64, any shape, on the device of the lookup, or on the CPU with ``weight`` on it. With an
+                id map: keys, to which it gives their rows now if the lookup is a training one.
 
         Returns:
             This module with each of its lookups; none for a tensor without ids.
 
         Raises:
             TypeError: ``given`` is something else.
+            IdMapFullError: the map has no rows for the keys.
         """
-        several = [given] if self._is_one(given) else list(given)
-        lookups = []
-        for each in several:
-            asked = None
-            if self._keyed is None:
-                kernels.require_id_dtype(each)
-                ids = each
-            elif self._adds():
-                asked = self._keyed.ask(each, self._target(each))
-                ids = asked.rows
-            else:
-                ids = self._keyed.rows(each, self._target(each), adds=False)
-            if ids.numel():
-                lookups.append((self, Announced(self.table, (ids,), self._target(ids), ids, asked)))
-        return lookups
+        announced = [self._announced(each) for each in ([given] if self._is_one(given) else given)]
+        return [(self, lookup) for lookup in announced if lookup.ids.numel()]
+
+    def _announced(self, given: Any) -> Announced:
+        device, asked = self._target(given), None
+        if self._keyed is None:
+            kernels.require_id_dtype(given)
+            ids = given
+        elif self._adds():
+            asked = self._keyed.ask(given, device)
+            ids = asked.rows
+        else:
+            ids = self._keyed.rows(given, device, adds=False)
+        return Announced(self.table, (ids,), device, ids, asked)
 
     def begin_lookahead(self) -> None:
         """Let rows be written behind the next step, and lookups be announced."""
@@ -356,9 +360,9 @@ class TableModule(nn.Module):
         """Return all rows of a tensor that replaces the table's, and each id's place among them."""
         if not in_transform():  # where torch's own lookup checks them
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
-        if self.padding_idx is not None:
-            is_padding = torch.arange(self.num_embeddings, device=weight.device).unsqueeze(1) == self.padding_idx
-            weight = torch.where(is_padding, weight.detach(), weight)
+        if self._step.padding:
+            is_padding = self._step.padding.among(torch.arange(self.num_embeddings, device=weight.device))
+            weight = torch.where(is_padding.unsqueeze(1), weight.detach(), weight)
         return weight, ids.long()
 
     def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
@@ -427,7 +431,7 @@ class TableModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         table = copy.deepcopy(self.table, memo)  # or says what to do instead
-        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self.padding_idx)
+        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self._step.padding)
         step.weight.requires_grad_(self.weight.requires_grad)
         module = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}

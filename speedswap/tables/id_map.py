@@ -167,10 +167,9 @@ class IdMap(Locked):
         """
         found = as_keys(keys, self.keys)
         with self._changing():
-            # What was asked for ahead of this can no longer be taken back.
-            for each in self._ahead:
-                each.undo = None
             rows, renewed, _ = self._add(found, kept=len(self._ahead))
+            for each in self._ahead:
+                each.undo = None  # what was asked for ahead of this can no longer be taken back
             return rows, self._with_stale(renewed)
 
     def ask(self, keys: Any) -> AskedAhead:
@@ -191,9 +190,10 @@ class IdMap(Locked):
     def begin(self, asked: AskedAhead) -> Tensor:
         """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending."""
         with self._changing():
-            if asked in self._ahead:
-                self._ahead.remove(asked)
-                asked.undo = None
+            if asked not in self._ahead:
+                return asked.renewed[:0]  # it has had its turn
+            self._ahead.remove(asked)
+            asked.undo = None
             return self._with_stale(asked.renewed)
 
     def take_back(self, keep: int = 0) -> None:
@@ -240,9 +240,10 @@ class IdMap(Locked):
                 f"keys has more new keys than the {self.capacity - used} rows that are left of {self.capacity}; make "
                 'the map with a greater capacity, or with evict="lru" or "lfu"; nothing was added'
             )
+        others = f" and {len(self._ahead)} batches were asked for ahead of them" if self._ahead else ""
         raise IdMapFullError(
-            f"keys has {len(keys)} keys, more distinct ones than the {self.capacity} rows can hold at once; make the "
-            "map with a greater capacity, or the batch smaller; nothing was added"
+            f"keys has {len(keys)} keys{others}, more distinct ones than the {self.capacity} rows can hold at once; "
+            "make the map with a greater capacity, or the batch smaller; nothing was added"
         )
 
     # ------------------------------------------------------------------ one caller at a time
@@ -304,12 +305,15 @@ class IdMap(Locked):
             )
 
     @classmethod
-    def from_bytes(cls, raw: Tensor, *, frozen: bool = False, what: str = "the id map") -> IdMap:
+    def from_bytes(
+        cls, raw: Tensor, *, frozen: bool = False, left_open: bool = False, what: str = "the id map"
+    ) -> IdMap:
         """Return the map that :meth:`to_bytes` described.
 
         Args:
             raw: uint8, shape (n,).
             frozen: True for one that only looks up.
+            left_open: True if rows that have no key may hold values in the table, whose process did not close it.
             what: the bytes' place, for messages.
 
         Raises:
@@ -326,15 +330,15 @@ class IdMap(Locked):
         found = cls(**saved.settings)
         found._adopt(saved, what)
         found._is_frozen = frozen
+        found._free_rows_are_stale |= left_open
         return found
 
-    def restore(self, raw: Tensor, *, what: str = "the id map", free_rows_are_stale: bool = False) -> None:
+    def restore(self, raw: Tensor, *, what: str = "the id map") -> None:
         """Replace the map's keys by those that :meth:`to_bytes` described.
 
         Args:
             raw: uint8, shape (n,).
             what: the bytes' place, for messages.
-            free_rows_are_stale: True if rows without a key may hold values in the table.
 
         Raises:
             TableFormatError: they are damaged.
@@ -349,7 +353,6 @@ class IdMap(Locked):
                         "map with the same settings"
                     )
             self._adopt(saved, what)
-            self._free_rows_are_stale |= free_rows_are_stale
 
     def _adopt(self, saved: keys_file.SavedMap, what: str) -> None:
         self._map = keys_file.restored(saved, what)

@@ -85,6 +85,11 @@ class Initializer:
         """True if fresh memory, which is zero, needs no writing."""
         return False
 
+    @property
+    def is_given(self) -> bool:
+        """True if the values are copied once, while the table is created, and cannot be computed again."""
+        return False
+
 
 @dataclass(frozen=True)
 class ColumnMemory:
@@ -119,7 +124,7 @@ class ColumnMemory:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> ColumnMemory:
-        """Return memory of its own for some rows, to be filled and then copied, or rounded, into the table's."""
+        """Return memory of its own for some rows, to be filled and then written, or rounded, into the table's."""
         rows = torch.empty(num_rows, *row_shape, dtype=dtype, device=device)
         # Addressed as rows first_row and up of a table that would begin `first_row` records before it.
         stride = dtype.itemsize * math.prod(row_shape)
@@ -210,6 +215,10 @@ class GivenRows(Initializer):
     source: weakref.ref[Tensor]
     kind: ClassVar[str] = "given"
 
+    @property
+    def is_given(self) -> bool:
+        return True
+
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
         rows = self.source()
         if rows is None:
@@ -269,12 +278,15 @@ class _FromTorch(Initializer):
     kind: ClassVar[str] = "torch"
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        for start in range(first_row, first_row + num_rows, CHUNK_ROWS):
-            shape = (min(CHUNK_ROWS, first_row + num_rows - start), *target.view.shape[1:])
+        stop_row = first_row + num_rows
+        # Chunks are always the same, and whole, for any division of the rows.
+        for start in range(first_row - first_row % CHUNK_ROWS, stop_row, CHUNK_ROWS):
+            shape = (min(CHUNK_ROWS, target.num_embeddings - start), *target.view.shape[1:])
             chunk = torch.empty(shape, dtype=target.view.dtype, device="cpu")
             with seeded((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
                 self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
-            target.rows(start, shape[0]).copy_(chunk)
+            begin, end = max(start, first_row), min(start + CHUNK_ROWS, stop_row)
+            target.rows(begin, end - begin).copy_(chunk[begin - start : end - start])
 
     def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
         for start in kernels.unique(rows // CHUNK_ROWS * CHUNK_ROWS)[0].tolist():  # a row depends on its chunk
@@ -373,6 +385,10 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
         if not isinstance(data["column"], str):
             raise TypeError(f"init is a copy of column {data['column']!r}, which is not a name")
         return copy_of(data["column"])
+    if data["kind"] == "ranges":
+        from speedswap.tables.ranges import InRanges
+
+        return InRanges.from_json(data)
     if data["kind"] not in _OF_NUMBERS:
         return None
     make, names = _OF_NUMBERS[data["kind"]]

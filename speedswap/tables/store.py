@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from speedswap._locks import Locked
 from speedswap.tables.block import Block
 from speedswap.tables.initial import initial_values
 from speedswap.tables.record import Column
@@ -68,6 +69,7 @@ class RowStore(ABC):
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             one that returns None leaves the attribute as it is. They must not hold the table.
         attributes_lag: whether the attributes may be of an earlier step than the rows, as they were found.
+        version: goes up whenever rows or columns may have changed, through any table over these rows.
     """
 
     num_embeddings: int
@@ -78,6 +80,12 @@ class RowStore(ABC):
     attributes: dict[str, Any]
     live_attributes: dict[str, Callable[[], Any]]
     attributes_lag: bool
+    version: int = 0
+
+    @cached_property
+    def locked(self) -> Locked:
+        """The lock of every table over these rows."""
+        return Locked()
 
     # ------------------------------------------------------------------ description
 
@@ -86,9 +94,11 @@ class RowStore(ABC):
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
 
+    map_name: str = ""  # of the map of this store's rows among `id_maps`
+
     @cached_property
     def id_maps(self) -> dict[str, IdMap]:
-        """Maps from keys to rows that are kept with the rows, by name: ``""`` for the map of the whole table."""
+        """Maps from keys to rows that are kept with the rows, by name."""
         return {}
 
     @property
@@ -276,9 +286,19 @@ class WrappedStore(RowStore):
         self.seed, self.name = inner.seed, inner.name
         self.attributes, self.live_attributes = inner.attributes, inner.live_attributes
         self.attributes_lag = inner.attributes_lag
+        self.locked = inner.locked
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.inner.version = version
 
     columns = property(attrgetter("inner.columns"))
     id_maps: Any = property(attrgetter("inner.id_maps"))
+    map_name: Any = property(attrgetter("inner.map_name"))
     nbytes = property(attrgetter("inner.nbytes"))
     writes = property(attrgetter("inner.writes"))
     closed = property(attrgetter("inner.closed"))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._locks import Locked
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError
 from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
@@ -57,7 +56,6 @@ class Table:
         engine: how they go between host memory and a GPU.
         seed: of the initial values.
         name: for messages.
-        version: goes up whenever rows or columns may have changed.
         attributes: plain data kept with a table's files, such as an optimizer's step count.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             they must not hold the table.
@@ -79,11 +77,9 @@ class Table:
         self.engine = store.engine
         self.seed = store.seed
         self.name = store.name
-        self.version = 0
         self.attributes = store.attributes
         self.live_attributes = store.live_attributes
-        self._locked = Locked()
-        self._flush_at_end = weakref.finalize(self, _flush_at_end, store, self._locked)
+        self._flush_at_end = weakref.finalize(self, _flush_at_end, store)
 
     # ------------------------------------------------------------------ construction
 
@@ -234,7 +230,7 @@ class Table:
     @property
     def id_map(self) -> IdMap | None:
         """The map from keys to rows that is kept with the table; None if there is none."""
-        return self.store.id_maps.get("")
+        return self.store.id_maps.get(self.store.map_name)
 
     def set_id_map(self, id_map: IdMap) -> None:
         """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
@@ -256,12 +252,17 @@ class Table:
         self.check_resettable()
         with self.lock:
             self.check_open(writing=True)
-            self.store.id_maps[""] = id_map
+            self.store.id_maps[self.store.map_name] = id_map
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by the thread that uses the table; a forked child finds it free."""
-        return self._locked.lock
+        """Held by the thread that uses the table, or another one over its rows; a forked child finds it free."""
+        return self.store.locked.lock
+
+    @property
+    def version(self) -> int:
+        """A number that goes up whenever rows or columns may have changed."""
+        return self.store.version
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self.storage
@@ -364,7 +365,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             if len(rows):
-                self.version += 1
+                self.store.version += 1
                 self.store.scatter(rows, values, None if pending is None else pending.transfers)
 
     def _require_unique(self, rows: Tensor) -> None:
@@ -506,7 +507,7 @@ class Table:
             )
         with self.lock:
             self.check_open(writing=True)
-            self.version += 1
+            self.store.version += 1
             self.store.write(column, start, values)
 
     def view(self, column: str = "weight") -> Tensor:
@@ -526,7 +527,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             self._column(column)
-            self.version += 1
+            self.store.version += 1
             return self.store.view(column)
 
     # ------------------------------------------------------------------ columns
@@ -546,7 +547,7 @@ class Table:
                 if column.name in self.columns:
                     raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
             if columns:
-                self.version += 1
+                self.store.version += 1
                 self.store.add_columns(columns)
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
@@ -560,7 +561,7 @@ class Table:
             for column in columns:
                 self._column(column.name)
             if columns:
-                self.version += 1
+                self.store.version += 1
                 self.store.reset_columns(columns)
 
     def reset_rows(
@@ -690,10 +691,10 @@ class Table:
         if self.closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
         if self.store.check(writing=writing):
-            self.version += 1
+            self.store.version += 1
 
 
-def _flush_at_end(store: RowStore, locked: Locked) -> None:
+def _flush_at_end(store: RowStore) -> None:
     """Flush a store whose table was not closed: its object was freed, or the process ends."""
-    with locked.lock:
+    with store.locked.lock:
         store.flush_at_end()

@@ -205,6 +205,39 @@ def test_weighted_sums_are_numpys(threads: int, dtype: torch.dtype, dim: int):
     assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("features", [1, 2, 51, 102, 510])
+@pytest.mark.parametrize("factors", ["none", "weights", "divisors", "both"])
+def test_features_lie_side_by_side_and_their_gradient_finds_its_way_back(threads: int, features: int, factors: str):
+    values, index, offsets = some_bags(torch.float64, 19)
+    offsets = torch.cat([offsets, offsets[-1:].expand(510 - (len(offsets) - 1))])  # 510 bags
+    count = 510 // features
+    weights = torch.rand(len(index), dtype=torch.float64) if factors in ("weights", "both") else None
+    divisors = torch.rand(510, dtype=torch.float64) + 0.5 if factors in ("divisors", "both") else None
+    sums = kernels.sum_segments(values, index, offsets, weights)
+    expected = sums if divisors is None else sums / divisors.unsqueeze(1)
+    ours = kernels.sum_segments(values, index, offsets, weights, divisors=divisors, features=features)
+    assert torch.equal(ours, expected.view(features, count, 19).transpose(0, 1).reshape(count, features * 19))
+
+    entries = torch.ones(len(index), dtype=torch.float64) if weights is None else weights.clone()
+    bag_of = torch.repeat_interleave(offsets.diff())
+    if divisors is not None:
+        entries /= divisors[bag_of]
+    wide = torch.randn(count, 2 + features * 19 + 17, dtype=torch.float64)
+    layouts = [
+        wide[:, 2 : 2 + features * 19].contiguous(),
+        wide[:, 2 : 2 + features * 19],
+        torch.randn(count, (features + 2) * 19, dtype=torch.float64)[:, 19:-19],  # a multiple: not copied
+        torch.randn(features * 19, count, dtype=torch.float64).T,
+        torch.randn((), dtype=torch.float64).expand(count, features * 19),
+    ]
+    groups = kernels.group(index, len(values))
+    for grad in layouts:
+        back = kernels.sum_segments_back(grad, groups, offsets, weights, divisors=divisors, features=features)
+        bags = grad.reshape(count, features, 19).transpose(0, 1).reshape(510, 19)
+        scaled = bags[bag_of] * entries.unsqueeze(1)
+        assert torch.equal(back, torchs_sum(scaled, index, len(values)))
+
+
 @floats
 @pytest.mark.parametrize("dim", [0, 1, 7, 33, 128])
 def test_products_are_numpys(threads: int, dtype: torch.dtype, dim: int):

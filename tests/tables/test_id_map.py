@@ -166,6 +166,33 @@ def test_a_batch_of_more_keys_than_rows_changes_nothing() -> None:
     assert full.add(torch.arange(5, 10))[0].tolist() == [6, 7, 8, 9, 10]
 
 
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_an_unexpected_batch_takes_no_row_of_one_that_was_asked_for_ahead(evict: str) -> None:
+    users = speedswap.IdMap(6, evict=evict)
+    users.add(torch.tensor([1, 1, 2, 2]))
+    asked = [users.ask(torch.tensor(keys)) for keys in ([11, 12], [13])]
+    rows, renewed = users.add(torch.tensor([21, 22, 23]))
+    assert (rows.tolist(), renewed.tolist()) == ([6, 1, 2], [1, 2])
+    with pytest.raises(
+        IdMapFullError, match="keys has 4 keys and 2 batches were asked for ahead of them, more distinct"
+    ):
+        users.add(torch.tensor([31, 32, 33, 34]))
+    assert [users.begin(each).tolist() for each in asked] == [[], []]
+    assert users.lookup(torch.tensor([11, 12, 13, 21, 22, 23, 1, 2])).tolist() == [3, 4, 5, 6, 1, 2, 0, 0]
+
+
+def test_rows_of_batches_that_cannot_be_taken_back_start_anew() -> None:
+    users = speedswap.IdMap(2, evict="lru")
+    users.add(torch.tensor([1, 2]))
+    users.ask(torch.tensor([3]))
+    users.add(torch.tensor([2]))
+    users.take_back()
+    assert users.lookup(torch.tensor([1, 2, 3])).tolist() == [0, 2, 1]
+    users = speedswap.IdMap.from_bytes(users.to_bytes())
+    assert users.add(torch.tensor([3]))[1].tolist() == [1]
+    assert users.add(torch.tensor([3]))[1].tolist() == []
+
+
 # ---- strings ---------------------------------------------------------------------------------------------------------
 
 WORDS = ["", "a", "abc", "äöü", "日本語", "😀 smile", "x" * 100, "a", "abc\x00d"]
