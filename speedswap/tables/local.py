@@ -107,6 +107,7 @@ class LocalStore(RowStore):
             writes=manifest.writes,
         )
         groups.open(manifest.segments, memories)
+        groups.key_files = manifest.id_maps
         try:
             attributes, lag = read_scalars(directory, manifest.attributes)
             store = cls(groups, attributes, attributes_lag=lag)

@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import stat
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -319,12 +320,14 @@ class TableDirectory(Locked):
         return name
 
     def read_keys(self, name: str) -> Tensor:
-        """Return the bytes of an id map that the manifest names, uint8: a private mapping of its file."""
+        """Return the bytes of an id map that the manifest names, uint8: a mapping of its file, only to be read."""
         file = self._keys.pop(name, None) or OpenFile(self._open_named(name, os.O_RDONLY))
         nbytes = os.fstat(file.fd).st_size
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(file.fd, nbytes, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that are only to be read
+            return torch.frombuffer(mmap.mmap(file.fd, nbytes, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
     def discard_keys(self, *, keep: Collection[str]) -> None:
         """Remove id maps that the table does not use."""
