@@ -17,7 +17,7 @@ from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, 
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.graphs import in_transform
 
-__all__ = ["Given", "given", "near"]
+__all__ = ["Given", "given", "given_by_slot", "near", "require_features"]
 
 _KEYED = ("keys", "values", "stride")
 
@@ -126,10 +126,18 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
     Raises:
         TypeError, ValueError: something is missing, unknown, or does not fit; the message names the feature.
     """
-    if isinstance(features, Mapping):
-        return _by_name(features, slots, is_weighted)
-    if has_methods(features, _KEYED) and (has_methods(features, ["offsets"]) or has_methods(features, ["lengths"])):
-        return _keyed(features, slots, is_weighted)
+    if isinstance(require_features(features), Mapping):
+        if features.keys() != slots.names:
+            slots.require_features(list(features))
+        return given_by_slot([features[name] for name in slots.features], slots, is_weighted)
+    return _keyed(features, slots, is_weighted)
+
+
+def require_features(features: Any) -> Any:
+    """Return features, once they are known to be a mapping or a keyed jagged tensor."""
+    is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
+    if isinstance(features, Mapping) or is_keyed:
+        return features
     raise TypeError(
         f"features is {a_kind(features)}; pass a mapping from each feature to its ids, or a KeyedJaggedTensor: an "
         "object with keys(), values(), stride(), and offsets() or lengths()"
@@ -139,16 +147,13 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
 # ---------------------------------------------------------------------- by name
 
 
-def _by_name(features: Mapping[str, Any], slots: Slots, is_weighted: bool) -> Given:
-    if features.keys() != slots.names:
-        slots.require_features(list(features))
-    values = [features[name] for name in slots.features]
+def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Given:
+    """Read the ids of each slot, in any of the forms that a mapping may have; errors are those of :func:`given`."""
     if set(map(type, values)) == {Tensor} and not in_transform():
         kinds = {(ids.dtype, ids.shape, ids.device, ids.layout, ids.is_nested) for ids in values}
         if len(kinds) == 1:
             return _alike(values, slots, is_weighted)
-    found = {name: piece_of(name, value) for name, value in features.items()}
-    pieces = [found[name] for name in slots.features]
+    pieces = [piece_of(name, value) for name, value in zip(slots.features, values, strict=True)]
     first = pieces[0]
     stride, device, per_bag = first.stride, first.ids.device, first.per_bag
     for name, piece in zip(slots.features, pieces, strict=True):
