@@ -137,8 +137,17 @@ int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, in
     return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
 }
 
-void merge_ids(uintptr_t features, int64_t num_features, uintptr_t rows, int threads) {
-    without_gil([&] { speedswap::merge_ids(at<const FeatureIds>(features), num_features, at<int64_t>(rows), threads); });
+using FeaturesTuple = std::tuple<int64_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+
+bool merge_ids(uintptr_t ids, int64_t count, int item_bytes, const FeaturesTuple& features, uintptr_t rows,
+               int64_t num_rows, int threads) {
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 or 8");
+    const auto [num_features, begins, counts, bases, limits] = features;
+    const FeatureIds given = {at<const void>(ids),       count,
+                              item_bytes,                num_features,
+                              at<const int64_t>(begins), at<const int64_t>(counts),
+                              at<const int64_t>(bases),  at<const int64_t>(limits)};
+    return without_gil([&] { return speedswap::merge_ids(given, at<int64_t>(rows), num_rows, threads); });
 }
 
 template <void (*fill)(const Fill&, int)>
@@ -294,7 +303,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
-    module.def("merge_ids", &merge_ids, arg("features"), arg("num_features"), arg("rows"), arg("threads"));
+    module.def("merge_ids", &merge_ids, arg("ids"), arg("count"), arg("item_bytes"), arg("features"), arg("rows"),
+               arg("num_rows"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
                arg("column_key"), arg("threads"));

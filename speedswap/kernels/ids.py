@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -86,19 +86,11 @@ def _outside(ids: Tensor, position: int, num_rows: int, what: str) -> IdError:
 
 
 class Asked(NamedTuple):
-    """A lookup.
-
-    Attributes:
-        ids: int32 or int64, any shape, on any device.
-        num_rows: of existing rows.
-        what: the rows' owner, for messages.
-        error: returns the error for an id out of range, where ``ids`` were made from what the caller was given.
-    """
+    """The ids of a lookup, the number of existing rows, and the rows' owner for messages."""
 
     ids: Tensor
     num_rows: int
     what: str
-    error: Callable[[], IdError] | None = None
 
 
 def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
@@ -116,8 +108,6 @@ def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
     """
     (found,) = find_all([asked])
     if found is None:
-        if asked.error is not None:
-            raise asked.error()
         raise _outside(asked.ids, _first_outside(asked.ids, asked.num_rows), asked.num_rows, asked.what)
     return found
 
@@ -136,7 +126,7 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
     if asked and asked[0].ids.device.type != "cpu":
         return distinct([each.ids for each in asked], [each.num_rows for each in asked])
     found: list[tuple[Tensor, Tensor] | None] = []
-    for ids, num_rows, *_ in asked:
+    for ids, num_rows, _ in asked:
         wide = as_ids(ids)
         found.append(_unique(wide) if _position_outside(wide, num_rows) < 0 else None)
     return found

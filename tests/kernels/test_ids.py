@@ -89,7 +89,7 @@ def test_unique_of_a_batch(device: str):
 
 @id_dtypes
 @pytest.mark.parametrize("count", [0, 1, 2, 1000, 100_000])
-@pytest.mark.parametrize("spread", [1, 10, 10**4, 10**9, 2**31, 2**63], ids=str)
+@pytest.mark.parametrize("spread", [1, 10, 10**4, 10**5, 10**9, 2**31, 2**63], ids=str)
 def test_unique_is_numpys(device: str, dtype: torch.dtype, count: int, spread: int):
     spread = min(spread, LIMITS[dtype])
     for low in (0, -spread):
