@@ -210,16 +210,15 @@ void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, cons
     without_gil([&] { speedswap::sum_segments(over, from, times, places, to, threads); });
 }
 
-void reverse_segments(const SegmentsTuple& segments, const FactorsTuple& factors, const LayoutTuple& layout,
-                      uintptr_t order, int64_t count, uintptr_t rows, uintptr_t weights, int item_bytes, int threads) {
-    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
+int64_t sum_segments_back(const SegmentsTuple& segments, const MatrixTuple& values, const FactorsTuple& factors,
+                          const LayoutTuple& layout, const MatrixTuple& sums, int64_t num_rows, int item_bytes,
+                          int threads) {
     const Segments over = segments_of(segments);
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(sums, item_bytes);
     const Factors times = factors_of(factors);
     const Layout places = layout_of(layout);
-    without_gil([&] {
-        speedswap::reverse_segments(over, times, places, at<const int64_t>(order), count, at<int64_t>(rows),
-                                    at<void>(weights), item_bytes, threads);
-    });
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    return without_gil([&] { return speedswap::sum_segments_back(over, from, times, places, to, num_rows, threads); });
 }
 
 void dot_segments(const SegmentsTuple& segments, const MatrixTuple& values, const MatrixTuple& others,
@@ -314,8 +313,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
     module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("factors"), arg("layout"), arg("out"),
                arg("item_bytes"), arg("threads"));
-    module.def("reverse_segments", &reverse_segments, arg("segments"), arg("factors"), arg("layout"), arg("order"),
-               arg("count"), arg("rows"), arg("weights"), arg("item_bytes"), arg("threads"));
+    module.def("sum_segments_back", &sum_segments_back, arg("segments"), arg("values"), arg("factors"), arg("layout"),
+               arg("sums"), arg("num_rows"), arg("item_bytes"), arg("threads"));
     module.def("dot_segments", &dot_segments, arg("segments"), arg("values"), arg("others"), arg("products"),
                arg("item_bytes"), arg("threads"));
     module.def("max_segments", &max_segments, arg("segments"), arg("values"), arg("out"), arg("taken"),

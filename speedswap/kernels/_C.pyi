@@ -62,17 +62,16 @@ def sum_segments(
     item_bytes: int,
     threads: int,
 ) -> None: ...
-def reverse_segments(
+def sum_segments_back(
     segments: _Segments,
+    values: _Matrix,
     factors: _Factors,
     layout: _Layout,
-    order: int,
-    count: int,
-    rows: int,
-    weights: int,
+    sums: _Matrix,
+    num_rows: int,
     item_bytes: int,
     threads: int,
-) -> None: ...
+) -> int: ...
 def dot_segments(
     segments: _Segments, values: _Matrix, others: _Matrix, products: int, item_bytes: int, threads: int
 ) -> None: ...
