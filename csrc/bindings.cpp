@@ -121,6 +121,11 @@ int64_t check_ids(uintptr_t ids, int64_t count, int64_t num_rows, int threads) {
     return without_gil([&] { return speedswap::check_ids(checked, num_rows, threads); });
 }
 
+int64_t first_fall(uintptr_t values, int64_t count, int threads) {
+    const Ids checked = ids_at(values, count);
+    return without_gil([&] { return speedswap::first_fall(checked, threads); });
+}
+
 int64_t first_duplicate(uintptr_t ids, int64_t count, int64_t num_rows) {
     const Ids checked = ids_at(ids, count);
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
@@ -299,6 +304,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("round_rows", &round_rows, arg("ids"), arg("count"), arg("part"), arg("threads"));
     module.def("rounding_key", &rounding_key, arg("seed"), arg("column_key"), arg("write"));
     module.def("check_ids", &check_ids, arg("ids"), arg("count"), arg("num_rows"), arg("threads"));
+    module.def("first_fall", &first_fall, arg("values"), arg("count"), arg("threads"));
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));

@@ -52,6 +52,9 @@ uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write);
 // The first position whose id is negative or not below num_rows; -1 if there is none.
 int64_t check_ids(Ids ids, int64_t num_rows, int threads);
 
+// The first position whose value is greater than the next one's; -1 if the values ascend.
+int64_t first_fall(Ids values, int threads);
+
 // The first position whose id was seen before it; -1 if there is none. ids are in range.
 int64_t first_duplicate(Ids ids, int64_t num_rows);
 
