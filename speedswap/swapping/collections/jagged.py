@@ -259,7 +259,8 @@ class KeyedJaggedTensor(_Jagged):
     def _moved(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
         if self._values.device.type == "cpu":  # so that a GPU is not waited for
             known = self.offsets()
-            self.is_checked = bool((known[1:] >= known[:-1]).all()) and int(known[-1]) == len(self._values)
+            ascend = int(known[0]) == 0 and bool((known[1:] >= known[:-1]).all())
+            self.is_checked = ascend and int(known[-1]) == len(self._values)
             self.offset_per_key()
         weights, lengths, offsets = (
             None if each is None else move(each) for each in (self._weights, self._lengths, self._offsets)

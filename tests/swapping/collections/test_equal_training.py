@@ -99,6 +99,12 @@ def look_up_separately(modules: nn.ModuleDict, given: dict[str, tuple[Tensor, Te
     return torch.cat(pooled, 1)
 
 
+def assert_same(one: Tensor, other: Tensor, device: str) -> None:
+    """Assert the same bits; on a GPU torch's kernels add up in another order for another number of rows."""
+    tolerance = 0.0 if device == "cpu" else 1e-5
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
 def loss_of(output: Tensor) -> Tensor:
     return (output * torch.linspace(-1, 2, output.numel(), device=output.device).view_as(output)).square().sum()
 
@@ -117,7 +123,7 @@ def test_bags_train_as_separate_modules(name: str, form: str, device: str) -> No
         assert pooled.keys() == ["user", "item", "a", "b", "best", "words"]
         assert pooled.length_per_key() == [4, 4, 6, 6, 4, 4]
         expected = look_up_separately(modules, given)
-        assert torch.equal(pooled.values(), expected)
+        assert_same(pooled.values(), expected, device)
         for optimizer, output in zip(optimizers, (pooled.values(), expected), strict=True):
             optimizer.zero_grad()
             loss_of(output).backward()
@@ -126,7 +132,7 @@ def test_bags_train_as_separate_modules(name: str, form: str, device: str) -> No
         other = modules[key].table
         assert list(table.columns) == list(other.columns)
         for column in table.columns:
-            assert torch.equal(table.read(column=column), other.read(column=column))
+            assert_same(table.read(column=column), other.read(column=column), device)
 
 
 _Make = Callable[[Any], Optimizer]
@@ -150,7 +156,7 @@ def test_bags_train_as_torchs_modules(name: str) -> None:
     """Bit for bit with dense gradients; torch rounds otherwise with sparse ones, which it does not sum up first."""
     is_sparse, ours, theirs = TORCHS[name]
 
-    def assert_same(one: Tensor, other: Tensor) -> None:
+    def assert_like(one: Tensor, other: Tensor) -> None:
         torch.testing.assert_close(
             one, other, **({"rtol": 1e-5, "atol": 1e-5} if is_sparse else {"rtol": 0, "atol": 0})
         )
@@ -183,13 +189,13 @@ def test_bags_train_as_torchs_modules(name: str) -> None:
             collection(given).values(),
             torch.cat([modules[config.name](*given[feature]) for feature, config in names.items()], 1),
         )
-        assert_same(*outputs)
+        assert_like(*outputs)
         for optimizer, output in zip(optimizers, outputs, strict=True):
             optimizer.zero_grad()
             loss_of(output).backward()
             optimizer.step()
     for key, table in collection.tables.items():
-        assert_same(table.read(), modules[key].weight.detach())
+        assert_like(table.read(), modules[key].weight.detach())
 
 
 ROWS = [
@@ -239,7 +245,7 @@ def test_rows_train_as_separate_modules(name: str, form: str, device: str) -> No
     for key, table in collection.tables.items():
         other = modules[key].table
         for column in table.columns:
-            assert torch.equal(table.read(column=column), other.read(column=column))
+            assert_same(table.read(column=column), other.read(column=column), device)
 
 
 def test_one_id_per_sample_and_ids_with_padding(device: str) -> None:
@@ -283,7 +289,7 @@ def test_weights_of_ids_are_factors_and_have_gradients(device: str) -> None:
         expected = nn.functional.embedding_bag(ids, tables["u"], offsets, mode="sum", per_sample_weights=other)
         torch.testing.assert_close(pooled["u"], expected)
         alone = speedswap.EmbeddingBag.from_pretrained(tables["u"], mode="sum")
-        assert torch.equal(pooled["u"], alone(ids, offsets, other))
+        assert_same(pooled["u"], alone(ids, offsets, other), device)
         assert torch.equal(pooled["v"], tables["v"][[3, 3, 4]])
         factors.grad = None
         pooled["u"].square().sum().backward()
