@@ -82,7 +82,7 @@ def test_other_dtypes_are_refused(device: str, dtype: torch.dtype):
 def test_the_first_fall_is_found_wherever_it_is(device: str, dtype: torch.dtype, count: int):
     values = torch.arange(count, device=device).to(dtype) // 3
     assert first_fall(values) == -1
-    for position in {0, count // 2, count - 2} if count > 1 else ():
+    for position in {0, (count - 1) // 2, count - 2} if count > 1 else ():
         falling = values.clone()
         falling[position + 1 :] = falling[position] - 1
         falling[-1] -= 1
