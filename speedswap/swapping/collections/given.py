@@ -237,7 +237,9 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> Given:
         )
     offsets = known.long()
     per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
-    counts, begins = per_key.diff()[order.places], per_key[:-1][order.places]
+    counts, begins = per_key.diff(), per_key[:-1]
+    if not order.is_given:
+        counts, begins = counts[order.places], begins[order.places]
     weights = keyed.weights_or_none() if is_weighted and has_methods(keyed, ["weights_or_none"]) else None
     if is_weighted and weights is None:
         raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
@@ -258,6 +260,9 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
     if isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked:
         return torch.tensor(keyed.offset_per_key(), dtype=torch.int64)
     places = offsets[::stride] if stride else offsets.new_zeros(num_keys + 1)
+    is_near = offsets.device.type == "cpu"
+    if is_near and int(offsets[0]) == 0 and int(offsets[-1]) == num_ids and kernels.first_fall(offsets) < 0:
+        return places
     falls = offsets[1:] < offsets[:-1]
     *per_key, last, falling = torch.cat([places, offsets[-1:], falls.any().long().view(1)]).tolist()
     if falling:
