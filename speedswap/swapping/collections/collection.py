@@ -306,8 +306,8 @@ class TableCollection(nn.Module, Generic[Config]):
         device = found.device
         try:
             return group._gather_given(found.tensors(index, device), device, lambda: found.rows(index, checked=True))
-        except IdError:
-            raise found.outside() from None
+        except IdError as error:
+            raise found.outside(error) from None
 
     def extra_repr(self) -> str:
         return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
