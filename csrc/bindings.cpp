@@ -209,6 +209,7 @@ int64_t sum_segments_back(const SegmentsTuple& segments, const MatrixTuple& valu
     const Factors times = factors_of(factors);
     const Layout places = layout_of(layout);
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    require(over.offsets[0] == 0, "offsets[0]", over.offsets[0], "0");  // an entry before it would have no segment
     return without_gil([&] { return speedswap::sum_segments_back(over, from, times, places, to, num_rows, threads); });
 }
 

@@ -140,6 +140,11 @@ def test_places_outside_the_block_are_refused(place: int):
             ask()
 
 
+def test_entries_before_the_first_segment_have_no_gradient_to_sum():
+    with pytest.raises(ValueError, match=r"offsets\[0\] is 3, not 0"):
+        kernels.sum_segments_back(torch.zeros(0, 2), torch.tensor([0, 1, 1]), 5, torch.tensor([3]))
+
+
 def test_unsupported_dtypes_are_refused():
     index, offsets = torch.tensor([0]), torch.tensor([0, 1])
     with pytest.raises(TypeError, match=r"values is torch.complex64 on cpu; make it float32 or float64 on the CPU"):

@@ -151,8 +151,8 @@ def require_features(features: Any) -> Any:
 def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Given:
     """Read the ids of each slot, in any of the forms that a mapping may have; errors are those of :func:`given`."""
     if set(map(type, values)) == {Tensor} and not in_transform():
-        kinds = {(ids.dtype, ids.shape, ids.device, ids.layout, ids.is_nested) for ids in values}
-        if len(kinds) == 1:
+        kinds = {ids.is_nested or (ids.dtype, ids.shape, ids.device, ids.layout) for ids in values}
+        if len(kinds) == 1 and True not in kinds:
             return _alike(values, slots, is_weighted)
     pieces = [piece_of(name, value) for name, value in zip(slots.features, values, strict=True)]
     first = pieces[0]

@@ -67,9 +67,13 @@ def piece_of(name: str, value: Any) -> Piece:
         return _weighted(name, piece, weights[0] if weights else None)
     if has_methods(value, ["values", "offsets"]):  # of TorchRec, torch.nested, or here
         if isinstance(value, Tensor):
+            if value.layout != torch.jagged:
+                raise TypeError(
+                    f"feature {name!r} is a nested tensor of layout {value.layout}; make it with layout=torch.jagged"
+                )
             value = value.contiguous()  # without ids between the bags
         piece = _bags(name, value.values(), value.offsets())
-        piece = piece._replace(stride=piece.stride - 1)
+        piece = piece._replace(stride=max(piece.stride - 1, 0))
         return _weighted(name, piece, value.weights_or_none() if has_methods(value, ["weights_or_none"]) else None)
     raise TypeError(
         f"feature {name!r} is {a_kind(value)}; give a tensor of ids, (ids, offsets[, weights]), or a jagged tensor"
@@ -96,6 +100,8 @@ def _bags(name: str, ids: Any, offsets: Any) -> Piece:
             f"feature {name!r} has ids of shape {tuple(ids.shape)} on {ids.device} and offsets of shape "
             f"{tuple(offsets.shape)} on {offsets.device}; both have one dimension, on one device"
         )
+    if len(ids) and not len(offsets):
+        raise ValueError(f"feature {name!r} has {len(ids)} ids, but its offsets are empty; begin the first bag at 0")
     return Piece(ids, len(offsets), -1, offsets)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,22 @@ def test_ids_of_keyed_tensors_are_named(moved: bool, collection: Any, device: st
         collection(source.to(device))
 
 
+def strided(*lists: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor(list(lists), layout=torch.strided)
+
+
+def test_ids_without_bags_are_refused_in_every_feature() -> None:
+    """They would be looked up, and have a gradient, without a bag to come from."""
+    collection = speedswap.EmbeddingBagCollection(BAGS)
+    none = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(ValueError, match="feature 'user' has 2 ids, but its offsets are empty"):
+        collection(dict.fromkeys(["user", "friend", "item", "word"], (tensor(1, 2), none)))
+    empty = speedswap.JaggedTensor(none, offsets=none)
+    assert collection(dict.fromkeys(["user", "friend", "item", "word"], empty)).values().shape == (0, 18)
+
+
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"user": None}, TypeError, "feature 'user' is a NoneType"),
     ({"user": [1, 2]}, TypeError, "ids.*|feature 'user'"),
@@ -115,10 +132,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"friend": (tensor(3, 4), tensor(1, 1))}, ValueError, r"offsets\[0\] of feature 'friend' is 1"),
     ({"friend": (tensor(3, 4), tensor(0, 3))}, ValueError, r"offsets\[1\] of feature 'friend' is 3 after 0"),
     ({"friend": (tensor(3, 4), tensor(0, -1))}, ValueError, r"offsets\[1\] of feature 'friend' is -1 after 0"),
+    ({"friend": (tensor(3, 4), torch.zeros(0).long())}, ValueError, "'friend' has 2 ids, but its offsets are empty"),
     ({"friend": (tensor(3, 4), tensor(0.0, 1.0))}, TypeError, "offsets of feature 'friend' has dtype"),
     ({"friend": (tensor([3, 4]), tensor(0, 1))}, ValueError, "both have one dimension"),
     ({"friend": (tensor(3), tensor(0, 0), tensor(1.0), 5)}, ValueError, "tuple of 4"),
     ({"friend": (tensor(3), tensor(0, 0), tensor(1.0))}, ValueError, "'friend' has weights, but is_weighted is False"),
+    ({"friend": strided(tensor(3), tensor(4, 5))}, TypeError, "'friend' is a nested tensor of layout torch.strided"),
     ({"users": tensor(1, 2)}, ValueError, "feature 'users' is looked up in no table"),
     ({"user": ...}, ValueError, "feature 'user' is missing"),
     (
