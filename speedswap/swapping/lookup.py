@@ -55,8 +55,8 @@ def pool(
         factors: for "sum": of each entry, shape (count,), of weight's dtype.
         counts: bool, shape (count,): True for each entry that counts; all by default. For a GPU: elsewhere the caller
             leaves the other entries out, but there the host would have to wait for their number.
-        divisors: for "sum": of each bag, shape (bags,), of weight's dtype, without a gradient: so a bag may have its
-            mean, and another bag its sum.
+        divisors: for "sum": of each bag, shape (bags,), of weight's dtype, or float32 for half precision, without a
+            gradient: so a bag may have its mean, and another bag its sum.
         features: of which the bags are, feature after feature: a divisor of their number.
 
     Returns:
@@ -68,6 +68,9 @@ def pool(
         weight = torch.cat([weight.new_zeros(1, weight.shape[1]), weight])
         local = torch.where(counts, local + 1, 0)
     if _needs_torch(weight):
+        dtype = weight.dtype
+        if divisors is not None:  # the sum alone may be too large for half precision
+            weight, factors = weight.to(divisors.dtype), None if factors is None else factors.to(divisors.dtype)
         bags = F.embedding_bag(
             local,
             weight,
@@ -77,7 +80,7 @@ def pool(
             include_last_offset=True,
             padding_idx=None if counts is None else 0,
         )
-        return _side_by_side(bags if divisors is None else bags / divisors.unsqueeze(1), features)
+        return _side_by_side(bags if divisors is None else (bags / divisors.unsqueeze(1)).to(dtype), features)
     if weight.dtype in (torch.float16, torch.bfloat16):
         factors, divisors = (None if each is None else each.float() for each in (factors, divisors))
         wide = pool(weight.float(), local, offsets, mode, factors, divisors=divisors, features=features)

@@ -13,7 +13,7 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
-from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, require_ids
+from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, require_ids, require_weights
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.graphs import in_transform
 
@@ -244,11 +244,13 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> Given:
     weights = keyed.weights_or_none() if is_weighted and has_methods(keyed, ["weights_or_none"]) else None
     if is_weighted and weights is None:
         raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
+    if weights is not None:
+        require_weights("features.weights()", weights, ids)
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts, None if order.is_given else begins)
     if not order.is_given:
         places = near(order.places, ids.device)
         offsets = offsets_of(offsets.diff().view(len(keys), stride)[places])
-        weights = None if weights is None else weights.reshape(-1)[_positions(begins, counts, ids.device)]
+        weights = None if weights is None else weights[_positions(begins, counts, ids.device)]
     announced = (ids, known, order.places)
     return Given(slots, asked, counts, stride, offsets, weights=weights, announced=announced)
 

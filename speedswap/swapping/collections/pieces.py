@@ -11,7 +11,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._words import a_kind
 
-__all__ = ["Piece", "has_methods", "piece_of", "require_ids"]
+__all__ = ["Piece", "has_methods", "piece_of", "require_ids", "require_weights"]
 
 _INDEX = (torch.int64, torch.int32)
 
@@ -67,10 +67,6 @@ def piece_of(name: str, value: Any) -> Piece:
         return _weighted(name, piece, weights[0] if weights else None)
     if has_methods(value, ["values", "offsets"]):  # of TorchRec, torch.nested, or here
         if isinstance(value, Tensor):
-            if value.layout != torch.jagged:
-                raise TypeError(
-                    f"feature {name!r} is a nested tensor of layout {value.layout}; make it with layout=torch.jagged"
-                )
             value = value.contiguous()  # without ids between the bags
         piece = _bags(name, value.values(), value.offsets())
         piece = piece._replace(stride=max(piece.stride - 1, 0))
@@ -108,13 +104,20 @@ def _bags(name: str, ids: Any, offsets: Any) -> Piece:
 def _weighted(name: str, piece: Piece, weights: Any) -> Piece:
     if weights is None:
         return piece
-    kernels.require_dense(weights, f"weights of feature {name!r}")
-    if weights.shape != piece.ids.shape or weights.device != piece.ids.device:
-        raise ValueError(
-            f"weights of feature {name!r} have shape {tuple(weights.shape)} on {weights.device}, but ids "
-            f"{tuple(piece.ids.shape)} on {piece.ids.device}; give one per id"
-        )
+    require_weights(f"weights of feature {name!r}", weights, piece.ids)
     return piece._replace(weights=weights)
+
+
+def require_weights(what: str, weights: Any, ids: Tensor) -> None:
+    """Raise TypeError or ValueError unless weights are floating-point, one per id, on the ids' device."""
+    kernels.require_dense(weights, what)
+    if not weights.is_floating_point():
+        raise TypeError(f"{what} have dtype {weights.dtype}; convert them with .float()")
+    if weights.shape != ids.shape or weights.device != ids.device:
+        raise ValueError(
+            f"{what} have shape {tuple(weights.shape)} on {weights.device}, but ids {tuple(ids.shape)} on "
+            f"{ids.device}; give one per id"
+        )
 
 
 def require_ids(what: str, ids: Any) -> None:

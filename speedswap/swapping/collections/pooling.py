@@ -49,9 +49,7 @@ class Pass(NamedTuple):
         offsets = offsets - first if first else offsets
         local = local.reshape(-1)
         local = local if (first, last) == (begin, end) else local[first - begin : last - begin]
-        factors = None if found.weights is None else found.weights[first:last]
-        if factors is not None and factors.dtype != weight.dtype:
-            raise TypeError(f"weights are {factors.dtype}, but rows {weight.dtype}; convert them with .to(…)")
+        factors = None if found.weights is None else found.weights[first:last].to(weight.dtype)
         counts = before = None
         if padding:
             counts = ~padding.among(found.rows(self.group)[first - begin : last - begin])
@@ -65,7 +63,8 @@ class Pass(NamedTuple):
             mode = "sum"
         elif self.is_mean is not None and mode == "mean":
             sizes = (offsets if before is None else before).diff().view(features, found.stride).clamp(min=1)
-            divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1).to(weight.dtype)
+            divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1)
+            divisors = divisors.to(torch.promote_types(weight.dtype, torch.float32))  # half precision cannot count
             mode = "sum"
         return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
 

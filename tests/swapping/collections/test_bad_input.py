@@ -137,7 +137,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"friend": (tensor([3, 4]), tensor(0, 1))}, ValueError, "both have one dimension"),
     ({"friend": (tensor(3), tensor(0, 0), tensor(1.0), 5)}, ValueError, "tuple of 4"),
     ({"friend": (tensor(3), tensor(0, 0), tensor(1.0))}, ValueError, "'friend' has weights, but is_weighted is False"),
-    ({"friend": strided(tensor(3), tensor(4, 5))}, TypeError, "'friend' is a nested tensor of layout torch.strided"),
+    ({"friend": strided(tensor(3), tensor(4, 5))}, TypeError, "'friend' is a Tensor; give .* or a jagged tensor"),
     ({"users": tensor(1, 2)}, ValueError, "feature 'users' is looked up in no table"),
     ({"user": ...}, ValueError, "feature 'user' is missing"),
     (
@@ -236,6 +236,10 @@ def test_weights_are_asked_for_and_checked() -> None:
     ids, offsets = features["friend"]
     with pytest.raises(ValueError, match=r"weights of feature 'friend' have shape \(2,\)"):
         collection({**features, "friend": (ids, offsets, torch.ones(2))})
-    with pytest.raises(TypeError, match=r"weights are torch\.float64, but"):
-        collection({**features, "friend": (ids, offsets, torch.ones(3, dtype=torch.float64))})
+    with pytest.raises(TypeError, match=r"weights of feature 'friend' have dtype torch\.int64"):
+        collection({**features, "friend": (ids, offsets, torch.ones(3, dtype=torch.int64))})
+    batch = keyed("cpu", weights=torch.ones(7))
+    batch.weights_or_none = lambda: torch.ones(8)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"features\.weights\(\) have shape \(8,\) on cpu, but ids \(7,\)"):
+        collection(batch)
     assert collection(features).values().shape == (2, 4 * 3 + 6)

@@ -399,3 +399,40 @@ def test_compact_columns_are_those_of_separate_tables(device: str) -> None:
     for module, table in zip(separate, collection.tables.values(), strict=True):
         for column in table.columns:
             assert_same(table.read(column=column), module.table.read(column=column), device)
+
+
+def test_weights_are_converted_to_the_dtype_of_each_table(device: str) -> None:
+    """One keyed batch has weights of one dtype, and so has what a layer under autocast returns."""
+    dtypes = {"narrow": torch.float32, "wide": torch.float64}
+    configs = [
+        EmbeddingBagConfig(name=name, num_embeddings=9, embedding_dim=4, dtype=dtype) for name, dtype in dtypes.items()
+    ]
+    collection = speedswap.EmbeddingBagCollection(configs, is_weighted=True)
+    ids, lengths = torch.tensor([1, 2, 7], device=device), torch.tensor([1, 2], device=device)
+    factors = torch.tensor([0.5, 2.0, -1.0], dtype=torch.float16, device=device, requires_grad=True)
+    batch = speedswap.KeyedJaggedTensor.from_lengths_sync(list(dtypes), ids, lengths, factors)
+    pooled = collection(batch)
+    rows = {name: table.read().to(device) for name, table in collection.tables.items()}
+    torch.testing.assert_close(pooled["narrow"].float(), rows["narrow"][[1]] * 0.5)
+    torch.testing.assert_close(pooled["wide"], (2 * rows["wide"][2] - rows["wide"][7]).unsqueeze(0))
+    pooled.values().sum().backward()
+    assert factors.grad is not None
+    assert bool(factors.grad.all())
+    unweighted = dict.fromkeys(dtypes, ids)
+    assert torch.equal(collection(unweighted)["wide"], rows["wide"][ids.cpu()].to(device))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_means_beside_sums_count_all_ids_in_half_precision(dtype: torch.dtype, device: str) -> None:
+    """Bfloat16 has no 259, and float16 no 2,049."""
+    one = speedswap.init.constant(1.0)
+    configs = [
+        EmbeddingBagConfig(name=pooling, num_embeddings=2, embedding_dim=4, dtype=dtype, init=one, pooling=pooling)
+        for pooling in ("mean", "sum")
+    ]
+    collection = speedswap.EmbeddingBagCollection(configs, device=device)
+    count = 259 if dtype == torch.bfloat16 else 2049
+    ids = torch.zeros(1, count, dtype=torch.int64, device=device)
+    pooled = collection({"mean": ids, "sum": ids[:, :2]})
+    assert pooled["mean"].dtype == dtype
+    assert pooled.values().tolist() == [[1.0] * 4 + [2.0] * 4]
