@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.errors import IdError
-from speedswap.swapping.collections.configs import EmbeddingConfig, checked, grouped
+from speedswap.swapping.collections.configs import EmbeddingConfig, checked
 from speedswap.swapping.collections.given import Given
-from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.group import TableGroup, groups_of
+from speedswap.swapping.collections.grouping import Group, grouped, opened
 from speedswap.swapping.collections.keyed_features import read
 from speedswap.swapping.collections.modules import rows_of
 from speedswap.swapping.collections.slots import Slots
@@ -49,13 +50,13 @@ class TableCollection(nn.Module, Generic[Config]):
         engine: str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
-        existing: Mapping[str, Table] | None = None,
+        existing: Sequence[Group] | None = None,
         values: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Make the groups and their tables.
 
         Args:
-            existing: the tables of all groups, by the groups' names.
+            existing: all groups, with their tables.
             values: rows for some of the tables, by name, in place of initial values.
         """
         super().__init__()
@@ -67,22 +68,9 @@ class TableCollection(nn.Module, Generic[Config]):
         self._check_configs()
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
-        parts = grouped(self.configs, storage, engine)
-        groups = [
-            TableGroup.of(
-                key,
-                configs,
-                table=None if existing is None else existing[name],
-                values=values,
-                id_maps=id_maps,
-                name=name,
-                path=None if path is None else Path(path) / name,
-                device=device,
-                local_to_rank=local_to_rank,
-            )
-            for key, name, configs in parts
-        ]
-        self._group_names = [name for _, name, _ in parts]
+        parts = grouped(self.configs, storage, engine) if existing is None else existing
+        groups = groups_of(parts, values, id_maps, path, device=device, local_to_rank=local_to_rank)
+        self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
             config.name: TableInGroup(group, config, first_row)
@@ -186,14 +174,13 @@ class TableCollection(nn.Module, Generic[Config]):
     ) -> _Self:
         """Return a collection over existing tables, by the names of their groups."""
         configs = checked(tables, cls.config_type)
-        collection, existing = cls.__new__(cls), {}
+        collection, existing = cls.__new__(cls), opened(configs, table_of)
         try:
-            for _, name, _ in grouped(configs, "auto", "auto"):
-                existing[name] = table_of(name)
             collection._build(configs, existing=existing, **settings)
         except BaseException:
-            for table in existing.values():
-                table.close()
+            for group in existing:
+                assert group.table is not None
+                group.table.close()
             raise
         return collection
 

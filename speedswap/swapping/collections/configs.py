@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from speedswap.tables import IdMap
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
 
-__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "GroupKey", "checked", "grouped"]
+__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "checked", "output_names"]
 
 _POOLINGS = ("sum", "mean", "max")
 Config = TypeVar("Config", bound="EmbeddingConfig")
@@ -45,11 +45,11 @@ class EmbeddingConfig:
         storage, engine: as for :class:`speedswap.Embedding`; the collection's by default.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
         group: tables of different groups have different parameters, so that an optimizer may train them with settings
-            of their own.
+            of their own. A part of a directory's name.
         trainable: False keeps the rows as they are, in a store of frozen tables.
 
     Raises:
-        ValueError: a number is out of range, a name is empty, or has a dot in it.
+        ValueError: a number is out of range, a name is empty, or has a dot in it; or a group's a dot or a slash.
 
     Example:
         >>> import speedswap
@@ -77,6 +77,8 @@ class EmbeddingConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise ValueError(f"name is {self.name!r}; give a table's name, without a dot: it is a part of state_dict's")
+        if not isinstance(self.group, str) or set(self.group) & set("./\\\0"):
+            raise ValueError(f"group is {self.group!r}; give a name without dots and slashes: it is a directory's")
         if self.id_map is not None:
             rows = self.num_embeddings or self.id_map.num_rows
             require_map(self.id_map, rows, self.padding_idx)
@@ -125,49 +127,6 @@ class EmbeddingBagConfig(EmbeddingConfig):
         object.__setattr__(self, "pooling", pooling)
 
 
-class GroupKey(NamedTuple):
-    """The properties that tables in one store have in common."""
-
-    embedding_dim: int
-    dtype: torch.dtype
-    stored_dtype: torch.dtype | None
-    state_dtype: torch.dtype | None
-    rounding: str | None
-    storage: str
-    engine: str
-    group: str
-    trainable: bool
-
-    @classmethod
-    def of(cls, config: EmbeddingConfig, storage: str, engine: str) -> GroupKey:
-        """Return the key of a table's group, with the collection's storage and engine where it has none of its own."""
-        return cls(
-            config.embedding_dim,
-            config.dtype or torch.get_default_dtype(),
-            config.stored_dtype,
-            config.state_dtype,
-            config.rounding,
-            config.storage or storage,
-            config.engine or engine,
-            config.group,
-            config.trainable,
-        )
-
-    @property
-    def name(self) -> str:
-        """A name for messages and files: width and dtype, and what else sets the group apart."""
-        words = [str(self.embedding_dim), _word(self.dtype)]
-        words += ["as", _word(self.stored_dtype)] if self.stored_dtype else []
-        words += ["state", _word(self.state_dtype)] if self.state_dtype else []
-        words += [self.group] if self.group else []
-        words += [] if self.trainable else ["frozen"]
-        return "-".join(words)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
     """Return a collection's configs.
 
@@ -184,18 +143,21 @@ def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
     for name, times in Counter(config.name for config in configs).items():
         if times > 1:
             raise ValueError(f"tables has {name!r} {times} times; give each table a name of its own")
+    lookups = [(feature, config.name) for config in configs for feature in config.feature_names]
+    for name, times in Counter(output_names(lookups)).items():
+        if times > 1:
+            raise ValueError(
+                f"{times} lookups would be called {name!r}; name a feature once in a table's feature_names, and none "
+                "like feature@table of a feature of several tables"
+            )
     return configs
 
 
-def grouped(
-    configs: Sequence[EmbeddingConfig], storage: str, engine: str
-) -> list[tuple[GroupKey, str, list[EmbeddingConfig]]]:
-    """Return the groups of tables that lie in one store each: their properties, a name, and the tables."""
-    found: dict[GroupKey, list[EmbeddingConfig]] = {}
-    for config in configs:
-        found.setdefault(GroupKey.of(config, storage, engine), []).append(config)
-    groups, names = [], Counter[str]()
-    for key, some in found.items():
-        names[key.name] += 1
-        groups.append((key, key.name if names[key.name] == 1 else f"{key.name}-{names[key.name]}", some))
-    return groups
+def output_names(lookups: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return the names that lookups have in what a collection returns.
+
+    Args:
+        lookups: the feature and the table of each.
+    """
+    times = Counter(feature for feature, _ in lookups)
+    return tuple(feature if times[feature] == 1 else f"{feature}@{table}" for feature, table in lookups)

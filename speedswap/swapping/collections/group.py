@@ -6,12 +6,14 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from speedswap.swapping.collections.configs import EmbeddingConfig, GroupKey
+from speedswap.swapping.collections.configs import EmbeddingConfig
+from speedswap.swapping.collections.grouping import TABLES, Group, contents_of
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
@@ -22,10 +24,7 @@ from speedswap.tables import init as initializers
 from speedswap.tables.part import PartStore
 from speedswap.tables.ranges import InRanges, Range
 
-__all__ = ["TableGroup"]
-
-# Key of a group's attributes under which its tables' names and sizes are kept.
-_ATTRIBUTE = "tables"
+__all__ = ["TableGroup", "groups_of"]
 
 
 class TableGroup(TableModule):
@@ -62,35 +61,31 @@ class TableGroup(TableModule):
     @classmethod
     def of(
         cls,
-        key: GroupKey,
-        configs: Sequence[EmbeddingConfig],
+        group: Group,
         *,
-        table: Table | None = None,
         values: Mapping[str, Tensor] | None = None,
         id_maps: Mapping[str, IdMap] | None = None,
-        name: str,
         path: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> TableGroup:
-        """Return a group of tables with their initial values.
+        """Return a group of tables with their initial values, or over the table that holds their rows.
 
         Args:
-            key: their common properties.
-            configs: the tables.
-            table: one that holds their rows already.
+            group: the tables.
             values: rows for some of the tables, by name, in place of initial values.
             id_maps: as for the class.
-            name, path: of the new table.
+            path: of the new table.
             arguments: ``device`` and ``local_to_rank``.
 
         Raises:
-            ValueError: ``table`` holds other tables.
+            ValueError: the existing table holds other tables.
         """
+        key, name, configs, table = group
         num_rows = sum(config.num_embeddings for config in configs)
         arguments |= {"configs": configs, "id_maps": id_maps, "state_dtype": key.state_dtype, "rounding": key.rounding}
         if table is None:
             ranges = tuple(_range(config, values or {}) for config in configs)
-            group = cls(
+            module = cls(
                 num_rows,
                 key.embedding_dim,
                 init=InRanges(ranges),
@@ -103,19 +98,19 @@ class TableGroup(TableModule):
                 path=path,
                 **arguments,
             )
-            group.table.attributes[_ATTRIBUTE] = _contents(configs)
+            module.table.attributes[TABLES] = contents_of(configs)
             if values:
-                group._init = None
+                module._init = None
         else:
-            found = table.attributes.get(_ATTRIBUTE, _contents(configs))
-            if found != _contents(configs) or (table.num_embeddings, table.dtype) != (num_rows, key.dtype):
+            found = table.attributes.get(TABLES, contents_of(configs))
+            if found != contents_of(configs) or (table.num_embeddings, table.dtype) != (num_rows, key.dtype):
                 raise ValueError(
-                    f"table {table.name!r} holds {found}, but tables is {_contents(configs)} of {key.dtype}; give the "
-                    "configs that it was made with, in their order"
+                    f"table {table.name!r} holds {found}, but tables is {contents_of(configs)} of {key.dtype}; give "
+                    "the configs that it was made with, in their order"
                 )
-            group = cls(num_rows, key.embedding_dim, table=table, stored_dtype=key.stored_dtype, **arguments)
-        group.weight.requires_grad_(key.trainable)
-        return group
+            module = cls(num_rows, key.embedding_dim, table=table, stored_dtype=key.stored_dtype, **arguments)
+        module.weight.requires_grad_(key.trainable)
+        return module
 
     def _keyed_tables(self, id_maps: Mapping[str, IdMap]) -> dict[str, KeyedRows]:
         """Return the tables that have an id map, which is kept with the rows from now on."""
@@ -159,6 +154,33 @@ class TableGroup(TableModule):
         return None
 
 
+def groups_of(
+    groups: Sequence[Group],
+    values: Mapping[str, Tensor] | None,
+    id_maps: Mapping[str, IdMap],
+    path: str | os.PathLike[str] | None,
+    **arguments: Any,
+) -> list[TableGroup]:
+    """Return all groups of a collection; if one of them cannot be made, no new table is left.
+
+    Args:
+        groups: the tables.
+        values, id_maps, arguments: as for :meth:`TableGroup.of`.
+        path: the collection's directory.
+    """
+    made: list[TableGroup] = []
+    try:
+        for group in groups:
+            place = None if path is None else Path(path) / group.name
+            made.append(TableGroup.of(group, values=values, id_maps=id_maps, path=place, **arguments))
+    except BaseException:
+        for module, group in zip(made, groups, strict=False):
+            if group.table is None:
+                module.table.remove()
+        raise
+    return made
+
+
 class _StepOfPart:
     """A group's training step, with the rows of one table numbered from 0."""
 
@@ -178,11 +200,6 @@ class _StepOfPart:
 
 def _first_rows(configs: Sequence[EmbeddingConfig]) -> tuple[int, ...]:
     return tuple(accumulate((config.num_embeddings for config in configs[:-1]), initial=0))
-
-
-def _contents(configs: Sequence[EmbeddingConfig]) -> list[list[Any]]:
-    """Return the tables' names and sizes, as plain data."""
-    return [[config.name, config.num_embeddings] for config in configs]
 
 
 def _range(config: EmbeddingConfig, values: Mapping[str, Tensor]) -> Range:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import IdError
-from speedswap.swapping.collections.configs import EmbeddingConfig
+from speedswap.swapping.collections.configs import EmbeddingConfig, output_names
 from speedswap.swapping.collections.group import TableGroup
 
 __all__ = ["Order", "Slots"]
@@ -71,11 +70,7 @@ class Slots:
         self.bases = torch.tensor(bases, dtype=torch.int64)
         self.limits = torch.tensor([config.num_embeddings for config in configs], dtype=torch.int64)
         self.names = frozenset(features)
-        times = Counter(features)
-        self.keys = tuple(
-            name if times[name] == 1 else f"{name}@{config.name}"
-            for name, config in zip(features, configs, strict=True)
-        )
+        self.keys = output_names([(name, config.name) for name, config in zip(features, configs, strict=True)])
         self._orders: dict[tuple[str, ...], Order] = {}
 
     def __len__(self) -> int:

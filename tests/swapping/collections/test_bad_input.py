@@ -204,6 +204,7 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"feature_names": "item"}, "feature_names is 'item'"),
     ({"padding_idx": 5}, "padding_idx of table 'items' is 5"),
     ({"seed": -1}, "seed of table 'items' is -1"),
+    ({"group": "../elsewhere"}, "group is '../elsewhere'"),
     ({"pooling": "median"}, "pooling of table 'items' is 'median'"),
     ({"stored_dtype": torch.int8}, "trainable=False"),
 ]
@@ -224,6 +225,11 @@ def test_collections_that_cannot_be_are_refused() -> None:
         speedswap.EmbeddingBagCollection(ROWS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is_weighted is True, but pooling of table 'items' is 'mean'"):
         speedswap.EmbeddingBagCollection([config(pooling="mean")], is_weighted=True)
+    with pytest.raises(ValueError, match="2 lookups would be called 'item@items'"):
+        speedswap.EmbeddingBagCollection([config(feature_names=["item", "item"])])
+    alike = [config(feature_names=["a", "a@items"]), config(name="others", feature_names=["a"])]
+    with pytest.raises(ValueError, match="2 lookups would be called 'a@items'"):
+        speedswap.EmbeddingBagCollection(alike)
     with pytest.raises(ValueError, match="storage is 'nowhere'"):
         speedswap.EmbeddingBagCollection([config()], storage="nowhere")
 

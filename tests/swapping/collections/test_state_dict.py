@@ -353,3 +353,36 @@ def test_keyed_tensors_have_views_of_their_values() -> None:
     assert last.tolist() == [[0, 1], [5, 6]]
     with pytest.raises(KeyError, match="'x' is not a key"):
         pooled["x"]
+
+
+def test_files_do_not_depend_on_the_storage_that_their_tables_had(tmp_path: Path) -> None:
+    """Tables named for a storage, and those that have the collection's; groups whose names are alike."""
+    plain = EmbeddingConfig(name="plain", num_embeddings=6, embedding_dim=2)
+    pageable = EmbeddingConfig(name="pageable", num_embeddings=6, embedding_dim=2, storage="pageable")
+    other = EmbeddingConfig(name="other", num_embeddings=6, embedding_dim=2, group="2")
+    configs = [plain, pageable, other]
+    for storage, stores in (("auto", 3), ("pageable", 2)):
+        collection = speedswap.EmbeddingCollection(configs, storage=storage)
+        assert len(collection.groups) == stores
+        collection.save(tmp_path / storage)
+        assert len(list((tmp_path / storage).iterdir())) == stores
+        loaded = speedswap.EmbeddingCollection.load(configs, tmp_path / storage, storage="pageable")
+        opened = speedswap.EmbeddingCollection.open(iter(configs), tmp_path / storage)
+        for name, table in collection.tables.items():
+            assert torch.equal(loaded.tables[name].read(), table.read())
+            assert torch.equal(opened.tables[name].read(), table.read())
+        opened.close()
+    missing = EmbeddingConfig(name="missing", num_embeddings=6, embedding_dim=2)
+    with pytest.raises(ValueError, match="table '2-float32' holds pageable, plain, but not 'missing'"):
+        speedswap.EmbeddingCollection.load([missing], tmp_path / "pageable")
+
+
+def test_a_collection_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "6-float32"
+    in_the_way.mkdir()
+    for _ in range(2):
+        with pytest.raises(FileExistsError, match="6-float32"):
+            speedswap.EmbeddingCollection(ROWS, path=tmp_path)
+        assert list(tmp_path.iterdir()) == [in_the_way]
+    in_the_way.rmdir()
+    speedswap.EmbeddingCollection(ROWS, path=tmp_path).close()

@@ -1,0 +1,134 @@
+"""The groups of tables that lie in one store each, when they are made and when they are found in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from speedswap.swapping.collections.configs import EmbeddingConfig
+from speedswap.tables import Table
+
+__all__ = ["TABLES", "Group", "GroupKey", "contents_of", "grouped", "opened"]
+
+# Key of a group's attributes under which its tables' names and sizes are kept.
+TABLES = "tables"
+
+
+class GroupKey(NamedTuple):
+    """The properties that tables in one store have in common."""
+
+    embedding_dim: int
+    dtype: torch.dtype
+    stored_dtype: torch.dtype | None
+    state_dtype: torch.dtype | None
+    rounding: str | None
+    storage: str
+    engine: str
+    group: str
+    trainable: bool
+
+    @classmethod
+    def of(cls, config: EmbeddingConfig, storage: str, engine: str) -> GroupKey:
+        """Return the key of a table's group, with the collection's storage and engine where it has none of its own."""
+        return cls(
+            config.embedding_dim,
+            config.dtype or torch.get_default_dtype(),
+            config.stored_dtype,
+            config.state_dtype,
+            config.rounding,
+            config.storage or storage,
+            config.engine or engine,
+            config.group,
+            config.trainable,
+        )
+
+    @property
+    def name(self) -> str:
+        """A name for messages and files, without a dot: of all properties but storage and engine."""
+        words = [str(self.embedding_dim), _word(self.dtype)]
+        words += ["as", _word(self.stored_dtype)] if self.stored_dtype else []
+        words += ["state", _word(self.state_dtype)] if self.state_dtype else []
+        words += [self.rounding] if self.rounding else []
+        words += [self.group] if self.group else []
+        words += [] if self.trainable else ["frozen"]
+        return "-".join(words)
+
+
+class Group(NamedTuple):
+    """Tables that lie in one store.
+
+    Attributes:
+        key: their common properties.
+        name: for messages and files.
+        configs: the tables, in their order.
+        table: one that holds their rows already.
+    """
+
+    key: GroupKey
+    name: str
+    configs: list[EmbeddingConfig]
+    table: Table | None = None
+
+
+def grouped(configs: Sequence[EmbeddingConfig], storage: str, engine: str) -> list[Group]:
+    """Return the groups of new tables, in a collection with this storage and engine."""
+    found: dict[GroupKey, list[EmbeddingConfig]] = {}
+    for config in configs:
+        found.setdefault(GroupKey.of(config, storage, engine), []).append(config)
+    groups: list[Group] = []
+    for key, some in found.items():
+        number = 1 + sum(group.key.name == key.name for group in groups)
+        groups.append(Group(key, _numbered(key.name, number), some))
+    return groups
+
+
+def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table]) -> list[Group]:
+    """Return the groups of tables in files, of a collection that may have had any storage and engine.
+
+    Args:
+        configs: the tables.
+        table_of: opens a group's table, by the group's name.
+
+    Raises:
+        ValueError: a file holds other tables.
+    """
+    groups: list[Group] = []
+    try:
+        # The tables have their maps, and are where they are.
+        plain = [replace(config, id_map=None, storage=None, engine=None) for config in configs]
+        for key, _, some, _ in grouped(plain, "auto", "auto"):
+            number = 0
+            while some:
+                number += 1
+                table = table_of(_numbered(key.name, number))
+                names = {each[0] for each in table.attributes.get(TABLES, contents_of(some))}
+                here = [config for config in some if config.name in names]
+                groups.append(Group(key, _numbered(key.name, number), here, table))
+                if not here:
+                    raise ValueError(
+                        f"table {table.name!r} holds {', '.join(sorted(names))}, but not {some[0].name!r}; give the "
+                        "configs that it was made with"
+                    )
+                some = [config for config in some if config.name not in names]
+    except BaseException:
+        for group in groups:
+            assert group.table is not None
+            group.table.close()
+        raise
+    return groups
+
+
+def contents_of(configs: Sequence[EmbeddingConfig]) -> list[list[object]]:
+    """Return the tables' names and sizes, as plain data."""
+    return [[config.name, config.num_embeddings] for config in configs]
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}.{number}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
