@@ -289,11 +289,18 @@ def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
 # ---------------------------------------------------------------------- small tensors
 
 
-@functools.lru_cache(maxsize=64)
 def _steps(count: int, step: int, device: torch.device) -> Tensor:
-    """Return 0, step, 2 · step, …: the offsets of bags of one size."""
+    """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
+    return (_kept_steps if count <= _MOST_KEPT else _new_steps)(count, step, device)
+
+
+def _new_steps(count: int, step: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # used later in other modes
         return torch.arange(count, device=device) * step
+
+
+_MOST_KEPT = 1 << 14  # of large ones, a few sizes would fill memory that the batches need
+_kept_steps = functools.lru_cache(maxsize=64)(_new_steps)
 
 
 def near(tensor: Tensor, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -207,3 +208,13 @@ def calls_of(function: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(None)
     return count
+
+
+def test_batches_of_many_sizes_leave_no_memory_behind() -> None:
+    """Offsets of bags of one size are kept only where they are small."""
+    collection = collection_of("bags", 3, "cpu")
+    seen = []
+    for width in range(1, 5):
+        ids = torch.ones(8000, width, dtype=torch.int64)
+        seen.append(weakref.ref(collection._given({f"t{i}": ids for i in range(3)}).offsets))
+    assert [each() for each in seen] == [None] * 4
