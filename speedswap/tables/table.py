@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._locks import Locked
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError
 from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
@@ -79,7 +80,7 @@ class Table:
         self.name = store.name
         self.attributes = store.attributes
         self.live_attributes = store.live_attributes
-        self._flush_at_end = weakref.finalize(self, _flush_at_end, store)
+        self._flush_at_end = weakref.finalize(self, _flush_at_end, store, store.locked)
 
     # ------------------------------------------------------------------ construction
 
@@ -694,7 +695,7 @@ class Table:
             self.store.version += 1
 
 
-def _flush_at_end(store: RowStore) -> None:
+def _flush_at_end(store: RowStore, locked: Locked) -> None:
     """Flush a store whose table was not closed: its object was freed, or the process ends."""
-    with store.locked.lock:
+    with locked.lock:
         store.flush_at_end()
