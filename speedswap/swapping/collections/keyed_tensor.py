@@ -37,7 +37,7 @@ class KeyedTensor:
         self._keys = list(keys)
         self._lengths = list(length_per_key)
         self._values = values
-        self._parts: Sequence[Tensor] | None = None
+        self._parts: dict[str, Tensor] | None = None
 
     def keys(self) -> list[str]:
         """Return the keys, in the order of the columns."""
@@ -69,17 +69,19 @@ class KeyedTensor:
         Raises:
             KeyError: there is no such key.
         """
-        if key not in self._keys:
+        parts = self._split()
+        if key not in parts:
             raise KeyError(f"{key!r} is not a key; there are {', '.join(self._keys)}")
-        return self._split()[self._keys.index(key)]
+        return parts[key]
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return each key's columns, as views."""
-        return dict(zip(self._keys, self._split(), strict=True))
+        return dict(self._split())
 
-    def _split(self) -> Sequence[Tensor]:
+    def _split(self) -> dict[str, Tensor]:
         if self._parts is None:
-            self._parts = torch.split(self._values, self._lengths, dim=1)  # one node of a graph for all
+            parts = torch.split(self._values, self._lengths, dim=1)  # one node of a graph for all
+            self._parts = dict(zip(self._keys, parts, strict=True))
         return self._parts
 
     @staticmethod
