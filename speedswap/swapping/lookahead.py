@@ -49,9 +49,10 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
     Args:
         loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.
         ids: for each :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` a function from a batch to the
-            ids that the model will look up with it: a tensor, int32 or int64, or one for each lookup. Other lookups
-            work too, but are not prefetched. They are on the device of the lookup, or on the CPU with the module's
-            ``weight`` on the device of the lookup.
+            ids that the model will look up with it: a tensor, int32 or int64, or one for each lookup; for an
+            :class:`speedswap.EmbeddingBagCollection` or :class:`speedswap.EmbeddingCollection` one to the features that
+            it is called with. Other lookups work too, but are not prefetched. The ids are on the device of the lookup,
+            or on the CPU with the module's ``weight`` on the device of the lookup.
         depth: how many batches ahead; 0 for the plain loop.
 
     Returns:
@@ -94,7 +95,7 @@ class Lookahead(Generic[Batch]):
         for module, function in ids.items():
             if not callable(getattr(module, "lookups_of", None)):
                 raise TypeError(
-                    f"a key of ids is {a_kind(module)}; give a speedswap.Embedding or speedswap.EmbeddingBag"
+                    f"a key of ids is {a_kind(module)}; give a speedswap.Embedding or EmbeddingBag, or a collection"
                 )
             if not callable(function):
                 raise TypeError(f"ids[{module}] is {a_kind(function)}; give a function from a batch to its ids")

@@ -44,8 +44,8 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         features, one of:
 
         - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
-          with the table's ``padding_idx``; (ids, offsets) or (ids, offsets, weights), as ``nn.EmbeddingBag`` has them;
-          or a jagged tensor, of torch.nested or with the methods of TorchRec's;
+          with the table's ``padding_idx``; (ids, offsets) or (ids, offsets, weights), as ``nn.EmbeddingBag`` has them
+          without ``include_last_offset``; or a jagged tensor, of torch.nested or with the methods of TorchRec's;
         - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
 
         → a :class:`speedswap.KeyedTensor` with values of shape (batch, sum of the features' widths), table after table;

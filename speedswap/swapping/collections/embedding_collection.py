@@ -43,8 +43,8 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         features, one of:
 
         - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
-          with the table's ``padding_idx``; (ids, offsets), as ``nn.EmbeddingBag`` has them; or a jagged tensor, of
-          torch.nested or with the methods of TorchRec's;
+          with the table's ``padding_idx``; (ids, offsets), as ``nn.EmbeddingBag`` has them without
+          ``include_last_offset``; or a jagged tensor, of torch.nested or with the methods of TorchRec's;
         - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
 
         → a dict from each feature to a :class:`speedswap.JaggedTensor` with ``values()`` of shape (ids, embedding_dim).

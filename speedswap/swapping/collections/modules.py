@@ -37,6 +37,11 @@ def require_plain(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ..
     if not isinstance(module, kinds):
         wanted = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
         raise TypeError(f"module {name!r} is {a_kind(module)}; give an {wanted}, torch's or speedswap's")
+    if isinstance(module, TableModule) and module.id_map is not None:
+        raise ValueError(
+            f"module {name!r} has an id map, whose rows start anew from their initial values, not from values taken "
+            "over; give id_map= to the table's config, and load the module's state_dict"
+        )
     if module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
             f"module {name!r} has max_norm {module.max_norm} and scale_grad_by_freq {module.scale_grad_by_freq}, which "

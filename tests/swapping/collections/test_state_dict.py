@@ -152,6 +152,9 @@ def test_embeddings_are_taken_over_and_others_refused() -> None:
         speedswap.EmbeddingCollection.from_modules({"x": nn.EmbeddingBag(3, 4)})
     with pytest.raises(ValueError, match="max_norm"):
         speedswap.EmbeddingCollection.from_modules({"x": nn.Embedding(3, 4, max_norm=1.0)})
+    id_map = speedswap.IdMap(3)
+    with pytest.raises(ValueError, match=r"module 'x' has an id map.*load the module's state_dict"):
+        speedswap.EmbeddingCollection.from_modules({"x": speedswap.Embedding(id_map.num_rows, 4, id_map=id_map)})
     with pytest.raises(ValueError, match="feature_names has 'y'"):
         speedswap.EmbeddingCollection.from_modules({"x": nn.Embedding(3, 4)}, feature_names={"y": ["a"]})
 
