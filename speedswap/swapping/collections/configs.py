@@ -144,11 +144,12 @@ def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
         if times > 1:
             raise ValueError(f"tables has {name!r} {times} times; give each table a name of its own")
     lookups = [(feature, config.name) for config in configs for feature in config.feature_names]
-    for name, times in Counter(output_names(lookups)).items():
+    named = dict(zip(lookups, output_names(lookups), strict=True))
+    for name, times in Counter(named.values()).items():
         if times > 1:
             raise ValueError(
-                f"{times} lookups would be called {name!r}; name a feature once in a table's feature_names, and none "
-                "like feature@table of a feature of several tables"
+                f"{times} lookups would be called {name!r}; rename the feature that has the name of a lookup in one of "
+                "several tables, feature@table"
             )
     return configs
 

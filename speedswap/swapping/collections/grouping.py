@@ -11,7 +11,7 @@ import torch
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.tables import Table
 
-__all__ = ["TABLES", "Group", "GroupKey", "contents_of", "grouped", "opened"]
+__all__ = ["TABLES", "Group", "GroupKey", "close_all", "contents_of", "grouped", "opened"]
 
 # Key of a group's attributes under which its tables' names and sizes are kept.
 TABLES = "tables"
@@ -114,11 +114,16 @@ def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table])
                     )
                 some = [config for config in some if config.name not in names]
     except BaseException:
-        for group in groups:
-            assert group.table is not None
-            group.table.close()
+        close_all(groups)
         raise
     return groups
+
+
+def close_all(groups: Sequence[Group]) -> None:
+    """Close the tables of groups that were opened for nothing."""
+    for group in groups:
+        if group.table is not None:
+            group.table.close()
 
 
 def contents_of(configs: Sequence[EmbeddingConfig]) -> list[list[object]]:
