@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from speedswap.errors import WeightError
 from speedswap.swapping.refusals import NOT_TAKEN_ALONG
 from speedswap.tables import Block
 
-__all__ = ["constant_rows", "in_transform", "outside_graphs", "refuse_training"]
+__all__ = ["constant_rows", "in_transform", "outside_graphs", "outside_transforms", "refuse_training"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,6 +48,18 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+@contextmanager
+def outside_transforms() -> Iterator[None]:
+    """Leave ``torch.func`` for a block: tensors from outside of it are plain there, and so are those made in it."""
+    if not in_transform():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
 
 
 def refuse_training(table: str) -> None:

@@ -16,11 +16,12 @@ from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked
 from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.group import TableGroup, groups_of
-from speedswap.swapping.collections.grouping import Group, grouped, opened
+from speedswap.swapping.collections.grouping import Group, close_all, grouped, opened
 from speedswap.swapping.collections.keyed_features import read
 from speedswap.swapping.collections.modules import rows_of
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.tables import TableInGroup, TablesByName
+from speedswap.swapping.graphs import outside_transforms
 from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Table
@@ -178,9 +179,7 @@ class TableCollection(nn.Module, Generic[Config]):
         try:
             collection._build(configs, existing=existing, **settings)
         except BaseException:
-            for group in existing:
-                assert group.table is not None
-                group.table.close()
+            close_all(existing)
             raise
         return collection
 
@@ -257,6 +256,7 @@ class TableCollection(nn.Module, Generic[Config]):
         assert isinstance(homes, TablesByName)
         return homes
 
+    @outside_transforms()
     def _given(self, features: Any) -> Given:
         """Read what forward was called with."""
         return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]

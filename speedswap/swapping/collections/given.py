@@ -15,9 +15,10 @@ from speedswap.errors import IdError
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, require_ids, require_weights
 from speedswap.swapping.collections.slots import Slots
-from speedswap.swapping.graphs import in_transform
+from speedswap.swapping.collections.small_tensors import near, positions, steps
+from speedswap.swapping.graphs import outside_transforms
 
-__all__ = ["Given", "given", "given_by_slot", "near", "require_features"]
+__all__ = ["Given", "given", "given_by_slot", "require_features"]
 
 _KEYED = ("keys", "values", "stride")
 
@@ -66,10 +67,12 @@ class Given:
         self.starts = [0, *counts.cumsum(0).tolist()]
 
     @functools.cached_property
+    @outside_transforms()
     def _rows(self) -> Tensor:
         return kernels.merge_ids(self._asked)
 
     @functools.cached_property
+    @outside_transforms()
     def _are_inside(self) -> bool:
         """True if no lookup of one group's rows is left to find an id that is outside of another group's table."""
         return len(self.slots.of_group) == 1 or not len(self._rows) or int(self._rows.min()) >= 0
@@ -108,6 +111,7 @@ class Given:
         assert isinstance(self._asked.ids, Tensor)
         return self._asked.ids[begin:end], self.counts[some.start : some.stop]
 
+    @outside_transforms()
     def outside(self, error: IdError) -> IdError:
         """Return the error for the first id that is outside of its table, in place of one that does not name it."""
         found = kernels.first_outside(self._asked)
@@ -150,7 +154,7 @@ def require_features(features: Any) -> Any:
 
 def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Given:
     """Read the ids of each slot, in any of the forms that a mapping may have; errors are those of :func:`given`."""
-    if set(map(type, values)) == {Tensor} and not in_transform():
+    if set(map(type, values)) == {Tensor}:
         kinds = {ids.is_nested or (ids.dtype, ids.shape, ids.device, ids.layout) for ids in values}
         if len(kinds) == 1 and True not in kinds:
             return _alike(values, slots, is_weighted)
@@ -169,10 +173,8 @@ def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Giv
             per_bag = -1
     ids = [piece.ids for piece in pieces]
     counts = torch.tensor([each.numel() for each in ids], dtype=torch.int64)
-    if per_bag < 0:
-        offsets = _joined(pieces, slots, counts, stride)
-    else:
-        offsets = _steps(len(slots) * stride + 1, per_bag, device)
+    bags = len(slots) * stride
+    offsets = _joined(pieces, slots, counts, stride) if per_bag < 0 else steps(bags + 1, per_bag, device)
     weights = torch.cat(list(map(_weights_of, pieces, slots.dtypes))) if is_weighted else None
     asked = kernels.FeatureIds(torch.cat([each.reshape(-1) for each in ids]), slots.bases, slots.limits, counts)
     return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=ids)
@@ -183,7 +185,7 @@ def _alike(values: Sequence[Tensor], slots: Slots, is_weighted: bool) -> Given:
     _, stride, per_bag, _, _ = piece_of(slots.features[0], values[0])
     ids = torch.cat(tuple(values)).reshape(-1)
     counts = torch.full((len(slots),), stride * per_bag)
-    offsets = _steps(len(slots) * stride + 1, per_bag, ids.device)
+    offsets = steps(len(slots) * stride + 1, per_bag, ids.device)
     weights = torch.ones(len(ids), dtype=slots.dtypes[0], device=ids.device) if is_weighted else None
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts)
     return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=values)
@@ -193,7 +195,7 @@ def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> T
     """Return the offsets of all slots' bags."""
     device = pieces[0].ids.device
     starts = [
-        _steps(stride, piece.per_bag, device) if piece.offsets is None else piece.offsets[:stride].long()
+        steps(stride, piece.per_bag, device) if piece.offsets is None else piece.offsets[:stride].long()
         for piece in pieces
     ]
     ends = counts.cumsum(0)
@@ -250,7 +252,7 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> Given:
     if not order.is_given:
         places = near(order.places, ids.device)
         offsets = offsets_of(offsets.diff().view(len(keys), stride)[places])
-        weights = None if weights is None else weights[_positions(begins, counts, ids.device)]
+        weights = None if weights is None else weights[positions(begins, counts, ids.device)]
     announced = (ids, known, order.places)
     return Given(slots, asked, counts, stride, offsets, weights=weights, announced=announced)
 
@@ -277,34 +279,3 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
     if per_key[0] != 0 or last != num_ids:
         raise ValueError(f"features has offsets from {per_key[0]} to {last}, but {num_ids} ids; give bags of all ids")
     return torch.tensor(per_key, dtype=torch.int64)
-
-
-def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """Return the positions of ids that lie in pieces, piece after piece."""
-    total = int(counts.sum())
-    moved = near(torch.stack([begins - (counts.cumsum(0) - counts), counts]), device)
-    return torch.arange(total, device=device) + moved[0].repeat_interleave(moved[1], output_size=total)
-
-
-# ---------------------------------------------------------------------- small tensors
-
-
-def _steps(count: int, step: int, device: torch.device) -> Tensor:
-    """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
-    return (_kept_steps if count <= _MOST_KEPT else _new_steps)(count, step, device)
-
-
-def _new_steps(count: int, step: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # used later in other modes
-        return torch.arange(count, device=device) * step
-
-
-_MOST_KEPT = 1 << 14  # of large ones, a few sizes would fill memory that the batches need
-_kept_steps = functools.lru_cache(maxsize=64)(_new_steps)
-
-
-def near(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device; nothing waits for it to get there."""
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

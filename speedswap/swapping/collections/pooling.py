@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from speedswap.swapping.collections.configs import EmbeddingBagConfig
-from speedswap.swapping.collections.given import Given, near
+from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.slots import Slots
+from speedswap.swapping.collections.small_tensors import near
 from speedswap.swapping.lookup import pool
 from speedswap.swapping.padding import Padding
 

@@ -1,0 +1,38 @@
+"""Small tensors that say where ids lie, on the ids' device; nothing waits for them."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+__all__ = ["near", "positions", "steps"]
+
+
+def near(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device; nothing waits for it to get there."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
+    """Return the positions of ids that lie in pieces, piece after piece."""
+    total = int(counts.sum())
+    moved = near(torch.stack([begins - (counts.cumsum(0) - counts), counts]), device)
+    return torch.arange(total, device=device) + moved[0].repeat_interleave(moved[1], output_size=total)
+
+
+def steps(count: int, step: int, device: torch.device) -> Tensor:
+    """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
+    return (_kept_steps if count <= _MOST_KEPT else _new_steps)(count, step, device)
+
+
+def _new_steps(count: int, step: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # used later in other modes
+        return torch.arange(count, device=device) * step
+
+
+_MOST_KEPT = 1 << 14  # of large ones, a few sizes would fill memory that the batches need
+_kept_steps = functools.lru_cache(maxsize=64)(_new_steps)
