@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "background.h"
+#include "lines.h"
 #include "pool.h"
 #include "rows_cpu.h"
 #include "segments.h"
@@ -200,6 +201,20 @@ void sum_taken(const SegmentsTuple& segments, uintptr_t entries, const MatrixTup
         [&] { speedswap::sum_taken(over, at<const int64_t>(entries), from, at<const int64_t>(taken), to, threads); });
 }
 
+std::tuple<int64_t, int64_t, int64_t, bool> read_lines(const py::buffer& text, int64_t first, const std::string& bases,
+                                                       uintptr_t missing, uintptr_t values, int64_t stride,
+                                                       int64_t most) {
+    const py::buffer_info bytes = text.request();
+    const int64_t size = bytes.size * bytes.itemsize;
+    require(first >= 0 && first <= size, "first", first, "in the text");
+    require(most >= 0 && most <= stride, "most", most, "0 to stride");
+    const speedswap::Lines read = without_gil([&] {
+        return speedswap::read_lines(static_cast<const char*>(bytes.ptr) + first, size - first, bases,
+                                     at<const int64_t>(missing), at<int64_t>(values), stride, most);
+    });
+    return {read.rows, read.bytes, read.lines, read.wrong};
+}
+
 // ---- the background thread -----------------------------------------------------------------------------------------
 
 using MoveTuple = std::tuple<uintptr_t, int64_t, std::vector<PartTuple>>;
@@ -274,6 +289,8 @@ PYBIND11_MODULE(_C, module) {
                arg("item_bytes"), arg("threads"));
     module.def("sum_taken", &sum_taken, arg("segments"), arg("entries"), arg("values"), arg("taken"), arg("out"),
                arg("item_bytes"), arg("threads"));
+    module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
+               arg("stride"), arg("most"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
 
     py::class_<Buffer>(module, "Buffer", py::buffer_protocol())

@@ -26,6 +26,7 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
+from speedswap.kernels.lines import Lines, read_lines
 from speedswap.kernels.records import (
     ENGINES,
     Fence,
@@ -61,6 +62,7 @@ __all__ = [
     "Fence",
     "Found",
     "Groups",
+    "Lines",
     "Lookup",
     "Part",
     "Records",
@@ -94,6 +96,7 @@ __all__ = [
     "places_among",
     "prefetch_on_cpu",
     "prepare_engine",
+    "read_lines",
     "require_apart",
     "require_dense",
     "require_id_dtype",

@@ -1,0 +1,97 @@
+"""Samples as Criteo's display advertising set has them, and the sources that they are read from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "Position", "Samples", "Source", "held_out"]
+
+INTEGERS = 13
+CATEGORIES = 26
+NAMES = ("label", *(f"I{n}" for n in range(1, INTEGERS + 1)), *(f"C{n}" for n in range(1, CATEGORIES + 1)))
+"""The columns, in their order."""
+MISSING = -1
+"""The id of an empty category, an id like others: that it is missing says something too."""
+
+
+class Samples(NamedTuple):
+    """Some samples, a column after the other."""
+
+    labels: Tensor | None
+    """float32, shape (n,): 1 for a click, 0 for none; None for rows without a label."""
+    integers: Tensor
+    """int64, shape (13, n); 0 where missing."""
+    ids: Tensor
+    """int64, shape (26, n); ``MISSING`` where missing."""
+
+    def __len__(self) -> int:
+        return self.integers.shape[1]
+
+    def take(self, places: Tensor) -> Samples:
+        """Return the samples at some places."""
+        labels = self.labels[places] if self.labels is not None else None
+        return Samples(labels, self.integers[:, places], self.ids[:, places])
+
+    def to(self, device: torch.device) -> Samples:
+        """Copy the samples to a device; to a GPU through pinned memory, so that the host does not wait."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+        return Samples(copied(self.labels) if self.labels is not None else None, *map(copied, self[1:]))
+
+
+class Position(NamedTuple):
+    """A place in a source, between two samples."""
+
+    file: int = 0
+    """Files read to their end."""
+    samples: int = 0
+    """Samples read of the next one."""
+    checksum: int = 0
+    """CRC-32 of the text of those."""
+
+
+class Source(Protocol):
+    """Samples in an order, read from the beginning or from a position on."""
+
+    total: int
+    """The length, in a unit of the source's own, for progress; see :attr:`done`."""
+
+    @property
+    def done(self) -> int:
+        """The part of ``total`` that was read."""
+
+    @property
+    def position(self) -> Position:
+        """The place reached."""
+
+    def read(self, count: int) -> Samples:
+        """Return the next ``count`` samples, or those that are left."""
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position of the same samples, before anything was read."""
+
+
+Open = Callable[[], Source]
+"""Opens a source at its beginning."""
+
+
+def held_out(first: int, count: int, every: int) -> Tensor:
+    """Return a mask of the samples set apart for testing: the last of every ``every``.
+
+    Args:
+        first: the number of the first sample, from 0.
+        count: their number.
+        every: 0 for none.
+
+    >>> held_out(7, 5, 4)
+    tensor([ True, False, False, False,  True])
+    """
+    if not every:
+        return torch.zeros(count, dtype=torch.bool)
+    return torch.arange(first, first + count) % every == every - 1
