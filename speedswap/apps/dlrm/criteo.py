@@ -129,7 +129,7 @@ class SampleFiles:
             if filled == count or not self._read_on():
                 break
         values = values[:, :filled]
-        labels = values[0].float() if self._labelled else None
+        labels = values[0].float() if self._labelled else torch.zeros(0)
         return Samples(labels, values[-INTEGERS - CATEGORIES : -CATEGORIES], values[-CATEGORIES:])
 
     def seek(self, position: Position) -> None:

@@ -21,8 +21,8 @@ MISSING = -1
 class Samples(NamedTuple):
     """Some samples, a column after the other."""
 
-    labels: Tensor | None
-    """float32, shape (n,): 1 for a click, 0 for none; None for rows without a label."""
+    labels: Tensor
+    """float32, shape (n,): 1 for a click, 0 for none; shape (0,) for rows without a label."""
     integers: Tensor
     """int64, shape (13, n); 0 where missing."""
     ids: Tensor
@@ -33,16 +33,14 @@ class Samples(NamedTuple):
 
     def take(self, places: Tensor) -> Samples:
         """Return the samples at some places."""
-        labels = self.labels[places] if self.labels is not None else None
+        labels = self.labels[places] if len(self.labels) else self.labels
         return Samples(labels, self.integers[:, places], self.ids[:, places])
 
     def to(self, device: torch.device) -> Samples:
         """Copy the samples to a device; to a GPU through pinned memory, so that the host does not wait."""
-
-        def copied(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-        return Samples(copied(self.labels) if self.labels is not None else None, *map(copied, self[1:]))
+        if device.type == "cuda":
+            return Samples(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
+        return Samples(*(tensor.to(device) for tensor in self))
 
 
 class Position(NamedTuple):

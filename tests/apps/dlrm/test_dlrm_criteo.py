@@ -36,7 +36,7 @@ def by_python(lines):
 
 def as_lists(parts):
     """Return the contents of pieces of samples."""
-    labels = [label for part in parts if part.labels is not None for label in part.labels.tolist()]
+    labels = [label for part in parts for label in part.labels.tolist()]
     return labels, *([row for part in parts for row in part[place].T.tolist()] for place in (1, 2))
 
 
@@ -107,10 +107,10 @@ def test_rows_without_labels_are_told_by_the_first(tmp_path):
     lines = list(lines_of(20, labelled=False))
     (tmp_path / "rows").write_text("\n".join(lines))
     (part,) = read_all(SampleFiles([tmp_path / "rows"], labelled=None))
-    assert part.labels is None
+    assert part.labels.shape == (0,)
     assert as_lists([part]) == by_python(lines)
     (tmp_path / "rows").write_text("\n".join(lines_of(20)))
-    assert SampleFiles([tmp_path / "rows"], labelled=None).read(9).labels is not None
+    assert SampleFiles([tmp_path / "rows"], labelled=None).read(9).labels.shape == (9,)
 
 
 WRONG = {
@@ -254,4 +254,4 @@ def test_samples_move_and_are_taken_together():
     some = samples.to(torch.device("cpu")).take(torch.tensor([2, 0]))
     assert len(some) == 2
     assert some.ids[0].tolist() == [2, 0]
-    assert samples._replace(labels=None).take(torch.tensor([1])).labels is None
+    assert samples._replace(labels=torch.zeros(0)).take(torch.tensor([1])).labels.shape == (0,)
