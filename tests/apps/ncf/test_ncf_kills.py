@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 
+from speedswap.apps.checkpoints import FOLDER
 from speedswap.apps.ncf import Settings, load, train
-from speedswap.apps.ncf.folder import FOLDER
 
 SMALL = {
     "users": 30,
