@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "background.h"
+#include "id_map_bindings.h"
 #include "pool.h"
 #include "rows_cpu.h"
 #include "segments.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
@@ -29,6 +31,7 @@ using speedswap::Job;
 using speedswap::Move;
 using speedswap::Part;
 using speedswap::PrefetchJob;
+using speedswap::without_gil;
 using speedswap::WriteJob;
 // offset, width, block, block_stride; and for converted columns form, stochastic, key.
 using CopiedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
@@ -68,26 +71,6 @@ std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
     for (const PartTuple& tuple : tuples)
         parts.push_back(std::visit([](const auto& some) { return part_of(some); }, tuple));
     return parts;
-}
-
-// Runs body without the interpreter lock. Not by py::gil_scoped_release: a daemon thread that returns during
-// interpreter shutdown is ended inside PyEval_RestoreThread, by an unwinding that must not start in a destructor.
-template <typename Body>
-auto without_gil(Body&& body) {
-    PyThreadState* const state = PyEval_SaveThread();
-    try {
-        if constexpr (std::is_void_v<decltype(body())>) {
-            body();
-            PyEval_RestoreThread(state);
-        } else {
-            auto result = body();
-            PyEval_RestoreThread(state);
-            return result;
-        }
-    } catch (const std::exception&) {
-        PyEval_RestoreThread(state);
-        throw;
-    }
 }
 
 void gather(uintptr_t records, int64_t stride, uintptr_t ids, int64_t count, const std::vector<PartTuple>& parts,
@@ -161,13 +144,16 @@ bool merge_ids(uintptr_t ids, int64_t count, int item_bytes, const FeaturesTuple
 
 template <void (*fill)(const Fill&, int)>
 void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows, int64_t width, int item_bytes,
-               double a, double b, uint64_t seed, uint64_t column_key, int threads) {
+               double a, double b, uint64_t seed, uint64_t column_key, int threads, uintptr_t rows) {
     require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
     require(first_row >= 0, "first_row", first_row, "0 or more");
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     require(width >= 0, "width", width, "0 or more");
     without_gil(
-        [&] { fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads); });
+        [&] {
+            fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
+                 threads);
+        });
 }
 
 using speedswap::Factors;
@@ -316,10 +302,10 @@ PYBIND11_MODULE(_C, module) {
                arg("num_rows"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
-               arg("column_key"), arg("threads"));
+               arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("fill_normal", &fill_rows<&speedswap::fill_normal>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
-               arg("column_key"), arg("threads"));
+               arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
     module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("factors"), arg("layout"), arg("out"),
                arg("item_bytes"), arg("threads"));
@@ -363,4 +349,5 @@ PYBIND11_MODULE(_C, module) {
     module.def("drain", [] { without_gil([] { speedswap::drain(); }); });
     module.def("forward", &forward, arg("from_rows"), arg("from_count"), arg("to_rows"), arg("to_count"),
                arg("columns"), arg("threads"));
+    speedswap::bind_id_map(module);
 }

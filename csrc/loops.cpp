@@ -364,7 +364,7 @@ void fill_rows(const Fill& fill, const Distribution distribution, int64_t begin,
     for (int64_t start = 0; start < total; start += kLanes) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             local_rows[lane] = row;
-            rows[lane] = Word64(fill.first_row + row);
+            rows[lane] = Word64(fill.rows == nullptr ? fill.first_row + row : fill.rows[least(row, end - 1)]);
             group[lane] = Word(next_group);
             if (++next_group == groups) {
                 next_group = 0;

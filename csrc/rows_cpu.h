@@ -93,6 +93,7 @@ struct Fill {
     double a, b;     // low and high, or mean and standard deviation
     uint64_t seed;
     uint64_t column_key;
+    const int64_t* rows = nullptr;  // if given, row i of `out` is that of rows[i], and first_row does not matter
 };
 
 // Values depend on (seed, column_key, row, element) alone (philox.cuh).

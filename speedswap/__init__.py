@@ -32,7 +32,7 @@ from speedswap.swapping import (
     lookahead,
     parameters_to_ignore,
 )
-from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
+from speedswap.tables import Block, Column, IdMap, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
 
@@ -48,6 +48,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "Feed",
+    "IdMap",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",

@@ -7,6 +7,7 @@ __path__ = with_compiled_part(__path__)
 from speedswap.kernels.features import FeatureIds, first_outside, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
+    as_ids,
     as_read,
     empty,
     get_num_threads,
@@ -16,6 +17,7 @@ from speedswap.kernels.host import (
     require_memory,
     set_num_threads,
 )
+from speedswap.kernels.id_map import Cursor, KeyMap, SavedKeys, Texts, hash_texts, texts_of, texts_of_fixed
 from speedswap.kernels.ids import (
     Asked,
     check_ids,
@@ -61,17 +63,22 @@ from speedswap.kernels.transfers.transfer import Lookup, Transfer, Transfers, in
 __all__ = [
     "ENGINES",
     "Asked",
+    "Cursor",
     "FeatureIds",
     "Fence",
     "Found",
     "Groups",
+    "KeyMap",
     "Lookup",
     "Part",
     "Records",
+    "SavedKeys",
     "Stored",
+    "Texts",
     "Transfer",
     "Transfers",
     "WantedColumn",
+    "as_ids",
     "as_read",
     "capabilities",
     "check_ids",
@@ -94,6 +101,7 @@ __all__ = [
     "get_num_threads",
     "group",
     "has_memory",
+    "hash_texts",
     "in_transfer_thread",
     "last_occurrences",
     "max_segments",
@@ -117,6 +125,8 @@ __all__ = [
     "sum_segments_back",
     "sum_taken",
     "summable",
+    "texts_of",
+    "texts_of_fixed",
     "unique",
     "used_here",
 ]

@@ -147,5 +147,5 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         Raises:
             IdError, LostUpdateError, RanksError: as for the class.
         """
-        weight, local = self._gather(input)
+        weight, local = self._gather(self._rows_of(input))
         return look_up(weight, local)

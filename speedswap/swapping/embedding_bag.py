@@ -128,6 +128,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         keyed = None if isinstance(input, Tensor) else keyed_bags(input, offsets, per_sample_weights)
         bags = keyed.bags if keyed else bags_of(input, offsets, per_sample_weights, self.include_last_offset)
         self._check_weights(bags)
+        bags = bags._replace(ids=self._rows_of(bags.ids))
         if keyed is None:
             return self._pooled(bags, 1)
         # The view changes nothing unless there are no keys, and so no bags to lay out.

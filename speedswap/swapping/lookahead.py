@@ -113,15 +113,14 @@ class Lookahead(Generic[Batch]):
             return
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
         for module in modules:
-            module._step.lookaheads += 1
+            module.begin_lookahead()
         try:
             yield from self._turns(modules)
         finally:
             with ExitStack() as rest:  # of every module, also where a pending write has failed
                 for module in modules:
-                    module._step.lookaheads -= 1
-                    module._lookups = None
                     rest.callback(module.table.drain)
+                    rest.callback(module.end_lookahead)
 
     def _turns(self, modules: Sequence[TableModule]) -> Iterator[Batch]:
         source = iter(self._loader)
@@ -136,7 +135,7 @@ class Lookahead(Generic[Batch]):
             if turn.error is not None:
                 raise turn.error
             for module in modules:
-                module._lookups = turn.prefetched[module]
+                module.begin_turn(turn.prefetched[module])
             yield cast(Batch, turn.batch)
 
     def _next(self, source: Iterator[Batch]) -> _Turn[Batch]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
-__all__ = ["Announced", "PrefetchedLookup", "prefetch_lookups"]
+__all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
 
 
 class Announced(NamedTuple):
@@ -22,12 +22,14 @@ class Announced(NamedTuple):
         device: where the lookup will need its rows.
         ids: rows of the table, int32 or int64, any shape, at least one. Nothing changes them any more, unless they are
             one of ``given``.
+        asked: the lookup's keys, where an id map has given them these rows; as the module keeps them.
     """
 
     table: Table
     given: tuple[Tensor, ...]
     device: torch.device
     ids: Tensor
+    asked: Any = None
 
 
 class PrefetchedLookup:
@@ -35,9 +37,10 @@ class PrefetchedLookup:
 
     _transfer: Prefetched
 
-    def __init__(self, lookup: Announced, given: Sequence[_Given]) -> None:
+    def __init__(self, lookup: Announced, given: Sequence[Given]) -> None:
         self.table = lookup.table
         self.device = lookup.device
+        self.asked = lookup.asked
         self._given = given
         own = [tensor.copy for tensor in given if tensor.is_tensor(lookup.ids)]
         self.ids = own[0] if own else _copied(lookup.ids, lookup.device)
@@ -77,7 +80,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     """Begin all lookups of a batch, together."""
     # Lookups in several tables may be of the same tensors.
     given = {(id(tensor), each.device): tensor for each in lookups for tensor in each.given}
-    kept = {(key, device): _Given(tensor, device) for (key, device), tensor in given.items()}
+    kept = {(key, device): Given(tensor, device) for (key, device), tensor in given.items()}
     prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
     transfers = prefetch((each.table, each.ids, each.device) for each in prefetched)
     for each, transfer in zip(prefetched, transfers, strict=True):
@@ -85,7 +88,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     return prefetched
 
 
-class _Given:
+class Given:
     """A tensor as it was when its lookup was announced.
 
     Args:

@@ -61,6 +61,7 @@ class RecordGroups:
         self.engine = engine
         self.written = written
         self.writes = writes
+        self.key_files: dict[str, str] = {}  # of id maps, by name, as the next manifest names them
         self._groups: tuple[RecordGroup, ...] = ()
         # Computed once for these groups, since every batch asks.
         self._columns: tuple[tuple[RecordGroup, ...], dict[str, Column]] = (), {}
@@ -96,6 +97,7 @@ class RecordGroups:
         attributes.clear()
         attributes.update(manifest.attributes)
         self.seed, self.written, self.writes = manifest.seed, manifest.written, manifest.writes
+        self.key_files = manifest.id_maps
         known = {group.file: group for group in self}
         groups = []
         for entry, memory in zip(manifest.segments, memories, strict=True):
@@ -250,22 +252,26 @@ class RecordGroups:
         """Bring the directory's manifest up to date, if there is one."""
         if self.directory is not None:
             entries = [SegmentEntry(str(group.file), group.layout) for group in self]
-            self.directory.write_manifest(self._manifest(entries, attributes))
+            self.directory.write_manifest(self._manifest(entries, attributes, self.key_files))
 
-    def save_to(self, directory: TableDirectory, attributes: dict[str, Any]) -> None:
-        """Write a copy of everything to another directory."""
+    def save_to(self, directory: TableDirectory, attributes: dict[str, Any], key_files: dict[str, str]) -> None:
+        """Write a copy of everything to another directory, where id maps are in files already."""
         entries = []
         for group in self:
             group.memory.settle()
             entries.append(SegmentEntry(directory.save_data(group.memory), group.layout))
         directory.sync()
-        directory.write_manifest(self._manifest(entries, attributes))
+        directory.write_manifest(self._manifest(entries, attributes, key_files))
 
-    def _manifest(self, entries: Sequence[SegmentEntry], attributes: dict[str, Any]) -> Manifest:
+    def _manifest(
+        self, entries: Sequence[SegmentEntry], attributes: dict[str, Any], key_files: dict[str, str]
+    ) -> Manifest:
         # Initial values that cannot be computed again count as written.
         fixed = any(initializers.from_json(column.init.to_json()) is None for column in self.columns.values())
         written = self.written or fixed
-        return Manifest(self.name, self.num_embeddings, self.seed, written, attributes, tuple(entries), self.writes)
+        return Manifest(
+            self.name, self.num_embeddings, self.seed, written, attributes, tuple(entries), self.writes, dict(key_files)
+        )
 
     def discard_stale_files(self) -> None:
         """Remove data files that no group uses."""

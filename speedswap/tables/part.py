@@ -46,12 +46,14 @@ class PartStore(WrappedStore):
     prefetch: Any = RowStore.prefetch
     nbytes: Any = RowStore.nbytes
     path: Any = RowStore.path
+    map_name = ""
+    initial_rows: Any = RowStore.initial_rows
 
     def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
         super().__init__(inner)
         self.first_row = first_row
         self.num_embeddings = num_rows
-        self.name = name
+        self.name = self.map_name = name
         self._closed = False
         self._columns: tuple[dict[str, Column], dict[str, Column]] = {}, {}
         weight = inner.columns["weight"].init
@@ -158,13 +160,18 @@ class PartStore(WrappedStore):
             kind = storages.resolve_storage(storage, None)
             engine = storages.resolve_engine(engine, storage, kind)
         groups = self._copied_to(RecordGroups(self.num_embeddings, kind, self.seed, self.name, None, engine=engine))
-        return LocalStore(groups, self._attributes_now(), attributes_lag=self.attributes_lag)
+        copied = LocalStore(groups, self._attributes_now(), attributes_lag=self.attributes_lag)
+        if self.name in self.id_maps:
+            copied.id_maps[""] = copy.deepcopy(self.id_maps[self.name])
+        return copied
 
     def save_to(self, directory: TableDirectory) -> None:
         groups = self._copied_to(RecordGroups(self.num_embeddings, "memmap", self.seed, self.name, directory))
         try:
             for group in groups:
                 group.memory.flush()
+            if self.name in self.id_maps:
+                groups.key_files = {"": directory.save_keys(self.id_maps[self.name].to_bytes())}
             directory.sync()
             groups.save_manifest(self._attributes_now())
         finally:

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from speedswap import kernels
 from speedswap.tables.init import ColumnMemory, Initializer, from_json
 
 __all__ = ["InRanges", "Range"]
@@ -81,6 +85,10 @@ class InRanges(Initializer):
     def is_zero(self) -> bool:
         return all(each.init.is_zero for each in self.ranges)
 
+    @property
+    def is_function_of_row(self) -> bool:
+        return all(each.init.is_function_of_row for each in self.ranges)
+
     def at(self, first_row: int) -> Range | None:
         """Return the range that begins at a row; None if none does."""
         index = bisect_right(self._firsts, first_row) - 1
@@ -98,6 +106,17 @@ class InRanges(Initializer):
             each.init.fill(rows, begin - first, end - begin)
             if each.zero_row is not None and begin <= first + each.zero_row < end and not each.init.is_given:
                 target.rows(first + each.zero_row, 1).zero_()
+
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        of_row = torch.bucketize(rows, torch.tensor(self._firsts[1:]), right=True)
+        for index in kernels.unique(of_row)[0].tolist():
+            each, some = self.ranges[index], of_row == index
+            within = rows[some] - self._firsts[index]
+            part = replace(target.like(0, len(within)), num_embeddings=each.num_rows, seed=each.seed)
+            each.init.fill_rows(part, within)
+            if each.zero_row is not None:
+                part.view[within == each.zero_row] = 0
+            target.view[some] = part.view
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "ranges": [each.to_json() for each in self.ranges]}

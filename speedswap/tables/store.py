@@ -15,11 +15,13 @@ from torch import Tensor
 
 from speedswap._locks import Locked
 from speedswap.tables.block import Block
+from speedswap.tables.initial import initial_values
 from speedswap.tables.record import Column
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.files.directory import TableDirectory
+    from speedswap.tables.id_map import IdMap
 
 __all__ = ["Found", "Prefetched", "RowStore", "WrappedStore"]
 
@@ -91,6 +93,13 @@ class RowStore(ABC):
     @abstractmethod
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
+
+    map_name: str = ""  # of the map of this store's rows among `id_maps`
+
+    @cached_property
+    def id_maps(self) -> dict[str, IdMap]:
+        """Maps from keys to rows that are kept with the rows, by name."""
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -218,6 +227,10 @@ class RowStore(ABC):
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give existing columns their initial values again, in every row."""
 
+    def initial_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the initial values of some rows, by column; see :func:`speedswap.tables.initial.initial_values`."""
+        return initial_values(self.columns, rows, self.seed, self.num_embeddings)
+
     # ------------------------------------------------------------------ lifetime
 
     @abstractmethod
@@ -284,6 +297,8 @@ class WrappedStore(RowStore):
         self.inner.version = version
 
     columns = property(attrgetter("inner.columns"))
+    id_maps: Any = property(attrgetter("inner.id_maps"))
+    map_name: Any = property(attrgetter("inner.map_name"))
     nbytes = property(attrgetter("inner.nbytes"))
     writes = property(attrgetter("inner.writes"))
     closed = property(attrgetter("inner.closed"))
@@ -302,6 +317,7 @@ class WrappedStore(RowStore):
     reserve: Any = _of_inner("reserve")
     add_columns: Any = _of_inner("add_columns")
     reset_columns: Any = _of_inner("reset_columns")
+    initial_rows: Any = _of_inner("initial_rows")
     save_to: Any = _of_inner("save_to")
     copy: Any = _of_inner("copy")
     flush: Any = _of_inner("flush")

@@ -19,7 +19,9 @@ from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
+from speedswap.tables.initial import require_functions_of_row
 from speedswap.tables.local import LocalStore
 from speedswap.tables.record import Column, count
 from speedswap.tables.store import RowStore
@@ -224,6 +226,33 @@ class Table:
     def attributes_lag(self) -> bool:
         """True if the attributes, as found, may be of an earlier step than the rows."""
         return self.store.attributes_lag
+
+    @property
+    def id_map(self) -> IdMap | None:
+        """The map from keys to rows that is kept with the table; None if there is none."""
+        return self.store.id_maps.get(self.store.map_name)
+
+    def set_id_map(self, id_map: IdMap) -> None:
+        """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
+
+        Raises:
+            ValueError: it has other rows than the table, the table has another map, or the initial values of rows that
+                are to start anew cannot be computed again.
+            TableClosedError: the table is closed, or opened with mode ``r``.
+        """
+        if self.id_map is id_map:
+            return
+        if self.id_map is not None:
+            raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
+        if id_map.num_rows != self.num_embeddings:
+            raise ValueError(
+                f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
+                "make the table with id_map.num_rows rows"
+            )
+        self.check_resettable()
+        with self.lock:
+            self.check_open(writing=True)
+            self.store.id_maps[self.store.map_name] = id_map
 
     @property
     def lock(self) -> threading.RLock:
@@ -534,6 +563,50 @@ class Table:
             if columns:
                 self.store.version += 1
                 self.store.reset_columns(columns)
+
+    def reset_rows(
+        self, rows: Tensor, *, device: torch.device | str | None = None, pending: Commit | None = None
+    ) -> None:
+        """Give some rows their initial values again, in every column: weight and optimizer state, as one scatter.
+
+        They have the very bits that they were made with: of the initializers that the columns were made with, also in
+        columns that are stored in fewer bytes. A column that began as a copy of another one gets that one's initial
+        values.
+
+        Args:
+            rows: unique ids, int64 or int32, shape (n,), on any device.
+            device: where the values are written from; by default the rows'. For a pending write that of the steps'
+                blocks.
+            pending: as for :meth:`scatter`.
+
+        Raises:
+            IdError, DuplicateIdError: as for :meth:`scatter`.
+            ValueError: initial values cannot be computed again: the rows were given, as to ``from_pretrained``, or by a
+                function of ``torch.nn.init`` to a table in files that was opened. In all cases nothing was written.
+
+        Example:
+            >>> import torch, speedswap
+            >>> table = speedswap.Table.create(10, 2, init=speedswap.init.constant(0.5))
+            >>> table.write(0, torch.ones(10, 2))
+            >>> table.reset_rows(torch.tensor([3]))
+            >>> table.read(2, 5)[:, 0].tolist()
+            [1.0, 0.5, 1.0]
+        """
+        self.check_rows(rows)
+        self._require_unique(rows)
+        self.check_resettable()
+        if len(rows):
+            place = rows.device if device is None else torch.device(device)
+            ordered = rows.to("cpu", torch.int64).sort().values
+            with self.lock:
+                self.check_open(writing=True)
+                initial = self.store.initial_rows(ordered)
+                values = {name: column.to(place) for name, column in initial.items()}
+                self.scatter(ordered.to(place), values, checked=True, pending=pending)
+
+    def check_resettable(self) -> None:
+        """Raise ValueError unless :meth:`reset_rows` can compute every column's initial values."""
+        require_functions_of_row(self.columns, self.name)
 
     # ------------------------------------------------------------------ files
 
