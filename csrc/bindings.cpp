@@ -121,7 +121,8 @@ int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, in
 }
 
 void merge_ids(uintptr_t features, int64_t num_features, uintptr_t rows, int threads) {
-    without_gil([&] { speedswap::merge_ids(at<const FeatureIds>(features), num_features, at<int64_t>(rows), threads); });
+    without_gil(
+        [&] { speedswap::merge_ids(at<const FeatureIds>(features), num_features, at<int64_t>(rows), threads); });
 }
 
 template <void (*fill)(const Fill&, int)>
@@ -131,11 +132,10 @@ void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num
     require(first_row >= 0, "first_row", first_row, "0 or more");
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     require(width >= 0, "width", width, "0 or more");
-    without_gil(
-        [&] {
-            fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
-                 threads);
-        });
+    without_gil([&] {
+        fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
+             threads);
+    });
 }
 
 using speedswap::Factors;

@@ -6,14 +6,17 @@
 namespace speedswap {
 namespace {
 
-constexpr int64_t kAhead = 24;             // keys between asking for memory and using it
+constexpr int64_t kAhead = 24;              // keys between asking for memory and using it
 constexpr int64_t kFewestCandidates = 256;  // else a 32nd of the rows, which costs a byte per row
 constexpr int64_t kCandidateShare = 32;
 
 }  // namespace
 
 IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict)
-    : capacity_(capacity), admit_after_(admit_after), evict_(evict), rows_(capacity, exact),
+    : capacity_(capacity),
+      admit_after_(admit_after),
+      evict_(evict),
+      rows_(capacity, exact),
       probation_(admit_after > 1 ? capacity : 1, exact) {}
 
 uint32_t IdMap::count(bool on_probation, int64_t cell) const {
@@ -28,8 +31,8 @@ int64_t IdMap::bytes() const {
 
 // ---- a batch -------------------------------------------------------------------------------------------------------
 
-bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable,
-                int64_t kept, int threads) {
+bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
+                int threads) {
     rows_.find_all(keys, rows, threads);
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < keys.count; ++i)

@@ -88,8 +88,7 @@ void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
                 hashes[i] = mixed(keys.numbers[first + i]);
                 __builtin_prefetch(&lines_[home(hashes[i])]);
             }
-            // The first match in a key's own line, nearly always the only one; cell 0, whose number nobody has set, for
-            // none.
+            // The first match in a key's own line, nearly always the only one; cell 0 for none.
             for (int64_t i = 0; i < count; ++i) {
                 const Line& line = lines_[home(hashes[i])];
                 const Probe found = probe(line, tag(hashes[i]));

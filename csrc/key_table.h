@@ -73,9 +73,9 @@ inline uint64_t mixed(uint64_t number) {
 
 // Cells 1 to `capacity`, each with a key or none. The owner says which cell a key gets.
 //
-// The index is lines of 16 slots, four fifths of them taken at most. A slot has a cell's number in its lower bits, 0 for
-// none, and a tag of the key in the others, so that hardly a key but the right one is read. A key is in the line that
-// its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
+// The index is lines of 16 slots, four fifths of them taken at most. A slot has a cell's number in its lower bits, 0
+// for none, and a tag of the key in the others, so that hardly a key but the right one is read. A key is in the line
+// that its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
 class KeyTable {
   public:
     // exact: keys are strings.

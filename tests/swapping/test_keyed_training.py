@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def drifting(step: int, size: int = 12) -> Tensor:
-    """Keys of which every batch has new ones."""
+    """Return the keys of a batch; every one has new keys."""
     generator = torch.Generator().manual_seed(step)
     return (torch.randint(9, (size,), generator=generator) + 3 * step) * 2**40 - 7
 

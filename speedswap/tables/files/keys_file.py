@@ -105,7 +105,7 @@ def _checked(raw: Tensor) -> SavedMap:
     line, newline, _ = bytes(memory[first : first + _MAX_HEADER]).partition(b"\n")
     _require(newline == b"\n", "its header has no end")
     header = json.loads(line)
-    _require(isinstance(header, dict), "its header is no object")
+    _require(isinstance(header, dict), "its header is not an object")
     settings, cursor = _settings(header), _cursor(header)
     text_bytes, stale = header["text_bytes"], header["stale"]
     _require(isinstance(text_bytes, list) and len(text_bytes) == 2, f"text_bytes is {text_bytes!r}")
