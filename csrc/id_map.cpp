@@ -166,6 +166,11 @@ int64_t IdMap::victim() {
         std::pop_heap(candidates_.begin(), candidates_.end(), std::greater<>());
         const Candidate noted = candidates_.back();
         candidates_.pop_back();
+        if (candidates_.size() > 2) {  // the next one, and one of those that follow it
+            rows_.prefetch_line(candidates_[0].row);
+            rows_.prefetch_number(candidates_[1].row);
+            rows_.prefetch_number(candidates_[2].row);
+        }
         const Candidate now = candidate(noted.row);
         if (last_[noted.row] >= kept_since_) {
             if (!(bound_ < now)) aside_.push_back(now);

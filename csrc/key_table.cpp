@@ -161,6 +161,8 @@ void KeyTable::remove(int64_t cell) {
 std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
     const uint64_t count = lines_.size();
     for (uint64_t at = next(full); at != full; at = next(at)) {
+        for (const uint32_t slot : lines_[at].slots)
+            __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
         for (uint32_t& slot : lines_[at].slots) {
             if (slot == 0) continue;
             const uint64_t begin = home(mixed(numbers_[slot & cell_mask_]));

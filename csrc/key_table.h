@@ -86,6 +86,10 @@ class KeyTable {
     int64_t find(const Key& key) const { return find_hashed(key, mixed(key.number)); }
     void prefetch(uint64_t number) const { __builtin_prefetch(&lines_[home(mixed(number))]); }
 
+    // Asks for a cell's number, or for the line that it says.
+    void prefetch_number(int64_t cell) const { __builtin_prefetch(numbers_.data() + cell); }
+    void prefetch_line(int64_t cell) const { prefetch(numbers_[cell]); }
+
     // Puts a key that is not there into a free cell.
     void put(int64_t cell, const Key& key);
     // Frees a cell.

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 import speedswap
-from speedswap.errors import IdMapFullError
+from speedswap.errors import IdMapError, IdMapFullError
 
 DIM = 4
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -322,3 +323,21 @@ def test_a_deep_copy_goes_its_own_way(device: str) -> None:
     other(torch.tensor([10**6], device=device))
     assert other.id_map.lookup(torch.tensor([10**6])).tolist() != [0]
     assert items.id_map.lookup(torch.tensor([10**6])).tolist() == [0]
+
+
+# ---- DataLoader workers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_looks_up_and_does_not_add(method: str) -> None:
+    users = speedswap.IdMap(10)
+    users.add(torch.tensor([5, -6]))
+    batches = [torch.tensor([[-6, 7], [5, 5]])] * 2
+    settings: dict[str, Any] = {"batch_size": None, "num_workers": 1, "multiprocessing_context": method}
+    found = list(DataLoader(batches, collate_fn=users.lookup, **settings))  # type: ignore[arg-type]
+    assert [rows.tolist() for rows in found] == [[[2, 0], [1, 1]]] * 2
+    if method == "spawn":  # where adding is refused as in any pickled map
+        return
+    with pytest.raises(IdMapError, match="only looks up here; add keys in the process that trains"):
+        list(DataLoader(batches, collate_fn=users.add, **settings))  # type: ignore[arg-type]
+    assert len(users) == 2
