@@ -104,6 +104,11 @@ int64_t check_ids(uintptr_t ids, int64_t count, int64_t num_rows, int threads) {
     return without_gil([&] { return speedswap::check_ids(checked, num_rows, threads); });
 }
 
+int64_t first_fall(uintptr_t values, int64_t count, int threads) {
+    const Ids checked = ids_at(values, count);
+    return without_gil([&] { return speedswap::first_fall(checked, threads); });
+}
+
 int64_t first_duplicate(uintptr_t ids, int64_t count, int64_t num_rows) {
     const Ids checked = ids_at(ids, count);
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
@@ -120,9 +125,17 @@ int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, in
     return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
 }
 
-void merge_ids(uintptr_t features, int64_t num_features, uintptr_t rows, int threads) {
-    without_gil(
-        [&] { speedswap::merge_ids(at<const FeatureIds>(features), num_features, at<int64_t>(rows), threads); });
+using FeaturesTuple = std::tuple<int64_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+
+bool merge_ids(uintptr_t ids, int64_t count, int item_bytes, const FeaturesTuple& features, uintptr_t rows,
+               int64_t num_rows, int threads) {
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 or 8");
+    const auto [num_features, begins, counts, bases, limits] = features;
+    const FeatureIds given = {at<const void>(ids),       count,
+                              item_bytes,                num_features,
+                              at<const int64_t>(begins), at<const int64_t>(counts),
+                              at<const int64_t>(bases),  at<const int64_t>(limits)};
+    return without_gil([&] { return speedswap::merge_ids(given, at<int64_t>(rows), num_rows, threads); });
 }
 
 template <void (*fill)(const Fill&, int)>
@@ -187,16 +200,15 @@ void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, cons
     without_gil([&] { speedswap::sum_segments(over, from, times, places, to, threads); });
 }
 
-void reverse_segments(const SegmentsTuple& segments, const FactorsTuple& factors, const LayoutTuple& layout,
-                      uintptr_t order, int64_t count, uintptr_t rows, uintptr_t weights, int item_bytes, int threads) {
-    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
+int64_t sum_segments_back(const SegmentsTuple& segments, const MatrixTuple& values, const FactorsTuple& factors,
+                          const LayoutTuple& layout, const MatrixTuple& sums, int64_t num_rows, int item_bytes,
+                          int threads) {
     const Segments over = segments_of(segments);
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(sums, item_bytes);
     const Factors times = factors_of(factors);
     const Layout places = layout_of(layout);
-    without_gil([&] {
-        speedswap::reverse_segments(over, times, places, at<const int64_t>(order), count, at<int64_t>(rows),
-                                    at<void>(weights), item_bytes, threads);
-    });
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    return without_gil([&] { return speedswap::sum_segments_back(over, from, times, places, to, num_rows, threads); });
 }
 
 void dot_segments(const SegmentsTuple& segments, const MatrixTuple& values, const MatrixTuple& others,
@@ -277,10 +289,12 @@ PYBIND11_MODULE(_C, module) {
     module.def("round_rows", &round_rows, arg("ids"), arg("count"), arg("part"), arg("threads"));
     module.def("rounding_key", &rounding_key, arg("seed"), arg("column_key"), arg("write"));
     module.def("check_ids", &check_ids, arg("ids"), arg("count"), arg("num_rows"), arg("threads"));
+    module.def("first_fall", &first_fall, arg("values"), arg("count"), arg("threads"));
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
-    module.def("merge_ids", &merge_ids, arg("features"), arg("num_features"), arg("rows"), arg("threads"));
+    module.def("merge_ids", &merge_ids, arg("ids"), arg("count"), arg("item_bytes"), arg("features"), arg("rows"),
+               arg("num_rows"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
                arg("column_key"), arg("threads"), arg("rows") = 0);
@@ -290,8 +304,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
     module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("factors"), arg("layout"), arg("out"),
                arg("item_bytes"), arg("threads"));
-    module.def("reverse_segments", &reverse_segments, arg("segments"), arg("factors"), arg("layout"), arg("order"),
-               arg("count"), arg("rows"), arg("weights"), arg("item_bytes"), arg("threads"));
+    module.def("sum_segments_back", &sum_segments_back, arg("segments"), arg("values"), arg("factors"), arg("layout"),
+               arg("sums"), arg("num_rows"), arg("item_bytes"), arg("threads"));
     module.def("dot_segments", &dot_segments, arg("segments"), arg("values"), arg("others"), arg("products"),
                arg("item_bytes"), arg("threads"));
     module.def("max_segments", &max_segments, arg("segments"), arg("values"), arg("out"), arg("taken"),

@@ -143,9 +143,7 @@ int64_t unique_by_radix(Ids ids, uint64_t lowest, uint64_t range, int64_t* rows,
 
 // As unsigned, a negative id is huge.
 template <typename Id>
-void move_ids(const Id* ids, int64_t count, const FeatureIds& feature, int64_t* rows) {
-    const uint64_t limit = uint64_t(feature.limit);
-    const int64_t base = feature.base;
+void move_ids(const Id* ids, int64_t count, int64_t base, uint64_t limit, int64_t* rows) {
     for (int64_t i = 0; i < count; ++i)
         rows[i] = uint64_t(int64_t(ids[i])) < limit ? int64_t(ids[i]) + base : -1;
 }
@@ -175,24 +173,31 @@ int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads) {
     return unique_by_radix<Wide>(ids, first, range, rows, local);
 }
 
-void merge_ids(const FeatureIds* features, int64_t num_features, int64_t* rows, int threads) {
-    std::vector<int64_t> ends;
+bool merge_ids(const FeatureIds& features, int64_t* rows, int64_t num_rows, int threads) {
+    std::vector<int64_t> begins, ends;  // among the ids; among the rows
     int64_t total = 0;
-    for (int64_t f = 0; f < num_features; ++f)
-        ends.push_back(total += features[f].count);
+    for (int64_t f = 0; f < features.num_features; ++f) {
+        const int64_t begin = features.begins != nullptr ? features.begins[f] : total, count = features.counts[f];
+        if (begin < 0 || count < 0 || begin > features.count || count > features.count - begin) return false;
+        begins.push_back(begin);
+        ends.push_back(total += count);
+    }
+    if (total != num_rows) return false;
     parallel_for(total, int64_t(1) << 14, threads, [&](int64_t begin, int64_t end) {
         size_t f = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
         for (; begin < end; ++f) {
-            const FeatureIds& feature = features[f];
-            const int64_t first = begin - (ends[f] - feature.count), count = std::min(end, ends[f]) - begin;
-            if (feature.item_bytes == 4) {
-                move_ids(static_cast<const int32_t*>(feature.ids) + first, count, feature, rows + begin);
+            const int64_t first = begins[f] + begin - (ends[f] - features.counts[f]);
+            const int64_t count = std::min(end, ends[f]) - begin;
+            const uint64_t limit = uint64_t(features.limits[f]);
+            if (features.item_bytes == 4) {
+                move_ids(static_cast<const int32_t*>(features.ids) + first, count, features.bases[f], limit, rows + begin);
             } else {
-                move_ids(static_cast<const int64_t*>(feature.ids) + first, count, feature, rows + begin);
+                move_ids(static_cast<const int64_t*>(features.ids) + first, count, features.bases[f], limit, rows + begin);
             }
             begin += count;
         }
     });
+    return true;
 }
 
 int64_t last_occurrences(Ids ids, int64_t* positions) {

@@ -300,20 +300,30 @@ void scatter(const Copy& copy, int64_t begin, int64_t end) {
 
 // ---- ids -----------------------------------------------------------------------------------------------------------
 
-// As unsigned, a negative id is huge: one comparison finds both. Each piece is judged as a whole first, which has no
-// branches and vectorizes.
-int64_t check_ids(Ids ids, int64_t num_rows, int64_t begin, int64_t end) {
+// The first position of [begin, end) that is wrong, or -1. Each piece is judged as a whole first, which has no branches
+// and vectorizes.
+template <typename IsWrong>
+int64_t first_wrong(int64_t begin, int64_t end, IsWrong is_wrong) {
     constexpr int64_t kPiece = 1024;
     for (int64_t start = begin; start < end; start += kPiece) {
         const int64_t stop = least(start + kPiece, end);
-        uint64_t outside = 0;
+        uint64_t wrong = 0;
         for (int64_t i = start; i < stop; ++i)
-            outside |= uint64_t(uint64_t(ids.data[i]) >= uint64_t(num_rows));
-        if (outside == 0) continue;
+            wrong |= uint64_t(is_wrong(i));
+        if (wrong == 0) continue;
         for (int64_t i = start; i < stop; ++i)
-            if (uint64_t(ids.data[i]) >= uint64_t(num_rows)) return i;
+            if (is_wrong(i)) return i;
     }
     return -1;
+}
+
+// As unsigned, a negative id is huge: one comparison finds both.
+int64_t check_ids(Ids ids, int64_t num_rows, int64_t begin, int64_t end) {
+    return first_wrong(begin, end, [&](int64_t i) { return uint64_t(ids.data[i]) >= uint64_t(num_rows); });
+}
+
+int64_t first_fall(Ids values, int64_t begin, int64_t end) {
+    return first_wrong(begin, end, [&](int64_t i) { return values.data[i] > values.data[i + 1]; });
 }
 
 int64_t count_below(const Bitmap& bitmap) {
@@ -390,7 +400,7 @@ void fill_normal(const Fill& fill, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Loops loops = {gather, scatter, round, check_ids, count_below, rank_ids, fill_uniform, fill_normal};
+const Loops loops = {gather, scatter, round, check_ids, first_fall, count_below, rank_ids, fill_uniform, fill_normal};
 
 }  // namespace SPEEDSWAP_ISA
 }  // namespace speedswap

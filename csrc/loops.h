@@ -35,6 +35,7 @@ struct Loops {
     void (*scatter)(const Copy& copy, int64_t begin, int64_t end);
     void (*round)(const Copy& copy, int64_t begin, int64_t end);
     int64_t (*check_ids)(Ids ids, int64_t num_rows, int64_t begin, int64_t end);
+    int64_t (*first_fall)(Ids values, int64_t begin, int64_t end);
     // Fills in `below`; returns the number of all bits set.
     int64_t (*count_below)(const Bitmap& bitmap);
     // rows, local of the ids [begin, end), as of unique.

@@ -44,11 +44,11 @@ struct Factors {
 // for an empty one.
 void sum_segments(Segments segments, Matrix values, Factors factors, Layout layout, Matrix out, int threads);
 
-// rows[i] <- the output's row of the segment that has entry order[i], and weights[i] <- that entry's weight over its
-// segment's divisor, if there are factors: what sums a gradient by order, the reverse of sum_segments. The segments'
-// index is not read.
-void reverse_segments(Segments segments, Factors factors, Layout layout, const int64_t* order, int64_t count,
-                      int64_t* rows, void* weights, int item_bytes, int threads);
+// Row r of sums <- the sum over the entries k with index[k] = r of weights[k] * their segment's row of `values`, over its
+// divisor: the reverse of sum_segments, of whose output `values` has the layout. Each row's entries are added in order.
+// Returns the first k whose index is not in 0 to num_rows - 1, and then writes nothing; -1 if there is none.
+int64_t sum_segments_back(Segments segments, Matrix values, Factors factors, Layout layout, Matrix sums,
+                          int64_t num_rows, int threads);
 
 // products[k] <- values[index[k]] . others[s] for each entry k of each segment s.
 void dot_segments(Segments segments, Matrix values, Matrix others, void* products, int threads);

@@ -7,6 +7,7 @@ _Converted = tuple[int, int, int, int, int, bool, int]  # and form, stochastic, 
 _Part = _Copied | _Converted
 _Move = tuple[int, int, Sequence[_Part]]  # records, stride, parts
 
+_Features = tuple[int, int, int, int, int]  # how many, and pointers to int64: begins or 0, counts, bases, limits
 _Segments = tuple[int, int, int]  # index, offsets, num_segments: pointers to int64, and how many
 _Factors = tuple[int, int]  # weights, divisors: pointers, 0 for none
 _Layout = tuple[int, int]  # samples, step
@@ -21,10 +22,13 @@ def scatter(records: int, stride: int, ids: int, count: int, parts: Sequence[_Pa
 def round_rows(ids: int, count: int, part: _Part, threads: int) -> None: ...
 def rounding_key(seed: int, column_key: int, write: int) -> int: ...
 def check_ids(ids: int, count: int, num_rows: int, threads: int) -> int: ...
+def first_fall(values: int, count: int, threads: int) -> int: ...
 def first_duplicate(ids: int, count: int, num_rows: int) -> int: ...
 def last_occurrences(ids: int, count: int, positions: int) -> int: ...
 def unique(ids: int, count: int, rows: int, local: int, threads: int) -> int: ...
-def merge_ids(features: int, num_features: int, rows: int, threads: int) -> None: ...
+def merge_ids(
+    ids: int, count: int, item_bytes: int, features: _Features, rows: int, num_rows: int, threads: int
+) -> bool: ...
 def fill_uniform(
     out: int,
     row_stride: int,
@@ -64,17 +68,16 @@ def sum_segments(
     item_bytes: int,
     threads: int,
 ) -> None: ...
-def reverse_segments(
+def sum_segments_back(
     segments: _Segments,
+    values: _Matrix,
     factors: _Factors,
     layout: _Layout,
-    order: int,
-    count: int,
-    rows: int,
-    weights: int,
+    sums: _Matrix,
+    num_rows: int,
     item_bytes: int,
     threads: int,
-) -> None: ...
+) -> int: ...
 def dot_segments(
     segments: _Segments, values: _Matrix, others: _Matrix, products: int, item_bytes: int, threads: int
 ) -> None: ...

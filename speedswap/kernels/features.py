@@ -55,26 +55,20 @@ def merge_ids(asked: FeatureIds) -> Tensor:
     >>> merge_ids(FeatureIds(torch.tensor([7, 9, 0]), bases, limits, counts=torch.tensor([2, 1])))
     tensor([ 7,  9, 10])
     """
-    several = [asked.ids] if isinstance(asked.ids, Tensor) else asked.ids
-    for ids in several:
-        require_id_dtype(ids)
-    if isinstance(asked.ids, Tensor):
-        _require_within(asked)
-    if several and several[0].device.type != "cpu":
-        return _merged_by_torch(asked)
-    read = [as_read(ids) for ids in several]
-    counts = _counts(asked)
-    if isinstance(asked.ids, Tensor):
-        (ids,) = read
-        begins = counts.cumsum(0) - counts if asked.begins is None else asked.begins
-        places = begins * ids.element_size() + ids.data_ptr()
-        sizes = torch.full_like(places, ids.element_size())
-    else:
-        places = torch.tensor([ids.data_ptr() for ids in read], dtype=torch.int64)
-        sizes = torch.tensor([ids.element_size() for ids in read], dtype=torch.int64)
-    features = torch.stack([places, sizes, counts, asked.bases, asked.limits], 1)
-    rows = torch.empty(int(counts.sum()), dtype=torch.int64)
-    _C.merge_ids(address(features), len(features), address(rows), get_num_threads())
+    ids, counts = _joined(asked)
+    if ids.device.type != "cpu":
+        return _merged_by_torch(asked, ids, counts)
+    ids, counts, bases, limits = (as_read(each) for each in (ids, counts, asked.bases, asked.limits))
+    begins = None if asked.begins is None else as_read(asked.begins)
+    rows = torch.empty(ids.numel() if begins is None else int(counts.sum()), dtype=torch.int64)
+    starts = 0 if begins is None else begins.data_ptr()
+    features = (len(counts), starts, counts.data_ptr(), bases.data_ptr(), limits.data_ptr())
+    threads = get_num_threads()
+    if not _C.merge_ids(ids.data_ptr(), ids.numel(), ids.element_size(), features, address(rows), len(rows), threads):
+        raise ValueError(
+            f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "
+            f"{ids.numel()} ids; give each feature a range of them"
+        )
     return rows
 
 
@@ -94,58 +88,43 @@ def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
     outside = (merge_ids(asked) < 0).nonzero()
     if not len(outside):
         return None
-    counts = _counts(asked).cpu()
-    ends = counts.cumsum(0)
+    ids, counts = _joined(asked)
+    ends = counts.cpu().cumsum(0)
     place = int(outside[0])
     feature = int(torch.searchsorted(ends, place, right=True))
     position = place - int(ends[feature] - counts[feature])
-    if not isinstance(asked.ids, Tensor):
-        return feature, position, int(asked.ids[feature].reshape(-1)[position])
-    return feature, position, int(asked.ids[place if asked.begins is None else asked.begins[feature] + position])
+    return feature, position, int(ids[place if asked.begins is None else asked.begins[feature] + position])
 
 
-def _counts(asked: FeatureIds) -> Tensor:
-    if isinstance(asked.ids, Tensor):
-        assert asked.counts is not None
-        return asked.counts
-    return torch.tensor([ids.numel() for ids in asked.ids], dtype=torch.int64)
-
-
-def _require_within(asked: FeatureIds) -> None:
-    """Raise ValueError unless counts and begins on the CPU are those of one tensor's ids."""
-    assert isinstance(asked.ids, Tensor)
-    counts, begins, count = asked.counts, asked.begins, asked.ids.numel()
-    if counts is None or counts.shape != asked.bases.shape or asked.ids.ndim != 1:
+def _joined(asked: FeatureIds) -> tuple[Tensor, Tensor]:
+    """Return the ids as one tensor, once they are known to be ids, and the number of each feature's."""
+    ids = asked.ids
+    if not isinstance(ids, Tensor):
+        for each in ids:
+            require_id_dtype(each)
+        return torch.cat([each.reshape(-1) for each in ids]), torch.tensor([each.numel() for each in ids])
+    require_id_dtype(ids)
+    if asked.counts is None or asked.counts.shape != asked.bases.shape or ids.ndim != 1:
         raise ValueError(
-            f"ids has shape {tuple(asked.ids.shape)} and counts is {counts}; one tensor of ids has one dimension, and "
+            f"ids has shape {tuple(ids.shape)} and counts is {asked.counts}; one tensor of ids has one dimension, and "
             f"goes with the number of ids of each of the {len(asked.bases)} features"
         )
-    if counts.device.type != "cpu" or not len(counts):
-        return
-    ends = counts.cumsum(0) if begins is None else begins + counts
-    lowest = int(counts.min()) if begins is None else min(int(counts.min()), int(begins.min()))
-    if lowest < 0 or int(ends.max()) > count or (begins is None and int(ends[-1]) != count):
-        raise ValueError(
-            f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "
-            f"{count} ids; give each feature a range of them"
-        )
+    return ids, asked.counts
 
 
-def _merged_by_torch(asked: FeatureIds) -> Tensor:
+def _merged_by_torch(asked: FeatureIds, ids: Tensor, counts: Tensor) -> Tensor:
     """Merge on a device by a number of operations that does not depend on that of features."""
-    counts = _counts(asked)
-    ids = asked.ids if isinstance(asked.ids, Tensor) else torch.cat([each.reshape(-1) for each in asked.ids]).long()
-    total = int(counts.sum()) if counts.device.type == "cpu" else len(ids)
+    on_host = counts.device.type == "cpu"
+    total = int(counts.sum()) if on_host else len(ids)
     known = [asked.bases, asked.limits]
     if asked.begins is not None:
         known.append(asked.begins - (counts.cumsum(0) - counts))
-    if counts.device.type == "cpu":
+    if on_host:
         known.append(counts)
     # Pinned, so that nothing waits for it to get there.
     held = torch.empty((len(known), len(counts)), dtype=torch.int64, pin_memory=ids.device.type == "cuda")
     near = torch.stack(known, out=held).to(ids.device, non_blocking=True)
-    repeats = near[-1] if counts.device.type == "cpu" else counts
-    feature = torch.repeat_interleave(repeats, output_size=total)
+    feature = torch.repeat_interleave(near[-1] if on_host else counts, output_size=total)
     base, limit, *moved = near[: 2 if asked.begins is None else 3].index_select(1, feature)
     if moved:
         ids = ids.index_select(0, torch.arange(total, device=ids.device) + moved[0])

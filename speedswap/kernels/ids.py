@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ __all__ = [
     "find_all",
     "find_rows",
     "first_duplicate",
+    "first_fall",
     "last_occurrences",
     "require_id_dtype",
     "unique",
@@ -86,19 +87,11 @@ def _outside(ids: Tensor, position: int, num_rows: int, what: str) -> IdError:
 
 
 class Asked(NamedTuple):
-    """A lookup.
-
-    Attributes:
-        ids: int32 or int64, any shape, on any device.
-        num_rows: of existing rows.
-        what: the rows' owner, for messages.
-        error: returns the error for an id out of range, where ``ids`` were made from what the caller was given.
-    """
+    """The ids of a lookup, the number of existing rows, and the rows' owner for messages."""
 
     ids: Tensor
     num_rows: int
     what: str
-    error: Callable[[], IdError] | None = None
 
 
 def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
@@ -116,8 +109,6 @@ def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
     """
     (found,) = find_all([asked])
     if found is None:
-        if asked.error is not None:
-            raise asked.error()
         raise _outside(asked.ids, _first_outside(asked.ids, asked.num_rows), asked.num_rows, asked.what)
     return found
 
@@ -136,7 +127,7 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
     if asked and asked[0].ids.device.type != "cpu":
         return distinct([each.ids for each in asked], [each.num_rows for each in asked])
     found: list[tuple[Tensor, Tensor] | None] = []
-    for ids, num_rows, *_ in asked:
+    for ids, num_rows, _ in asked:
         wide = as_ids(ids)
         found.append(_unique(wide) if _position_outside(wide, num_rows) < 0 else None)
     return found
@@ -281,6 +272,23 @@ def first_duplicate(ids: Tensor, num_rows: int) -> int:
     ordered, order = torch.sort(ids, stable=True)
     again = order[1:][ordered[1:] == ordered[:-1]]
     return int(again.min()) if len(again) else -1
+
+
+def first_fall(values: Tensor) -> int:
+    """Return the first position whose value is greater than the next one's, or -1 if the values ascend.
+
+    Args:
+        values: int32 or int64, shape (n,), on any device. On a GPU this waits for them.
+
+    >>> first_fall(torch.tensor([0, 2, 2, 1])), first_fall(torch.tensor([0, 2, 2]))
+    (2, -1)
+    """
+    require_id_dtype(values)
+    if values.device.type == "cpu":
+        read = as_ids(values)
+        return _C.first_fall(read.data_ptr(), read.numel(), get_num_threads())
+    falls = (values[1:] < values[:-1]).nonzero()
+    return int(falls[0]) if len(falls) else -1
 
 
 # ---- answers from a device -------------------------------------------------------------------------------------------

@@ -172,7 +172,8 @@ def sum_segments(
 
 def sum_segments_back(
     values: Tensor,
-    groups: Groups,
+    index: Tensor,
+    num_rows: int,
     offsets: Tensor,
     weights: Tensor | None = None,
     *,
@@ -183,29 +184,34 @@ def sum_segments_back(
 
     Args:
         values: float32 or float64, shape (segments / features, features · dim), any strides, on the CPU.
-        groups: ``group(index, n)``: the entries of each row.
+        index: int64, shape (entries,), 0 to num_rows - 1.
+        num_rows: the number of rows.
         offsets, weights, divisors, features: as in :func:`sum_segments`; the segments have all entries.
 
     Returns:
-        A new tensor, shape (n, dim); each row's values are added in the order of its entries.
+        A new tensor, shape (num_rows, dim); each row's values are added in the order of its entries, from zero.
 
-    >>> index = torch.tensor([0, 1, 1])
-    >>> sum_segments_back(torch.tensor([[1., 2.], [3., 4.]]), group(index, 2), torch.tensor([0, 1, 3]))
+    Raises:
+        IdError: an item of index is not one of the rows.
+
+    >>> sum_segments_back(torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([0, 1, 1]), 2, torch.tensor([0, 1, 3]))
     tensor([[1., 2.],
             [6., 8.]])
     """
     require_memory(values, "values")
-    rows, step = _side_by_side(values, features)
-    count, order = len(offsets) - 1, groups.order
-    factors, _held = _factors(values.dtype, (weights, order.shape, "weights"), (divisors, (count,), "divisors"))
-    places = torch.empty_like(order)
-    ordered = torch.empty(len(order), dtype=values.dtype) if factors != (0, 0) else None
-    segments, order, offsets = _segments(order, offsets)
-    _C.reverse_segments(
-        segments, factors, (max(len(values), 1), step), order.data_ptr(), len(order), address(places),
-        0 if ordered is None else address(ordered), values.element_size(), get_num_threads(),
-    )  # fmt: skip
-    return sum_segments(rows, places, groups.offsets, ordered)
+    side_by_side, step = _side_by_side(values, features)
+    rows = _rows(side_by_side, "values")
+    out = empty((num_rows, values.shape[1] // features), values.dtype)
+    segments, index, offsets = _segments(index, offsets)
+    wanted = (weights, index.shape, "weights"), (divisors, (segments[2],), "divisors")
+    factors, _held = _factors(values.dtype, *wanted)
+    layout = (max(values.shape[0], 1), step)
+    outside = _C.sum_segments_back(
+        segments, _pitch(rows), factors, layout, _pitch(out), num_rows, rows.element_size(), get_num_threads()
+    )
+    if outside >= 0:
+        check_ids(index, num_rows, "the block")
+    return out
 
 
 def _side_by_side(values: Tensor, features: int) -> tuple[Tensor, int]:

@@ -164,12 +164,7 @@ class _SumOfBags(torch.autograd.Function):
         to_weight, to_factors = None, None
         if ctx.needs_input_grad[0] and not torch.is_grad_enabled():  # no gradient of this gradient is wanted
             to_weight = kernels.sum_segments_back(
-                grad,
-                kernels.group(local, ctx.num_rows),
-                offsets,
-                factors,
-                divisors=divisors,
-                features=ctx.features,
+                grad, local, ctx.num_rows, offsets, factors, divisors=divisors, features=ctx.features
             )
         if ctx.needs_input_grad[1] or (ctx.needs_input_grad[0] and to_weight is None):
             bags = _one_below_another(grad, ctx.features)

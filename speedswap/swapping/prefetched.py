@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.tables import Block, Prefetched, Table, prefetch
-
-if TYPE_CHECKING:
-    from speedswap.swapping.keyed import AskedLookup
 
 __all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
 
@@ -25,14 +22,14 @@ class Announced(NamedTuple):
         device: where the lookup will need its rows.
         ids: rows of the table, int32 or int64, any shape, at least one. Nothing changes them any more, unless they are
             one of ``given``.
-        asked: the lookup's keys, where an id map has given them these rows.
+        asked: the lookup's keys, where an id map has given them these rows; as the module keeps them.
     """
 
     table: Table
     given: tuple[Tensor, ...]
     device: torch.device
     ids: Tensor
-    asked: AskedLookup | None = None
+    asked: Any = None
 
 
 class PrefetchedLookup:

@@ -63,7 +63,7 @@ def test_any_features_are_moved_to_their_ranges(
     asked = FeatureIds(several, bases, bounds)
     if one_tensor:
         asked = asked._replace(ids=torch.cat(several), counts=torch.tensor([len(ids) for ids in each]))
-    merged = module._merged_by_torch(asked) if by_torch else merge_ids(asked)
+    merged = module._merged_by_torch(asked, *module._joined(asked)) if by_torch else merge_ids(asked)
     assert merged.dtype == torch.int64
     assert merged.tolist() == expected
     outside = [(f, i, v) for f, ids in enumerate(each) for i, v in enumerate(ids) if not 0 <= v < limits[f]]
@@ -107,7 +107,7 @@ def test_a_thousand_features_are_as_many_operations_as_two_on_a_gpu(begins: bool
         if begins:
             asked = asked._replace(begins=torch.arange(features).flip(0) * 3)
         with _Counting() as mode:
-            module._merged_by_torch(asked)
+            module._merged_by_torch(asked, asked.ids, counts)
         counted.append(mode.count)
     assert counted[0] == counted[1] < 25
 
@@ -127,16 +127,12 @@ def test_counts_on_the_device_are_not_waited_for(device: str):
     assert first_outside(asked) == (1, 1, 6)
 
 
-def test_the_lookup_of_the_rows_raises_the_error_of_the_feature(device: str):
+def test_the_lookup_of_the_rows_finds_an_id_outside(device: str):
     bases, limits = ranges([4, 6])
     ids = [torch.tensor([0], device=device), torch.tensor([6], device=device)]
-    asked = FeatureIds(ids, bases, limits)
-
-    def error() -> IdError:
-        return IdError(f"the feature, position and value are {first_outside(asked)}")
-
-    with pytest.raises(IdError, match=r"are \(1, 0, 6\)"):
-        kernels.find_rows(kernels.Asked(merge_ids(asked), 10, "table 'both'", error))
+    merged = merge_ids(FeatureIds(ids, bases, limits))
+    with pytest.raises(IdError, match=r"ids\[1\] is -1"):
+        kernels.find_rows(kernels.Asked(merged, 10, "table 'both'"))
 
 
 def test_what_is_no_lookup_of_features_is_refused():

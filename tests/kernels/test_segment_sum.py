@@ -134,6 +134,7 @@ def test_places_outside_the_block_are_refused(place: int):
         lambda: kernels.expand(torch.zeros(5, 2), local),
         lambda: kernels.group(local, 5),
         lambda: kernels.sum_rows(torch.zeros(2, 2), local, 5),
+        lambda: kernels.sum_segments_back(torch.zeros(1, 2), local, 5, torch.tensor([0, 2])),
     ):
         with pytest.raises(IdError, match=rf"ids\[1\] is {place}"):
             ask()
@@ -230,9 +231,10 @@ def test_features_lie_side_by_side_and_their_gradient_finds_its_way_back(threads
         torch.randn(features * 19, count, dtype=torch.float64).T,
         torch.randn((), dtype=torch.float64).expand(count, features * 19),
     ]
-    groups = kernels.group(index, len(values))
     for grad in layouts:
-        back = kernels.sum_segments_back(grad, groups, offsets, weights, divisors=divisors, features=features)
+        back = kernels.sum_segments_back(
+            grad, index, len(values), offsets, weights, divisors=divisors, features=features
+        )
         bags = grad.reshape(count, features, 19).transpose(0, 1).reshape(510, 19)
         scaled = bags[bag_of] * entries.unsqueeze(1)
         assert torch.equal(back, torchs_sum(scaled, index, len(values)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,13 +16,14 @@ from torch import Tensor, nn
 from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, GroupKey, checked
-from speedswap.swapping.collections.given import Given, given
+from speedswap.swapping.collections.given import Given, given, given_by_slot, require_features
 from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.keyed_features import AskedOfTable, by_key, device_among, rows_of_keys
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.tables import TableInGroup, TablesByName
 from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Table
+from speedswap.tables import IdMap, Table
 
 __all__ = ["TableCollection", "require_plain", "settings_of"]
 
@@ -58,7 +61,10 @@ class TableCollection(nn.Module, Generic[Config]):
             values: rows for some of the tables, by name, in place of initial values.
         """
         super().__init__()
-        self.configs: tuple[Config, ...] = checked(tables, self.config_type)
+        configs: tuple[Config, ...] = checked(tables, self.config_type)
+        id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
+        # A group has the maps, of which a copy has its own.
+        self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
         self._check_configs()
         if path is not None:
@@ -70,6 +76,7 @@ class TableCollection(nn.Module, Generic[Config]):
                 configs,
                 table=None if existing is None else existing[name],
                 values=values,
+                id_maps=id_maps,
                 name=name,
                 path=None if path is None else Path(path) / name,
                 device=device,
@@ -206,6 +213,17 @@ class TableCollection(nn.Module, Generic[Config]):
         for group, name in zip(self._groups(), self._group_names, strict=True):
             group.table.save(Path(path) / name, overwrite=overwrite)
 
+    @property
+    def id_maps(self) -> dict[str, IdMap]:
+        """The maps from keys to rows of the tables that have one, by name."""
+        return {name: keyed.id_map for group in self._groups() for name, keyed in group.keyed.items()}
+
+    def close(self) -> None:
+        """Close all tables: flush those in files, and release memory, files and locks."""
+        with ExitStack() as rest:  # each of them, also where an earlier one raises
+            for group in self._groups():
+                rest.callback(group.table.close)
+
     # ------------------------------------------------------------------ the tables
 
     @property
@@ -256,7 +274,23 @@ class TableCollection(nn.Module, Generic[Config]):
 
     def _given(self, features: Any) -> Given:
         """Read what forward was called with."""
-        return given(features, self._slots, self._is_weighted)
+        return self._read(features, ahead=False)[0]
+
+    def _read(self, features: Any, *, ahead: bool) -> tuple[Given, list[list[AskedOfTable]]]:
+        """Read features, whose keys become rows where there is an id map; return what its group's maps were asked."""
+        slots, groups = self._slots, self._groups()
+        if not any(group.keyed for group in groups):
+            return given(features, slots, self._is_weighted), [[] for _ in groups]
+        named = by_key(require_features(features))
+        slots.require_features(list(named))
+        values = [named[name] for name in slots.features]
+        device = device_among(values)
+        asked = []
+        for group, some in zip(groups, slots.of_group, strict=True):
+            own = values[some.start : some.stop]
+            asked.append([*rows_of_keys(group, slots.configs[some.start : some.stop], own, device, ahead=ahead)])
+            values[some.start : some.stop] = own
+        return given_by_slot(values, slots, self._is_weighted), asked
 
     def _groups(self) -> list[TableGroup]:
         return list(self.groups)  # type: ignore[arg-type]
@@ -272,26 +306,29 @@ class TableCollection(nn.Module, Generic[Config]):
         Raises:
             TypeError, ValueError: as forward does.
         """
-        found = self._given(features)
+        found, asked = self._read(features, ahead=True)
         lookups: list[tuple[TableModule, Announced]] = []
         for index, group in enumerate(self._groups()):
-            tensors = found.tensors(index)
-            if tensors:
-                rows = found.rows(index)
-                lookups.append((group, Announced(group.table, tensors, group._target(rows), rows)))
+            rows = found.rows(index)
+            device = group._target(rows)
+            if len(rows):
+                lookups.append(
+                    (group, Announced(group.table, found.tensors(index, device), device, rows, asked[index]))
+                )
         return lookups
 
     def _gather(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
         """Gather the distinct rows of one group; see :meth:`TableModule._gather_given`."""
         group = self.groups[index]
         assert isinstance(group, TableGroup)
+        device = found.device
         try:
-            return group._gather_given(found.tensors(index), found.device, lambda: found.rows(index, checked=True))
+            return group._gather_given(found.tensors(index, device), device, lambda: found.rows(index, checked=True))
         except IdError:
             raise found.outside() from None
 
     def extra_repr(self) -> str:
-        return f"{len(self.configs)} tables in {len(self.groups)} stores, {len(self._slots)} features"
+        return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
 
 
 def _grouped(configs: Sequence[EmbeddingConfig], storage: str, engine: str) -> _Groups:

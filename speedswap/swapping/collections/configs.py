@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from speedswap._words import a_kind
+from speedswap.swapping.keyed import require_map
+from speedswap.tables import IdMap
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
 
@@ -37,6 +39,8 @@ class EmbeddingConfig:
         seed: of the initial values; drawn from torch's random generator by default. The rows start with the bits of a
             :class:`speedswap.Embedding` of this size and seed.
         padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
+        id_map: a map from keys to the table's rows, :class:`speedswap.IdMap`: features have keys then, num_embeddings
+            is the map's number of rows, and padding_idx 0. The collection has it as ``id_maps[name]``.
         dtype: of the weights; torch's default dtype by default.
         storage, engine: as for :class:`speedswap.Embedding`; the collection's by default.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
@@ -54,12 +58,13 @@ class EmbeddingConfig:
     """
 
     name: str
-    num_embeddings: int
+    num_embeddings: int = 0
     embedding_dim: int
     feature_names: Sequence[str] = ()
     init: initializers.Initializer | Callable[..., Any] | None = None
     seed: int | None = None
     padding_idx: int | None = None
+    id_map: IdMap | None = None
     dtype: torch.dtype | None = None
     storage: str | None = None
     engine: str | None = None
@@ -72,6 +77,11 @@ class EmbeddingConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise ValueError(f"name is {self.name!r}; give a table's name, without a dot: it is a part of state_dict's")
+        if self.id_map is not None:
+            rows = self.num_embeddings or self.id_map.num_rows
+            require_map(self.id_map, rows, self.padding_idx)
+            object.__setattr__(self, "num_embeddings", rows)
+            object.__setattr__(self, "padding_idx", 0)
         rows = count("num_embeddings", self.num_embeddings)
         count("embedding_dim", self.embedding_dim)
         if isinstance(self.feature_names, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from speedswap.errors import IdError
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, require_ids
 from speedswap.swapping.collections.slots import Slots
+from speedswap.swapping.graphs import in_transform
 
-__all__ = ["Given", "given", "near"]
+__all__ = ["Given", "given", "given_by_slot", "near", "require_features"]
 
 _KEYED = ("keys", "values", "stride")
 
@@ -32,7 +33,8 @@ class Given:
         offsets: each bag's first id, and the number of ids, int64, shape (slots · stride + 1,), on the ids' device.
         is_single: True if every bag has one id.
         weights: a factor per id, shape (ids,), or None.
-        announced: tensors that all groups' ids depend on; by default a group's depend on those of its own slots.
+        by_name: each slot's ids, as they were given; empty for a keyed batch.
+        announced: for a keyed batch: the tensors that its ids depend on.
 
     Attributes:
         starts: the place of each slot's first id, and the number of ids.
@@ -48,6 +50,7 @@ class Given:
         *,
         is_single: bool = False,
         weights: Tensor | None = None,
+        by_name: Sequence[Tensor] = (),
         announced: tuple[Tensor, ...] = (),
     ) -> None:
         self.slots = slots
@@ -58,6 +61,7 @@ class Given:
         self.weights = weights
         self.device = offsets.device
         self._asked = asked
+        self._by_name = by_name
         self._announced = announced
         self.starts = [0, *counts.cumsum(0).tolist()]
 
@@ -86,25 +90,32 @@ class Given:
         some = self.slots.of_group[group]
         return self.starts[some.start], self.starts[some.stop]
 
-    def tensors(self, group: int) -> tuple[Tensor, ...]:
-        """Return the tensors that a group's rows depend on; none if it has no ids."""
+    def tensors(self, group: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the tensors that a group's rows depend on; none if it has no ids.
+
+        Args:
+            group: its index.
+            device: where its rows are needed.
+        """
         begin, end = self.bounds(group)
         if begin == end:
             return ()
-        if isinstance(self._asked.ids, Tensor):
+        if not self._by_name:
             return self._announced
         some = self.slots.of_group[group]
-        return tuple(self._asked.ids[some.start : some.stop])
+        if device.type != "cpu":  # known by their memory, where a comparison would wait for them
+            return tuple(self._by_name[some.start : some.stop])
+        assert isinstance(self._asked.ids, Tensor)
+        return self._asked.ids[begin:end], self.counts[some.start : some.stop]
 
     def outside(self) -> IdError:
         """Return the error for the first id that is outside of its table."""
         found = kernels.first_outside(self._asked)
         assert found is not None
         slot, position, value = found
-        if isinstance(self._asked.ids, Tensor):
-            where = f"values()[{position}]"
-        else:
-            places = torch.unravel_index(torch.tensor(position), self._asked.ids[slot].shape)
+        where = f"values()[{position}]"
+        if self._by_name:
+            places = torch.unravel_index(torch.tensor(position), self._by_name[slot].shape)
             where = f"ids[{', '.join(str(int(place)) for place in places)}]"
         return self.slots.outside(slot, where, value)
 
@@ -115,10 +126,18 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
     Raises:
         TypeError, ValueError: something is missing, unknown, or does not fit; the message names the feature.
     """
-    if isinstance(features, Mapping):
-        return _by_name(features, slots, is_weighted)
-    if has_methods(features, _KEYED) and (has_methods(features, ["offsets"]) or has_methods(features, ["lengths"])):
-        return _keyed(features, slots, is_weighted)
+    if isinstance(require_features(features), Mapping):
+        if features.keys() != slots.names:
+            slots.require_features(list(features))
+        return given_by_slot([features[name] for name in slots.features], slots, is_weighted)
+    return _keyed(features, slots, is_weighted)
+
+
+def require_features(features: Any) -> Any:
+    """Return features, once they are known to be a mapping or a keyed jagged tensor."""
+    is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
+    if isinstance(features, Mapping) or is_keyed:
+        return features
     raise TypeError(
         f"features is {a_kind(features)}; pass a mapping from each feature to its ids, or a KeyedJaggedTensor: an "
         "object with keys(), values(), stride(), and offsets() or lengths()"
@@ -128,11 +147,13 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
 # ---------------------------------------------------------------------- by name
 
 
-def _by_name(features: Mapping[str, Any], slots: Slots, is_weighted: bool) -> Given:
-    if features.keys() != slots.names:
-        slots.require_features(list(features))
-    found = {name: piece_of(name, value) for name, value in features.items()}
-    pieces = [found[name] for name in slots.features]
+def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Given:
+    """Read the ids of each slot, in any of the forms that a mapping may have; errors are those of :func:`given`."""
+    if set(map(type, values)) == {Tensor} and not in_transform():
+        kinds = {(ids.dtype, ids.shape, ids.device, ids.layout, ids.is_nested) for ids in values}
+        if len(kinds) == 1:
+            return _alike(values, slots, is_weighted)
+    pieces = [piece_of(name, value) for name, value in zip(slots.features, values, strict=True)]
     first = pieces[0]
     stride, device, per_bag = first.stride, first.ids.device, first.per_bag
     for name, piece in zip(slots.features, pieces, strict=True):
@@ -145,14 +166,26 @@ def _by_name(features: Mapping[str, Any], slots: Slots, is_weighted: bool) -> Gi
             raise ValueError(f"feature {name!r} has weights, but is_weighted is False; make the collection with True")
         if piece.per_bag != per_bag:
             per_bag = -1
-    counts = torch.tensor([piece.ids.numel() for piece in pieces], dtype=torch.int64)
+    ids = [piece.ids for piece in pieces]
+    counts = torch.tensor([each.numel() for each in ids], dtype=torch.int64)
     if per_bag < 0:
         offsets = _joined(pieces, slots, counts, stride)
     else:
         offsets = _steps(len(slots) * stride + 1, per_bag, device)
-    weights = torch.cat([_weights_of(piece) for piece in pieces]) if is_weighted else None
-    asked = kernels.FeatureIds([piece.ids for piece in pieces], slots.bases, slots.limits)
-    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights)
+    weights = torch.cat(list(map(_weights_of, pieces, slots.dtypes))) if is_weighted else None
+    asked = kernels.FeatureIds(torch.cat([each.reshape(-1) for each in ids]), slots.bases, slots.limits, counts)
+    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=ids)
+
+
+def _alike(values: Sequence[Tensor], slots: Slots, is_weighted: bool) -> Given:
+    """Read tensors of one shape, without a look at each: a thousand features are as many calls of Python."""
+    _, stride, per_bag, _, _ = piece_of(slots.features[0], values[0])
+    ids = torch.cat(tuple(values)).reshape(-1)
+    counts = torch.full((len(slots),), stride * per_bag)
+    offsets = _steps(len(slots) * stride + 1, per_bag, ids.device)
+    weights = torch.ones(len(ids), dtype=slots.dtypes[0], device=ids.device) if is_weighted else None
+    asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts)
+    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=values)
 
 
 def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> Tensor:
@@ -164,7 +197,9 @@ def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> T
     ]
     ends = counts.cumsum(0)
     begins = near(torch.cat([ends - counts, ends[-1:]]), device)
-    offsets = torch.cat([(torch.cat(starts).view(-1, stride) + begins[:-1].unsqueeze(1)).reshape(-1), begins[-1:]])
+    offsets = torch.cat(
+        [(torch.cat(starts).view(len(slots), stride) + begins[:-1].unsqueeze(1)).reshape(-1), begins[-1:]]
+    )
     firsts = offsets[:-1:stride] if stride else begins[:-1]
     wrong = (offsets[1:] < offsets[:-1]).any() | (firsts != begins[:-1]).any()
     closed = [index for index, piece in enumerate(pieces) if piece.offsets is not None and len(piece.offsets) > stride]
@@ -177,9 +212,9 @@ def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> T
     return offsets
 
 
-def _weights_of(piece: Piece) -> Tensor:
+def _weights_of(piece: Piece, dtype: torch.dtype) -> Tensor:
     if piece.weights is None:
-        return torch.ones(piece.ids.numel(), device=piece.ids.device)
+        return torch.ones(piece.ids.numel(), dtype=dtype, device=piece.ids.device)
     return piece.weights.reshape(-1)
 
 
@@ -202,7 +237,9 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> Given:
         )
     offsets = known.long()
     per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
-    counts, begins = per_key.diff()[order.places], per_key[:-1][order.places]
+    counts, begins = per_key.diff(), per_key[:-1]
+    if not order.is_given:
+        counts, begins = counts[order.places], begins[order.places]
     weights = keyed.weights_or_none() if is_weighted and has_methods(keyed, ["weights_or_none"]) else None
     if is_weighted and weights is None:
         raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
@@ -223,6 +260,9 @@ def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, nu
     if isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked:
         return torch.tensor(keyed.offset_per_key(), dtype=torch.int64)
     places = offsets[::stride] if stride else offsets.new_zeros(num_keys + 1)
+    is_near = offsets.device.type == "cpu"
+    if is_near and int(offsets[0]) == 0 and int(offsets[-1]) == num_ids and kernels.first_fall(offsets) < 0:
+        return places
     falls = offsets[1:] < offsets[:-1]
     *per_key, last, falling = torch.cat([places, offsets[-1:], falls.any().long().view(1)]).tolist()
     if falling:

@@ -42,6 +42,7 @@ class Pass(NamedTuple):
             local: each id's place among them, for all ids of the group.
             padding: rows that count in no bag.
         """
+        features = self.stop - self.start
         begin, end = found.bounds(self.group)
         first, last = found.starts[self.start], found.starts[self.stop]
         offsets = found.offsets[self.start * found.stride : self.stop * found.stride + 1]
@@ -63,10 +64,9 @@ class Pass(NamedTuple):
         if found.is_single and not padding and mode == "mean":
             mode = "sum"
         elif self.is_mean is not None and mode == "mean":
-            sizes = (offsets if before is None else before).diff().view(-1, found.stride).clamp(min=1)
+            sizes = (offsets if before is None else before).diff().view(features, found.stride).clamp(min=1)
             divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1).to(weight.dtype)
             mode = "sum"
-        features = self.stop - self.start
         return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
 
 

@@ -40,6 +40,7 @@ class Slots:
     Attributes:
         features: the name of each slot's feature.
         configs: each slot's table.
+        dtypes: of each table's weights.
         bases: each table's first row in its group, int64, shape (slots,), on the CPU.
         limits: the number of its rows.
         of_group: the slots of each group.
@@ -51,6 +52,7 @@ class Slots:
         features: list[str] = []
         configs: list[EmbeddingConfig] = []
         bases: list[int] = []
+        self.dtypes: list[torch.dtype] = []
         self.of_group: list[range] = []
         for group in groups:
             begin = len(features)
@@ -59,6 +61,7 @@ class Slots:
                 features += config.feature_names
                 configs += [config] * len(config.feature_names)
                 bases += [first_row] * len(config.feature_names)
+                self.dtypes += [group.table.dtype] * len(config.feature_names)
             self.of_group.append(range(begin, len(features)))
         self.features = tuple(features)
         self.configs = tuple(configs)

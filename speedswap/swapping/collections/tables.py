@@ -12,7 +12,7 @@ from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableRows
-from speedswap.tables import Table
+from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.part import PartStore
 
@@ -65,6 +65,12 @@ class TableInGroup(nn.Module):
     def weight(self) -> TableRows:
         """All rows, to be filled in place, as functions of ``torch.nn.init`` do; the parameter is the group's."""
         return TableRows(self.table)
+
+    @property
+    def id_map(self) -> IdMap | None:
+        """The map from keys to its rows; None where ids are rows."""
+        keyed = self.group.keyed.get(self.config.name)
+        return None if keyed is None else keyed.id_map
 
     @property
     def _step(self) -> RowStep:

@@ -132,9 +132,11 @@ def step(collection: Any, optimizer: torch.optim.Optimizer, features: Any) -> No
     optimizer.step()
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "lookahead"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["bags", "rows"])
+CASES = [("bags", form, False) for form in FORMS] + [("rows", "one", False), ("rows", "keyed", False)]
+CASES += [("bags", "one", True), ("bags", "keyed", True)]
+
+
+@pytest.mark.parametrize(("kind", "form", "ahead"), CASES, ids=str)
 def test_a_step_costs_the_same_for_any_number_of_tables(kind: str, form: str, ahead: bool, gpu: str) -> None:
     """Two widths, padding in half of the tables, and sums, means and maxima among the bags."""
     costs = []

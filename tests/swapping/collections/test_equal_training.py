@@ -69,6 +69,9 @@ FORMS: dict[str, Callable[[dict[str, tuple[Tensor, Tensor]]], Any]] = {
 }
 
 
+CASES = [("adam", form) for form in FORMS] + [(name, "tuples") for name in OPTIMIZERS if name != "adam"]
+
+
 def separate(configs: list[EmbeddingBagConfig], device: str) -> nn.ModuleDict:
     return nn.ModuleDict(
         {
@@ -109,8 +112,7 @@ def loss_of(output: Tensor) -> Tensor:
     return (output * torch.linspace(-1, 2, output.numel(), device=output.device).view_as(output)).square().sum()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_bags_train_as_separate_modules(name: str, form: str, device: str) -> None:
     if form == "nested" and device != "cpu":
         pytest.skip("the simulated GPU has no nested tensors")
@@ -207,8 +209,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "form"), CASES)
 def test_rows_train_as_separate_modules(name: str, form: str, device: str) -> None:
     if form == "nested" and device != "cpu":
         pytest.skip("the simulated GPU has no nested tensors")
@@ -296,3 +297,39 @@ def test_weights_of_ids_are_factors_and_have_gradients(device: str) -> None:
         expected.square().sum().backward()
         assert factors.grad is not None
         torch.testing.assert_close(factors.grad, other.grad)
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+def test_batches_without_ids_give_zeros_and_train_nothing(stride: int, device: str) -> None:
+    configs = [
+        EmbeddingBagConfig(name="a", num_embeddings=9, embedding_dim=4),
+        EmbeddingBagConfig(name="b", num_embeddings=9, embedding_dim=4, pooling="mean", padding_idx=3),
+        EmbeddingBagConfig(name="c", num_embeddings=9, embedding_dim=4, pooling="max"),
+    ]
+    collection = speedswap.EmbeddingBagCollection(configs, device=device)
+    before = collection.state_dict()
+    optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
+    ids, lengths = torch.empty(0, dtype=torch.int32), torch.zeros(3 * stride, dtype=torch.int32)
+    batch = speedswap.KeyedJaggedTensor.from_lengths_sync(list("abc"), ids, lengths).to(device)
+    starts = torch.zeros(stride, dtype=torch.int32)
+    for features in (batch, {name: (ids.to(device), starts.to(device)) for name in "abc"}):
+        pooled = collection(features).values()
+        assert torch.equal(pooled.cpu(), torch.zeros(stride, 12))
+        optimizer.zero_grad()
+        pooled.sum().backward()
+        optimizer.step()
+    assert all(torch.equal(before[name], rows) for name, rows in collection.state_dict().items())
+
+
+def test_gradients_of_two_batches_add_up(device: str) -> None:
+    """As those of separate modules do: each batch's sums are added to the sums before."""
+    collection, modules = speedswap.EmbeddingBagCollection(BAGS, device=device), separate(BAGS, device)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (collection, modules)]
+    for seed in range(4):
+        for output in (collection(bags(seed, device)).values(), look_up_separately(modules, bags(seed, device))):
+            loss_of(output).backward()
+        for optimizer in optimizers if seed % 2 else ():
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, table in collection.tables.items():
+        assert_same(table.read(), modules[key].table.read(), device)

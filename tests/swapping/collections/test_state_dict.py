@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig
-from speedswap.errors import LostUpdateError
+from speedswap.errors import LostUpdateError, TableClosedError
 
 # A table may be called like a method of a dictionary.
 ROWS = [
@@ -203,8 +203,9 @@ def test_files_are_opened_and_saved_and_loaded(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(collection))  # another process looks up in the files
     given = {"user": torch.tensor([1]), "items": torch.tensor([2]), "a": torch.tensor([3]), "b": torch.tensor([3])}
     assert torch.equal(again(given)["items"].values(), collection(given)["items"].values())
-    for group in collection.groups:
-        group.table.close()
+    collection.close()
+    with pytest.raises(TableClosedError):
+        collection(given)
     opened = speedswap.EmbeddingCollection.open(ROWS, tmp_path / "made")
     loaded = speedswap.EmbeddingCollection.load(ROWS, tmp_path / "saved", storage="pageable")
     assert columns(opened) == columns(loaded) == expected
