@@ -151,6 +151,8 @@ class IdMap(Locked):
         """
         found = as_keys(keys, self.keys)
         with self._changing():
+            if not len(found):
+                return _shaped(found.numbers, found), self._with_stale(found.numbers)
             rows, renewed, _ = self._add(found, kept=len(self._ahead))
             self._ahead.settle()
             return rows, self._with_stale(renewed)
@@ -166,6 +168,8 @@ class IdMap(Locked):
         """
         found = as_keys(keys, self.keys)
         with self._changing():
+            if not len(found):
+                return AskedAhead(found, _shaped(found.numbers, found), found.numbers, None)
             asked = AskedAhead(found, *self._add(found, undoable=True))
             self._ahead.add(asked)
             return asked

@@ -132,7 +132,7 @@ def _settings(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cursor(header: dict[str, Any]) -> Cursor:
-    cursor = Cursor(*(header[name] for name in Cursor._fields))
+    cursor = Cursor(header["used"], header["clock"], header["probation_used"], header["last_place"])
     capacity = header["capacity"]
     _require(_is_int(cursor.used, 0, capacity), f"used is {cursor.used!r}")
     _require(_is_int(cursor.clock, 0, 2**32 - 1), f"clock is {cursor.clock!r}")
