@@ -149,11 +149,10 @@ void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num
     require(first_row >= 0, "first_row", first_row, "0 or more");
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     require(width >= 0, "width", width, "0 or more");
-    without_gil(
-        [&] {
-            fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
-                 threads);
-        });
+    without_gil([&] {
+        fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
+             threads);
+    });
 }
 
 using speedswap::Factors;

@@ -88,8 +88,7 @@ void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
                 hashes[i] = mixed(keys.numbers[first + i]);
                 __builtin_prefetch(&lines_[home(hashes[i])]);
             }
-            // The first match in a key's own line, nearly always the only one; cell 0, whose number nobody has set, for
-            // none.
+            // The first match in a key's own line, nearly always the only one; cell 0 for none.
             for (int64_t i = 0; i < count; ++i) {
                 const Line& line = lines_[home(hashes[i])];
                 const Probe found = probe(line, tag(hashes[i]));
@@ -162,6 +161,8 @@ void KeyTable::remove(int64_t cell) {
 std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
     const uint64_t count = lines_.size();
     for (uint64_t at = next(full); at != full; at = next(at)) {
+        for (const uint32_t slot : lines_[at].slots)
+            __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
         for (uint32_t& slot : lines_[at].slots) {
             if (slot == 0) continue;
             const uint64_t begin = home(mixed(numbers_[slot & cell_mask_]));

@@ -73,9 +73,9 @@ inline uint64_t mixed(uint64_t number) {
 
 // Cells 1 to `capacity`, each with a key or none. The owner says which cell a key gets.
 //
-// The index is lines of 16 slots, four fifths of them taken at most. A slot has a cell's number in its lower bits, 0 for
-// none, and a tag of the key in the others, so that hardly a key but the right one is read. A key is in the line that
-// its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
+// The index is lines of 16 slots, four fifths of them taken at most. A slot has a cell's number in its lower bits, 0
+// for none, and a tag of the key in the others, so that hardly a key but the right one is read. A key is in the line
+// that its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
 class KeyTable {
   public:
     // exact: keys are strings.
@@ -85,6 +85,10 @@ class KeyTable {
     void find_all(const Keys& keys, int64_t* rows, int threads) const;
     int64_t find(const Key& key) const { return find_hashed(key, mixed(key.number)); }
     void prefetch(uint64_t number) const { __builtin_prefetch(&lines_[home(mixed(number))]); }
+
+    // Asks for a cell's number, or for the line that it says.
+    void prefetch_number(int64_t cell) const { __builtin_prefetch(numbers_.data() + cell); }
+    void prefetch_line(int64_t cell) const { prefetch(numbers_[cell]); }
 
     // Puts a key that is not there into a free cell.
     void put(int64_t cell, const Key& key);
