@@ -35,6 +35,9 @@ CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
 demo test torture: export OMP_WAIT_POLICY ?= passive
 
+# Hundreds of processes of the tests import the same files, which Python would compile again for each.
+test: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test torture lint format bench gpu-check clean FORCE
 .DELETE_ON_ERROR:
 

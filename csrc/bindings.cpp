@@ -12,16 +12,19 @@
 #include <vector>
 
 #include "background.h"
+#include "id_map_bindings.h"
 #include "lines.h"
 #include "pool.h"
 #include "rows_cpu.h"
 #include "segments.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
 namespace {
 
 using speedswap::Buffer;
+using speedswap::FeatureIds;
 using speedswap::Fill;
 using speedswap::Form;
 using speedswap::Ids;
@@ -29,6 +32,7 @@ using speedswap::Job;
 using speedswap::Move;
 using speedswap::Part;
 using speedswap::PrefetchJob;
+using speedswap::without_gil;
 using speedswap::WriteJob;
 // offset, width, block, block_stride; and for converted columns form, stochastic, key.
 using CopiedPart = std::tuple<int64_t, int64_t, uintptr_t, int64_t>;
@@ -70,26 +74,6 @@ std::vector<Part> parts_of(const std::vector<PartTuple>& tuples) {
     return parts;
 }
 
-// Runs body without the interpreter lock. Not by py::gil_scoped_release: a daemon thread that returns during
-// interpreter shutdown is ended inside PyEval_RestoreThread, by an unwinding that must not start in a destructor.
-template <typename Body>
-auto without_gil(Body&& body) {
-    PyThreadState* const state = PyEval_SaveThread();
-    try {
-        if constexpr (std::is_void_v<decltype(body())>) {
-            body();
-            PyEval_RestoreThread(state);
-        } else {
-            auto result = body();
-            PyEval_RestoreThread(state);
-            return result;
-        }
-    } catch (const std::exception&) {
-        PyEval_RestoreThread(state);
-        throw;
-    }
-}
-
 void gather(uintptr_t records, int64_t stride, uintptr_t ids, int64_t count, const std::vector<PartTuple>& parts,
             int threads) {
     const Ids checked = ids_at(ids, count);
@@ -121,6 +105,11 @@ int64_t check_ids(uintptr_t ids, int64_t count, int64_t num_rows, int threads) {
     return without_gil([&] { return speedswap::check_ids(checked, num_rows, threads); });
 }
 
+int64_t first_fall(uintptr_t values, int64_t count, int threads) {
+    const Ids checked = ids_at(values, count);
+    return without_gil([&] { return speedswap::first_fall(checked, threads); });
+}
+
 int64_t first_duplicate(uintptr_t ids, int64_t count, int64_t num_rows) {
     const Ids checked = ids_at(ids, count);
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
@@ -137,17 +126,38 @@ int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, in
     return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
 }
 
+using FeaturesTuple = std::tuple<int64_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+
+bool merge_ids(uintptr_t ids, int64_t count, int item_bytes, const FeaturesTuple& features, uintptr_t rows,
+               int64_t num_rows, int threads) {
+    require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 or 8");
+    const auto [num_features, begins, counts, bases, limits] = features;
+    const FeatureIds given = {at<const void>(ids),
+                              count,
+                              item_bytes,
+                              num_features,
+                              at<const int64_t>(begins),
+                              at<const int64_t>(counts),
+                              at<const int64_t>(bases),
+                              at<const int64_t>(limits)};
+    return without_gil([&] { return speedswap::merge_ids(given, at<int64_t>(rows), num_rows, threads); });
+}
+
 template <void (*fill)(const Fill&, int)>
 void fill_rows(uintptr_t out, int64_t row_stride, int64_t first_row, int64_t num_rows, int64_t width, int item_bytes,
-               double a, double b, uint64_t seed, uint64_t column_key, int threads) {
+               double a, double b, uint64_t seed, uint64_t column_key, int threads, uintptr_t rows) {
     require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 (float) or 8 (double)");
     require(first_row >= 0, "first_row", first_row, "0 or more");
     require(num_rows >= 0, "num_rows", num_rows, "0 or more");
     require(width >= 0, "width", width, "0 or more");
-    without_gil(
-        [&] { fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key}, threads); });
+    without_gil([&] {
+        fill({at(out), row_stride, first_row, num_rows, width, item_bytes, a, b, seed, column_key, at<int64_t>(rows)},
+             threads);
+    });
 }
 
+using speedswap::Factors;
+using speedswap::Layout;
 using speedswap::Matrix;
 using speedswap::Segments;
 using SegmentsTuple = std::tuple<uintptr_t, uintptr_t, int64_t>;
@@ -172,11 +182,38 @@ void group(uintptr_t local, int64_t count, int64_t num_rows, uintptr_t order, ui
         [&] { speedswap::group(at<const int64_t>(local), count, num_rows, at<int64_t>(order), at<int64_t>(offsets)); });
 }
 
-void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, uintptr_t weights, const MatrixTuple& out,
-                  int item_bytes, int threads) {
+using FactorsTuple = std::tuple<uintptr_t, uintptr_t>;
+using LayoutTuple = std::tuple<int64_t, int64_t>;
+
+Factors factors_of(const FactorsTuple& tuple) {
+    const auto [weights, divisors] = tuple;
+    return {at<const void>(weights), at<const void>(divisors)};
+}
+
+Layout layout_of(const LayoutTuple& tuple) {
+    const auto [samples, step] = tuple;
+    require(samples >= 1, "samples", samples, "1 or more");
+    return {samples, step};
+}
+
+void sum_segments(const SegmentsTuple& segments, const MatrixTuple& values, const FactorsTuple& factors,
+                  const LayoutTuple& layout, const MatrixTuple& out, int item_bytes, int threads) {
     const Segments over = segments_of(segments);
     const Matrix from = matrix_of(values, item_bytes), to = matrix_of(out, item_bytes);
-    without_gil([&] { speedswap::sum_segments(over, from, at<const void>(weights), to, threads); });
+    const Factors times = factors_of(factors);
+    const Layout places = layout_of(layout);
+    without_gil([&] { speedswap::sum_segments(over, from, times, places, to, threads); });
+}
+
+int64_t sum_segments_back(const SegmentsTuple& segments, const MatrixTuple& values, const FactorsTuple& factors,
+                          const LayoutTuple& layout, const MatrixTuple& sums, int64_t num_rows, int item_bytes,
+                          int threads) {
+    const Segments over = segments_of(segments);
+    const Matrix from = matrix_of(values, item_bytes), to = matrix_of(sums, item_bytes);
+    const Factors times = factors_of(factors);
+    const Layout places = layout_of(layout);
+    require(num_rows >= 0, "num_rows", num_rows, "0 or more");
+    return without_gil([&] { return speedswap::sum_segments_back(over, from, times, places, to, num_rows, threads); });
 }
 
 void dot_segments(const SegmentsTuple& segments, const MatrixTuple& values, const MatrixTuple& others,
@@ -271,18 +308,23 @@ PYBIND11_MODULE(_C, module) {
     module.def("round_rows", &round_rows, arg("ids"), arg("count"), arg("part"), arg("threads"));
     module.def("rounding_key", &rounding_key, arg("seed"), arg("column_key"), arg("write"));
     module.def("check_ids", &check_ids, arg("ids"), arg("count"), arg("num_rows"), arg("threads"));
+    module.def("first_fall", &first_fall, arg("values"), arg("count"), arg("threads"));
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
+    module.def("merge_ids", &merge_ids, arg("ids"), arg("count"), arg("item_bytes"), arg("features"), arg("rows"),
+               arg("num_rows"), arg("threads"));
     module.def("fill_uniform", &fill_rows<&speedswap::fill_uniform>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("low"), arg("high"), arg("seed"),
-               arg("column_key"), arg("threads"));
+               arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("fill_normal", &fill_rows<&speedswap::fill_normal>, arg("out"), arg("row_stride"), arg("first_row"),
                arg("num_rows"), arg("width"), arg("item_bytes"), arg("mean"), arg("std"), arg("seed"),
-               arg("column_key"), arg("threads"));
+               arg("column_key"), arg("threads"), arg("rows") = 0);
     module.def("group", &group, arg("local"), arg("count"), arg("num_rows"), arg("order"), arg("offsets"));
-    module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("weights"), arg("out"),
+    module.def("sum_segments", &sum_segments, arg("segments"), arg("values"), arg("factors"), arg("layout"), arg("out"),
                arg("item_bytes"), arg("threads"));
+    module.def("sum_segments_back", &sum_segments_back, arg("segments"), arg("values"), arg("factors"), arg("layout"),
+               arg("sums"), arg("num_rows"), arg("item_bytes"), arg("threads"));
     module.def("dot_segments", &dot_segments, arg("segments"), arg("values"), arg("others"), arg("products"),
                arg("item_bytes"), arg("threads"));
     module.def("max_segments", &max_segments, arg("segments"), arg("values"), arg("out"), arg("taken"),
@@ -323,4 +365,5 @@ PYBIND11_MODULE(_C, module) {
     module.def("drain", [] { without_gil([] { speedswap::drain(); }); });
     module.def("forward", &forward, arg("from_rows"), arg("from_count"), arg("to_rows"), arg("to_count"),
                arg("columns"), arg("threads"));
+    speedswap::bind_id_map(module);
 }

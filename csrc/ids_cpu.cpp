@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "buffer.h"
+#include "loops.h"
 #include "pool.h"
 #include "rows_cpu.h"
 
@@ -12,6 +14,7 @@ namespace {
 // A bitmap over the ids' range is the fastest set, and the fastest sort, unless it is much larger than the ids.
 constexpr int64_t kBitsPerId = 256;
 constexpr int64_t kBitsPerSortedId = 16;
+constexpr uint64_t kCachedBytes = 1 << 19;  // of a bitmap, which may then have more bits per id
 
 // The position up to which ids ascend strictly.
 int64_t ascending_until(Ids ids) {
@@ -59,28 +62,17 @@ int64_t first_duplicate_in_hash(Ids ids) {
 
 // Sets a bit per id present; an id's position among the distinct ids is the number of bits set below its own.
 int64_t unique_by_bitmap(Ids ids, uint64_t lowest, uint64_t range, int64_t* rows, int64_t* local, int threads) {
-    const size_t words = size_t(range / 64 + 1);
-    const Buffer bits_memory(int64_t(words * sizeof(uint64_t))), below_memory(int64_t(words * sizeof(uint32_t)));
-    uint64_t* const present = bits_memory.as<uint64_t>();
-    uint32_t* const below = below_memory.as<uint32_t>();
-    std::fill_n(present, words, uint64_t(0));
+    const int64_t words = int64_t(range / 64 + 1);
+    const Buffer bits_memory(words * int64_t(sizeof(uint64_t))), below_memory(words * int64_t(sizeof(uint32_t)));
+    const Bitmap bitmap = {lowest, bits_memory.as<uint64_t>(), below_memory.as<uint32_t>(), words};
+    std::fill_n(bitmap.present, words, uint64_t(0));
     for (int64_t i = 0; i < ids.count; ++i) {
         const uint64_t key = uint64_t(ids.data[i]) - lowest;
-        present[key / 64] |= uint64_t(1) << (key % 64);
+        bitmap.present[key / 64] |= uint64_t(1) << (key % 64);
     }
-    int64_t distinct = 0;
-    for (size_t word = 0; word < words; ++word) {
-        below[word] = uint32_t(distinct);
-        for (uint64_t bits = present[word]; bits != 0; bits &= bits - 1)
-            rows[distinct++] = int64_t(lowest + 64 * word + uint64_t(__builtin_ctzll(bits)));
-    }
-    parallel_for(ids.count, int64_t(1) << 15, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) {
-            const uint64_t key = uint64_t(ids.data[i]) - lowest;
-            const uint64_t lower = (uint64_t(1) << (key % 64)) - 1;
-            local[i] = int64_t(below[key / 64]) + __builtin_popcountll(present[key / 64] & lower);
-        }
-    });
+    const int64_t distinct = loops().count_below(bitmap);
+    parallel_for(ids.count, int64_t(1) << 14, threads,
+                 [&](int64_t begin, int64_t end) { loops().rank_ids(bitmap, ids, rows, local, begin, end); });
     return distinct;
 }
 
@@ -109,35 +101,51 @@ int64_t unique_by_radix(Ids ids, uint64_t lowest, uint64_t range, int64_t* rows,
     const int bits = range == 0 ? 1 : 64 - __builtin_clzll(range);
     const int passes = (bits + kMostBits - 1) / kMostBits;
     const int digit_bits = (bits + passes - 1) / passes;
-    const uint64_t mask = (uint64_t(1) << digit_bits) - 1;
+    const size_t digits = size_t(1) << digit_bits;
+    const auto digit = [&](uint64_t key, int pass) { return size_t(key >> (pass * digit_bits)) & (digits - 1); };
+    // How often each digit occurs does not depend on the order: one reading of the ids counts all of them.
+    std::vector<int64_t> starts(size_t(passes) * digits);
+    for (int64_t i = 0; i < count; ++i)
+        for (int pass = 0; pass < passes; ++pass)
+            ++starts[size_t(pass) * digits + digit(uint64_t(ids.data[i]) - lowest, pass)];
+    for (int pass = 0; pass < passes; ++pass) {
+        int64_t start = 0;
+        for (size_t d = 0; d < digits; ++d)
+            start += std::exchange(starts[size_t(pass) * digits + d], start);
+    }
     const Buffer memory(2 * count * int64_t(sizeof(Keyed)));
     Keyed* sorted = memory.as<Keyed>();
     Keyed* spare = sorted + count;
-    for (int64_t i = 0; i < count; ++i)
-        sorted[i] = Keyed::of(uint64_t(ids.data[i]) - lowest, i);
-    std::vector<int64_t> starts(size_t(mask) + 1);
-    for (int pass = 0; pass < passes; ++pass) {
-        const int shift = pass * digit_bits;
-        std::fill(starts.begin(), starts.end(), 0);
+    for (int64_t i = 0; i < count; ++i) {
+        const uint64_t key = uint64_t(ids.data[i]) - lowest;
+        sorted[starts[digit(key, 0)]++] = Keyed::of(key, i);
+    }
+    for (int pass = 1; pass < passes; ++pass) {
+        int64_t* const start = starts.data() + size_t(pass) * digits;
         for (int64_t i = 0; i < count; ++i)
-            ++starts[size_t((sorted[i].key() >> shift) & mask)];
-        int64_t start = 0;
-        for (int64_t& slot : starts) {
-            const int64_t here = slot;
-            slot = start;
-            start += here;
-        }
-        for (int64_t i = 0; i < count; ++i)
-            spare[starts[size_t((sorted[i].key() >> shift) & mask)]++] = sorted[i];
+            spare[start[digit(sorted[i].key(), pass)]++] = sorted[i];
         std::swap(sorted, spare);
     }
-    int64_t distinct = 0;
+    // Without a branch: every other id may be a new one, in no pattern.
+    int64_t last = -1;
+    uint64_t before = ~sorted[0].key();
     for (int64_t i = 0; i < count; ++i) {
-        const Keyed keyed = sorted[i];
-        if (i == 0 || keyed.key() != sorted[i - 1].key()) rows[distinct++] = int64_t(lowest + keyed.key());
-        local[keyed.position()] = distinct - 1;
+        const uint64_t key = sorted[i].key();
+        last += key != before;
+        rows[last] = int64_t(lowest + key);
+        local[sorted[i].position()] = last;
+        before = key;
     }
-    return distinct;
+    return last + 1;
+}
+
+// ---- features ------------------------------------------------------------------------------------------------------
+
+// As unsigned, a negative id is huge.
+template <typename Id>
+void move_ids(const Id* ids, int64_t count, int64_t base, uint64_t limit, int64_t* rows) {
+    for (int64_t i = 0; i < count; ++i)
+        rows[i] = uint64_t(int64_t(ids[i])) < limit ? int64_t(ids[i]) + base : -1;
 }
 
 }  // namespace
@@ -150,14 +158,48 @@ int64_t first_duplicate(Ids ids, int64_t num_rows) {
 
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads) {
     if (ids.count == 0) return 0;
-    const auto [lowest, highest] = std::minmax_element(ids.data, ids.data + ids.count);
-    const uint64_t first = uint64_t(*lowest);
-    const uint64_t range = uint64_t(*highest) - first;
-    if (range / kBitsPerSortedId <= uint64_t(ids.count) && ids.count <= int64_t(UINT32_MAX))
+    int64_t lowest = ids.data[0], highest = lowest;
+    for (int64_t i = 1; i < ids.count; ++i) {
+        lowest = std::min(lowest, ids.data[i]);
+        highest = std::max(highest, ids.data[i]);
+    }
+    const uint64_t first = uint64_t(lowest);
+    const uint64_t range = uint64_t(highest) - first;
+    const bool fits = range / kBitsPerSortedId <= uint64_t(ids.count) || range / 8 <= kCachedBytes;
+    if (fits && range / kBitsPerId <= uint64_t(ids.count) && ids.count <= int64_t(UINT32_MAX))
         return unique_by_bitmap(ids, first, range, rows, local, threads);
     if (range <= UINT32_MAX && ids.count <= int64_t(UINT32_MAX))
         return unique_by_radix<Narrow>(ids, first, range, rows, local);
     return unique_by_radix<Wide>(ids, first, range, rows, local);
+}
+
+bool merge_ids(const FeatureIds& features, int64_t* rows, int64_t num_rows, int threads) {
+    std::vector<int64_t> begins, ends;  // among the ids; among the rows
+    int64_t total = 0;
+    for (int64_t f = 0; f < features.num_features; ++f) {
+        const int64_t begin = features.begins != nullptr ? features.begins[f] : total, count = features.counts[f];
+        if (begin < 0 || count < 0 || begin > features.count || count > features.count - begin) return false;
+        begins.push_back(begin);
+        ends.push_back(total += count);
+    }
+    if (total != num_rows) return false;
+    parallel_for(total, int64_t(1) << 14, threads, [&](int64_t begin, int64_t end) {
+        size_t f = size_t(std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin());
+        for (; begin < end; ++f) {
+            const int64_t first = begins[f] + begin - (ends[f] - features.counts[f]);
+            const int64_t count = std::min(end, ends[f]) - begin;
+            const uint64_t limit = uint64_t(features.limits[f]);
+            if (features.item_bytes == 4) {
+                move_ids(static_cast<const int32_t*>(features.ids) + first, count, features.bases[f], limit,
+                         rows + begin);
+            } else {
+                move_ids(static_cast<const int64_t*>(features.ids) + first, count, features.bases[f], limit,
+                         rows + begin);
+            }
+            begin += count;
+        }
+    });
+    return true;
 }
 
 int64_t last_occurrences(Ids ids, int64_t* positions) {

@@ -300,20 +300,49 @@ void scatter(const Copy& copy, int64_t begin, int64_t end) {
 
 // ---- ids -----------------------------------------------------------------------------------------------------------
 
-// As unsigned, a negative id is huge: one comparison finds both. Each piece is judged as a whole first, which has no
-// branches and vectorizes.
-int64_t check_ids(Ids ids, int64_t num_rows, int64_t begin, int64_t end) {
+// The first position of [begin, end) that is wrong, or -1. Each piece is judged as a whole first, which has no branches
+// and vectorizes.
+template <typename IsWrong>
+int64_t first_wrong(int64_t begin, int64_t end, IsWrong is_wrong) {
     constexpr int64_t kPiece = 1024;
     for (int64_t start = begin; start < end; start += kPiece) {
         const int64_t stop = least(start + kPiece, end);
-        uint64_t outside = 0;
+        uint64_t wrong = 0;
         for (int64_t i = start; i < stop; ++i)
-            outside |= uint64_t(uint64_t(ids.data[i]) >= uint64_t(num_rows));
-        if (outside == 0) continue;
+            wrong |= uint64_t(is_wrong(i));
+        if (wrong == 0) continue;
         for (int64_t i = start; i < stop; ++i)
-            if (uint64_t(ids.data[i]) >= uint64_t(num_rows)) return i;
+            if (is_wrong(i)) return i;
     }
     return -1;
+}
+
+// As unsigned, a negative id is huge: one comparison finds both.
+int64_t check_ids(Ids ids, int64_t num_rows, int64_t begin, int64_t end) {
+    return first_wrong(begin, end, [&](int64_t i) { return uint64_t(ids.data[i]) >= uint64_t(num_rows); });
+}
+
+int64_t first_fall(Ids values, int64_t begin, int64_t end) {
+    return first_wrong(begin, end, [&](int64_t i) { return values.data[i] > values.data[i + 1]; });
+}
+
+int64_t count_below(const Bitmap& bitmap) {
+    int64_t set = 0;
+    for (int64_t word = 0; word < bitmap.words; ++word) {
+        bitmap.below[word] = uint32_t(set);
+        set += __builtin_popcountll(bitmap.present[word]);
+    }
+    return set;
+}
+
+// A row is written for each id that is one: that costs less than to find the bits that are set.
+void rank_ids(const Bitmap& bitmap, Ids ids, int64_t* rows, int64_t* local, int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+        const uint64_t key = uint64_t(ids.data[i]) - bitmap.lowest;
+        const uint64_t lower = (uint64_t(1) << (key % 64)) - 1;
+        local[i] = int64_t(bitmap.below[key / 64]) + __builtin_popcountll(bitmap.present[key / 64] & lower);
+        __atomic_store_n(rows + local[i], ids.data[i], __ATOMIC_RELAXED);  // by several threads, the same
+    }
 }
 
 // ---- initial values ------------------------------------------------------------------------------------------------
@@ -335,7 +364,7 @@ void fill_rows(const Fill& fill, const Distribution distribution, int64_t begin,
     for (int64_t start = 0; start < total; start += kLanes) {
         for (int64_t lane = 0; lane < kLanes; ++lane) {
             local_rows[lane] = row;
-            rows[lane] = Word64(fill.first_row + row);
+            rows[lane] = Word64(fill.rows == nullptr ? fill.first_row + row : fill.rows[least(row, end - 1)]);
             group[lane] = Word(next_group);
             if (++next_group == groups) {
                 next_group = 0;
@@ -371,7 +400,7 @@ void fill_normal(const Fill& fill, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Loops loops = {gather, scatter, round, check_ids, fill_uniform, fill_normal};
+const Loops loops = {gather, scatter, round, check_ids, first_fall, count_below, rank_ids, fill_uniform, fill_normal};
 
 }  // namespace SPEEDSWAP_ISA
 }  // namespace speedswap

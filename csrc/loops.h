@@ -22,14 +22,30 @@ struct Copy {
     bool streaming;
 };
 
+// The ids of a batch as bits, relative to the lowest, and for each word the number of bits set in the words below it.
+struct Bitmap {
+    uint64_t lowest;
+    uint64_t* present;
+    uint32_t* below;
+    int64_t words;
+};
+
 struct Loops {
     void (*gather)(const Copy& copy, int64_t begin, int64_t end);
     void (*scatter)(const Copy& copy, int64_t begin, int64_t end);
     void (*round)(const Copy& copy, int64_t begin, int64_t end);
     int64_t (*check_ids)(Ids ids, int64_t num_rows, int64_t begin, int64_t end);
+    int64_t (*first_fall)(Ids values, int64_t begin, int64_t end);
+    // Fills in `below`; returns the number of all bits set.
+    int64_t (*count_below)(const Bitmap& bitmap);
+    // rows, local of the ids [begin, end), as of unique.
+    void (*rank_ids)(const Bitmap& bitmap, Ids ids, int64_t* rows, int64_t* local, int64_t begin, int64_t end);
     void (*fill_uniform)(const Fill& fill, int64_t begin, int64_t end);
     void (*fill_normal)(const Fill& fill, int64_t begin, int64_t end);
 };
+
+// Those for this processor.
+const Loops& loops();
 
 namespace baseline {
 extern const Loops loops;

@@ -108,10 +108,29 @@ void fill_rows(FillLoop loop, const Fill& fill, int threads) {
     parallel_for(fill.num_rows, grain, threads, [&](int64_t begin, int64_t end) { loop(fill, begin, end); });
 }
 
+// The lowest position that a loop over a range of ids has found; -1 if none has.
+template <typename Loop>
+int64_t first_found(int64_t count, int threads, Loop&& loop) {
+    std::atomic<int64_t> found{count};
+    const int64_t grain = piece(count, sizeof(int64_t), threads);
+    parallel_for(count, grain, threads, [&](int64_t begin, int64_t end) {
+        const int64_t here = loop(begin, end);
+        if (here < 0) return;
+        int64_t best = found.load();
+        while (here < best && !found.compare_exchange_weak(best, here)) {
+        }
+    });
+    return found.load() == count ? -1 : found.load();
+}
+
 }  // namespace
 
 const char* isa() {
     return chosen.name;
+}
+
+const Loops& loops() {
+    return *chosen.loops;
 }
 
 void gather(char* records, int64_t stride, Ids ids, const std::vector<Part>& parts, int threads) {
@@ -137,16 +156,13 @@ uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write) {
 }
 
 int64_t check_ids(Ids ids, int64_t num_rows, int threads) {
-    std::atomic<int64_t> found{ids.count};
-    const int64_t grain = piece(ids.count, sizeof(int64_t), threads);
-    parallel_for(ids.count, grain, threads, [&](int64_t begin, int64_t end) {
-        const int64_t here = chosen.loops->check_ids(ids, num_rows, begin, end);
-        if (here < 0) return;
-        int64_t best = found.load();
-        while (here < best && !found.compare_exchange_weak(best, here)) {
-        }
-    });
-    return found.load() == ids.count ? -1 : found.load();
+    return first_found(ids.count, threads,
+                       [&](int64_t begin, int64_t end) { return chosen.loops->check_ids(ids, num_rows, begin, end); });
+}
+
+int64_t first_fall(Ids values, int threads) {
+    return first_found(values.count - 1, threads,
+                       [&](int64_t begin, int64_t end) { return chosen.loops->first_fall(values, begin, end); });
 }
 
 void fill_uniform(const Fill& fill, int threads) {

@@ -52,12 +52,33 @@ uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write);
 // The first position whose id is negative or not below num_rows; -1 if there is none.
 int64_t check_ids(Ids ids, int64_t num_rows, int threads);
 
+// The first position whose value is greater than the next one's; -1 if the values ascend.
+int64_t first_fall(Ids values, int threads);
+
 // The first position whose id was seen before it; -1 if there is none. ids are in range.
 int64_t first_duplicate(Ids ids, int64_t num_rows);
 
 // rows <- the distinct ids, ascending; local <- each id's position among them. Both have room for ids.count. Returns
 // the number of rows. Ids may be negative.
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads);
+
+// The ids of several features in one array of `count`, int32 or int64: feature f has counts[f] of them from begins[f]
+// on, and ids 0 to limits[f] - 1 stand for rows bases[f] to bases[f] + limits[f] - 1 of a table. begins may be null:
+// the features then follow one another.
+struct FeatureIds {
+    const void* ids;
+    int64_t count;
+    int item_bytes;
+    int64_t num_features;
+    const int64_t* begins;
+    const int64_t* counts;
+    const int64_t* bases;
+    const int64_t* limits;
+};
+
+// rows <- the rows of all features' ids, num_rows of them, feature after feature; -1 for an id outside of its feature's
+// range. Returns false, and reads no id, unless the features' ids lie in the array and are as many.
+bool merge_ids(const FeatureIds& features, int64_t* rows, int64_t num_rows, int threads);
 
 // positions <- the last occurrence of each distinct id, ascending by id. Returns their number.
 int64_t last_occurrences(Ids ids, int64_t* positions);
@@ -72,6 +93,7 @@ struct Fill {
     double a, b;     // low and high, or mean and standard deviation
     uint64_t seed;
     uint64_t column_key;
+    const int64_t* rows = nullptr;  // if given, row i of `out` is that of rows[i], and first_row does not matter
 };
 
 // Values depend on (seed, column_key, row, element) alone (philox.cuh).

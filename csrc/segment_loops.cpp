@@ -28,6 +28,7 @@ template <typename Item>
 constexpr int64_t kItems = kVectorBytes / int64_t(sizeof(Item));
 
 constexpr int64_t kLine = 64;
+constexpr int64_t kRowsAhead = 16;
 // As many bytes as gather prefetches (loops.cpp).
 constexpr int64_t kAheadBytes = 16384;
 
@@ -58,27 +59,35 @@ struct Rows {
 
     const Item* at(int64_t k) const { return reinterpret_cast<const Item*>(data + index[k] * stride); }
 
-    void fetch_after(int64_t k) const {
+    // Inlined in any case: GCC takes a call whose only effect is to prefetch for one without effect, and drops it.
+    __attribute__((always_inline)) void fetch_after(int64_t k) const {
         if (k + ahead >= fetch_end) return;
         const char* const row = data + index[k + ahead] * stride + fetch_offset;
-        for (int64_t line = 0; line < fetch_bytes; line += kLine)
-            __builtin_prefetch(row + line, 0, 2);
-        // A row that does not start on a line spans one more.
-        __builtin_prefetch(row + fetch_bytes - 1, 0, 2);
+        const char* const end = row + fetch_bytes;
+        for (const char* line = row - (reinterpret_cast<uintptr_t>(row) & uintptr_t(kLine - 1)); line < end;
+             line += kLine)
+            __builtin_prefetch(line, 0, 2);
     }
 };
 
 // ---- sums ----------------------------------------------------------------------------------------------------------
 
+// One segment: its entries, and its divisor or null.
+template <typename Item>
+struct Segment {
+    int64_t begin, end;
+    const Item* divisor;
+};
+
 // Sums kVectors vectors of one segment's columns in registers. The first such piece of a row prefetches for all.
 template <typename Item, int kVectors, bool kWeighted>
-inline void sum_piece(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
-                      bool fetches, Item* out) {
+inline void sum_piece(const Rows<Item>& rows, const Item* weights, Segment<Item> segment, int64_t column, bool fetches,
+                      Item* out) {
     // Vector by vector: the compiler keeps an array copied as a whole in memory, not in registers.
     Vector<Item> sum[kVectors];
     for (int v = 0; v < kVectors; ++v)
         sum[v] = Vector<Item>{};
-    for (int64_t k = begin; k < end; ++k) {
+    for (int64_t k = segment.begin; k < segment.end; ++k) {
         if (fetches) rows.fetch_after(k);
         const Item* const row = rows.at(k) + column;
         for (int v = 0; v < kVectors; ++v) {
@@ -88,57 +97,93 @@ inline void sum_piece(const Rows<Item>& rows, const Item* weights, int64_t begin
             sum[v] += items;
         }
     }
+    if (segment.divisor != nullptr)
+        for (int v = 0; v < kVectors; ++v)
+            sum[v] /= *segment.divisor;
     for (int v = 0; v < kVectors; ++v)
         std::memcpy(out + column + v * kItems<Item>, &sum[v], sizeof sum[v]);
 }
 
 template <typename Item, bool kWeighted>
-inline void sum_item(const Rows<Item>& rows, const Item* weights, int64_t begin, int64_t end, int64_t column,
-                     Item* out) {
+inline void sum_item(const Rows<Item>& rows, const Item* weights, Segment<Item> segment, int64_t column, Item* out) {
     Item sum = 0;
-    for (int64_t k = begin; k < end; ++k) {
+    for (int64_t k = segment.begin; k < segment.end; ++k) {
         if constexpr (kWeighted) {
             sum += weights[k] * rows.at(k)[column];
         } else {
             sum += rows.at(k)[column];
         }
     }
-    out[column] = sum;
+    out[column] = segment.divisor != nullptr ? sum / *segment.divisor : sum;
 }
 
-template <typename Item, bool kWeighted>
-void sum_rows(const Segments& segments, const Matrix& values, const Item* weights, const Matrix& out, Share share) {
+// kWhole: the vectors of a row, if those are few and nothing else: narrow rows cost the loop around them. Otherwise 0.
+template <typename Item, bool kWeighted, int kWhole>
+void sum_rows(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+              const Matrix& out, Share share) {
     const Rows<Item> rows(segments, values, share);
     const int64_t* const offsets = segments.offsets;
-    const auto piece = [&](auto vectors, int64_t begin, int64_t end, int64_t& column, Item* sums) {
+    const Item* const weights = static_cast<const Item*>(factors.weights);
+    const Item* const divisors = static_cast<const Item*>(factors.divisors);
+    const auto piece = [&](auto vectors, Segment<Item> segment, int64_t& column, Item* sums) {
         constexpr int kVectors = decltype(vectors)::value;
         while (column + kVectors * kItems<Item> <= share.column_end) {
             const bool fetches = column == share.column_begin;
-            sum_piece<Item, kVectors, kWeighted>(rows, weights, begin, end, column, fetches, sums);
+            sum_piece<Item, kVectors, kWeighted>(rows, weights, segment, column, fetches, sums);
             column += kVectors * kItems<Item>;
         }
     };
+    int64_t feature = share.begin / layout.samples, sample = share.begin % layout.samples;
     for (int64_t s = share.begin; s < share.end; ++s) {
-        Item* const sums = reinterpret_cast<Item*>(out.data + s * out.stride);
-        int64_t column = share.column_begin;
-        piece(std::integral_constant<int, 8>(), offsets[s], offsets[s + 1], column, sums);
-        piece(std::integral_constant<int, 4>(), offsets[s], offsets[s + 1], column, sums);
-        piece(std::integral_constant<int, 1>(), offsets[s], offsets[s + 1], column, sums);
-        for (; column < share.column_end; ++column)
-            sum_item<Item, kWeighted>(rows, weights, offsets[s], offsets[s + 1], column, sums);
+        const Segment<Item> segment = {offsets[s], offsets[s + 1], divisors != nullptr ? divisors + s : nullptr};
+        char* const at = out.data + (sample * layout.step + feature) * out.stride;
+        Item* const sums = reinterpret_cast<Item*>(at);
+        // Rows that lie apart are not fetched by the processor itself.
+        if (layout.step > 1) __builtin_prefetch(at + kRowsAhead * layout.step * out.stride, 1, 2);
+        if constexpr (kWhole > 0) {
+            sum_piece<Item, kWhole, kWeighted>(rows, weights, segment, 0, true, sums);
+        } else {
+            int64_t column = share.column_begin;
+            piece(std::integral_constant<int, 8>(), segment, column, sums);
+            piece(std::integral_constant<int, 4>(), segment, column, sums);
+            piece(std::integral_constant<int, 1>(), segment, column, sums);
+            for (; column < share.column_end; ++column)
+                sum_item<Item, kWeighted>(rows, weights, segment, column, sums);
+        }
+        if (++sample == layout.samples) {
+            sample = 0;
+            ++feature;
+        }
+    }
+}
+
+template <typename Item, bool kWeighted>
+void sum_by_width(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+                  const Matrix& out, Share share) {
+    const bool whole = share.column_begin == 0 && share.column_end == values.width;
+    switch (whole && values.width % kItems<Item> == 0 ? values.width / kItems<Item> : 0) {
+        case 1:
+            return sum_rows<Item, kWeighted, 1>(segments, values, factors, layout, out, share);
+        case 2:
+            return sum_rows<Item, kWeighted, 2>(segments, values, factors, layout, out, share);
+        case 4:
+            return sum_rows<Item, kWeighted, 4>(segments, values, factors, layout, out, share);
+        default:
+            return sum_rows<Item, kWeighted, 0>(segments, values, factors, layout, out, share);
     }
 }
 
 template <typename Item>
-void sum_of(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share) {
-    const Item* const factors = static_cast<const Item*>(weights);
-    return factors != nullptr ? sum_rows<Item, true>(segments, values, factors, out, share)
-                              : sum_rows<Item, false>(segments, values, factors, out, share);
+void sum_of(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+            const Matrix& out, Share share) {
+    return factors.weights != nullptr ? sum_by_width<Item, true>(segments, values, factors, layout, out, share)
+                                      : sum_by_width<Item, false>(segments, values, factors, layout, out, share);
 }
 
-void sum(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share) {
-    return values.item_bytes == 4 ? sum_of<float>(segments, values, weights, out, share)
-                                  : sum_of<double>(segments, values, weights, out, share);
+void sum(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+         const Matrix& out, Share share) {
+    return values.item_bytes == 4 ? sum_of<float>(segments, values, factors, layout, out, share)
+                                  : sum_of<double>(segments, values, factors, layout, out, share);
 }
 
 // ---- products ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ struct Share {
 };
 
 struct SegmentLoops {
-    void (*sum)(const Segments& segments, const Matrix& values, const void* weights, const Matrix& out, Share share);
+    void (*sum)(const Segments& segments, const Matrix& values, const Factors& factors, const Layout& layout,
+                const Matrix& out, Share share);
     void (*dot)(const Segments& segments, const Matrix& values, const Matrix& others, void* products, Share share);
     void (*max)(const Segments& segments, const Matrix& values, const Matrix& out, int64_t* taken, Share share);
     void (*sum_taken)(const Segments& segments, const int64_t* entries, const Matrix& values, const int64_t* taken,

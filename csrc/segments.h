@@ -27,8 +27,28 @@ struct Matrix {
 // count. The positions of row r are those where local is r. local is in 0 to num_rows - 1.
 void group(const int64_t* local, int64_t count, int64_t num_rows, int64_t* order, int64_t* offsets);
 
-// out row s <- the sum over segment s of weights[k] * values[index[k]]; zeros for an empty one. weights may be null.
-void sum_segments(Segments segments, Matrix values, const void* weights, Matrix out, int threads);
+// Segments of several features, feature after feature, and the rows of an output, sample after sample: that of segment
+// f * samples + s is row s * step + f. With one feature and a step of 1 it is the segment's own number.
+struct Layout {
+    int64_t samples;
+    int64_t step;
+};
+
+// The factors of a sum, of the values' items; null for none.
+struct Factors {
+    const void* weights;   // one per entry
+    const void* divisors;  // one per segment
+};
+
+// The output's row of each segment s <- the sum over it of weights[k] * values[index[k]], divided by divisors[s]; zeros
+// for an empty one.
+void sum_segments(Segments segments, Matrix values, Factors factors, Layout layout, Matrix out, int threads);
+
+// Row r of sums <- the sum over the entries k with index[k] = r of weights[k] * their segment's row of `values`, over
+// its divisor: the reverse of sum_segments, of whose output `values` has the layout. Each row's entries are added in
+// order. Returns the first k whose index is not in 0 to num_rows - 1, and then writes nothing; -1 if there is none.
+int64_t sum_segments_back(Segments segments, Matrix values, Factors factors, Layout layout, Matrix sums,
+                          int64_t num_rows, int threads);
 
 // products[k] <- values[index[k]] . others[s] for each entry k of each segment s.
 void dot_segments(Segments segments, Matrix values, Matrix others, void* products, int threads);

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "buffer.h"
 #include "pool.h"
 #include "rows_cpu.h"
 #include "segment_loops.h"
@@ -67,6 +68,41 @@ void run(const Segments& segments, const Matrix& values, bool by_columns, int th
     });
 }
 
+// rows[i] <- the output's row of the segment that has entry order[i], and weights[i] <- that entry's weight over its
+// segment's divisor, unless weights is null: first entry after entry, as the segments lie, then in that order.
+template <typename Item>
+void reverse(const Segments& segments, const Factors& factors, const Layout& layout, const int64_t* order,
+             int64_t count, int64_t* rows, Item* weights, int threads) {
+    constexpr int64_t kGrain = 1 << 14;
+    const Item* const factor = static_cast<const Item*>(factors.weights);
+    const Item* const divisors = static_cast<const Item*>(factors.divisors);
+    const Buffer row_memory(count * int64_t(sizeof(int64_t)));
+    const Buffer weight_memory(weights != nullptr ? count * int64_t(sizeof(Item)) : 0);
+    int64_t* const row_of = row_memory.as<int64_t>();
+    Item* const weight_of = weight_memory.as<Item>();
+    parallel_for(segments.num_segments, kGrain, threads, [&](int64_t begin, int64_t end) {
+        int64_t feature = begin / layout.samples, sample = begin % layout.samples;
+        for (int64_t s = begin; s < end; ++s) {
+            for (int64_t k = segments.offsets[s]; k < segments.offsets[s + 1]; ++k) {
+                row_of[k] = sample * layout.step + feature;
+                if (weights == nullptr) continue;
+                const Item weight = factor != nullptr ? factor[k] : Item(1);
+                weight_of[k] = divisors != nullptr ? weight / divisors[s] : weight;
+            }
+            if (++sample == layout.samples) {
+                sample = 0;
+                ++feature;
+            }
+        }
+    });
+    parallel_for(count, kGrain, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            rows[i] = row_of[order[i]];
+        for (int64_t i = begin; weights != nullptr && i < end; ++i)
+            weights[i] = weight_of[order[i]];
+    });
+}
+
 }  // namespace
 
 void group(const int64_t* local, int64_t count, int64_t num_rows, int64_t* order, int64_t* offsets) {
@@ -81,8 +117,32 @@ void group(const int64_t* local, int64_t count, int64_t num_rows, int64_t* order
         order[--offsets[local[i]]] = i;
 }
 
-void sum_segments(Segments segments, Matrix values, const void* weights, Matrix out, int threads) {
-    run(segments, values, true, threads, [&](Share share) { loops().sum(segments, values, weights, out, share); });
+void sum_segments(Segments segments, Matrix values, Factors factors, Layout layout, Matrix out, int threads) {
+    run(segments, values, true, threads,
+        [&](Share share) { loops().sum(segments, values, factors, layout, out, share); });
+}
+
+int64_t sum_segments_back(Segments segments, Matrix values, Factors factors, Layout layout, Matrix sums,
+                          int64_t num_rows, int threads) {
+    const int64_t count = segments.offsets[segments.num_segments];
+    const int64_t outside = check_ids({segments.index, count}, num_rows, threads);
+    if (outside >= 0) return outside;
+    const bool is_weighted = factors.weights != nullptr || factors.divisors != nullptr;
+    const Buffer order(count * int64_t(sizeof(int64_t))), rows(count * int64_t(sizeof(int64_t)));
+    const Buffer starts((num_rows + 1) * int64_t(sizeof(int64_t)));
+    const Buffer weights(is_weighted ? count * values.item_bytes : 0);
+    void* const ordered = is_weighted ? weights.as<void>() : nullptr;
+    group(segments.index, count, num_rows, order.as<int64_t>(), starts.as<int64_t>());
+    if (values.item_bytes == 4) {
+        reverse(segments, factors, layout, order.as<int64_t>(), count, rows.as<int64_t>(), static_cast<float*>(ordered),
+                threads);
+    } else {
+        reverse(segments, factors, layout, order.as<int64_t>(), count, rows.as<int64_t>(),
+                static_cast<double*>(ordered), threads);
+    }
+    const Segments by_row = {rows.as<int64_t>(), starts.as<int64_t>(), num_rows};
+    sum_segments(by_row, values, {ordered, nullptr}, {std::max<int64_t>(num_rows, 1), 1}, sums, threads);
+    return -1;
 }
 
 void dot_segments(Segments segments, Matrix values, Matrix others, void* products, int threads) {

@@ -17,6 +17,13 @@ from speedswap.kernels import get_num_threads, set_num_threads
 from speedswap.swapping import (
     Embedding,
     EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
     ModelFactory,
     OptimizerFactory,
     attach,
@@ -25,7 +32,7 @@ from speedswap.swapping import (
     lookahead,
     parameters_to_ignore,
 )
-from speedswap.tables import Block, Column, Table, gather_rows, init, scatter_rows
+from speedswap.tables import Block, Column, IdMap, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
 
@@ -36,7 +43,15 @@ __all__ = [
     "Column",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "Feed",
+    "IdMap",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
     "MemoryEstimate",
     "ModelFactory",
     "OptimizerFactory",

@@ -14,6 +14,8 @@
     ├── MemoryBudgetError       (ValueError)    a memory budget is too small for the least that was asked for
     ├── PeerError               (RuntimeError)  another process of the job failed, or was asked for something else
     ├── RanksError              (RuntimeError)  tables of several processes would be trained apart in silence
+    ├── IdMapError              (RuntimeError)  keys were to be added to a frozen id map
+    │   └── IdMapFullError                      an id map has no row left for a new key
     ├── ThreadError             (RuntimeError)  two threads are in a training step of one module at once
     └── TableError
         ├── TableFormatError    (ValueError)    a file is damaged, or is not a table
@@ -34,6 +36,8 @@ __all__ = [
     "DuplicateIdError",
     "DuplicateRowsWarning",
     "IdError",
+    "IdMapError",
+    "IdMapFullError",
     "LostUpdateError",
     "MemoryBudgetError",
     "OptimizerError",
@@ -70,6 +74,14 @@ class ConversionError(SpeedswapError, ValueError):
 
 class OptimizerError(SpeedswapError, TypeError):
     """The optimizer cannot train a table's rows; the message says why."""
+
+
+class IdMapError(SpeedswapError, RuntimeError):
+    """Keys were to be added to an id map that is frozen."""
+
+
+class IdMapFullError(IdMapError):
+    """An id map has no row left for a new key; nothing was added."""
 
 
 class LostUpdateError(SpeedswapError, RuntimeError):

@@ -103,8 +103,9 @@ def answer(connection: Connection) -> Any:
 
 # A process that has imported what takes seconds, and computes nothing, so that its forks have no thread missing.
 _WARM = """
-import json, os, sys
-import torch, torch._dynamo, speedswap
+import importlib, json, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()
@@ -114,6 +115,7 @@ for line in sys.stdin:
 else:
     os._exit(0)
 os.setpgid(0, 0)
+os.chdir(order["folder"])
 for fd, name in enumerate([os.devnull, order["out"], order["err"]]):
     os.dup2(os.open(name, os.O_WRONLY if fd else os.O_RDONLY), fd)
 sys.argv = ["-c", *order["arguments"]]
@@ -121,22 +123,34 @@ exec(order["code"], {"__name__": "__main__"})
 """
 
 
-def run_script(code: str, *arguments: object, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
-    """Run code as ``python -c`` does, in a process of its own in which torch and speedswap are imported already.
+def run_script(
+    code: str,
+    *arguments: object,
+    seconds: float = 120.0,
+    imported: tuple[str, ...] = ("torch", "torch._dynamo", "speedswap"),
+) -> subprocess.CompletedProcess[str]:
+    """Run code as ``python -c`` does, in a process of its own that has imported some modules already.
 
     Args:
         code: the script; what its lines are indented by is taken away.
         arguments: its ``sys.argv[1:]``.
         seconds: a script that takes longer fails the test.
+        imported: the modules; torch alone where the import of speedswap is part of the test.
     """
-    warm = _warm()
+    warm = _warm(imported)
     assert warm.stdin is not None
     assert warm.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         out.touch()
         err.touch()
-        order = {"code": textwrap.dedent(code), "arguments": [*map(str, arguments)], "out": str(out), "err": str(err)}
+        order = {
+            "code": textwrap.dedent(code),
+            "arguments": [*map(str, arguments)],
+            "folder": os.getcwd(),
+            "out": str(out),
+            "err": str(err),
+        }
         warm.stdin.write(json.dumps(order) + "\n")
         warm.stdin.flush()
         if not select.select([warm.stdout], [], [], seconds)[0]:
@@ -148,12 +162,16 @@ def run_script(code: str, *arguments: object, seconds: float = 120.0) -> subproc
 
 
 @functools.cache
-def _warm() -> subprocess.Popen[str]:
-    warm = subprocess.Popen(
-        [sys.executable, "-c", _WARM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    atexit.register(_end, warm)
+def _warm(imported: tuple[str, ...]) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", _WARM, *imported]
+    warm = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    atexit.register(_end_of_parent, warm, os.getpid())
     return warm
+
+
+def _end_of_parent(warm: subprocess.Popen[str], parent: int) -> None:
+    if os.getpid() == parent:  # and not a fork that ends as Python does
+        _end(warm)
 
 
 def _end(warm: subprocess.Popen[str]) -> None:

@@ -67,13 +67,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.pluginmanager.has_plugin("gpu_tests"):  # which has an order of its own
         # What takes long begins first, so that several processes end together.
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        items.sort(key=lambda item: not _is_slow(item))
     if config.getoption("--gpu-only"):
         chosen, others = [], []
         for item in items:
             (chosen if _uses_gpu(item) else others).append(item)
         items[:] = chosen
         config.hook.pytest_deselected(items=others)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None or item.path.suffix == ".ipynb"
 
 
 def _uses_gpu(item: pytest.Item) -> bool:

@@ -67,6 +67,7 @@ def run(folder, text, *words, **environment):
     (folder / "test_small.py").write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = cuda_kernels: of the GPU\n")
     paths = os.pathsep.join([str(TOOLS), os.environ.get("PYTHONPATH", "")])
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # their imports take longer than these tests
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "gpu_tests", "--tb=no", "-p", "no:cacheprovider", *words, str(folder)],
         capture_output=True,
@@ -121,13 +122,13 @@ needs_xdist = pytest.mark.skipif(importlib.util.find_spec("xdist") is None, reas
 
 @needs_xdist
 def test_another_process_goes_on_where_one_has_lost_the_gpu(tmp_path):
-    done = run(tmp_path, LOST, "-n", "1")
+    done = run(tmp_path, LOST, "-p", "xdist", "-n", "1")
     assert "1 failed, 2 passed" in done.stdout
     assert "what it died of" in done.stderr
 
 
 @needs_xdist
 def test_several_processes_stop_by_themselves(tmp_path):
-    done = run(tmp_path, SLOW, "-n", "2", GPU_CHECK_SECONDS="1")
+    done = run(tmp_path, SLOW, "-p", "xdist", "-n", "2", GPU_CHECK_SECONDS="1")
     assert "stopped: the time is over" in done.stdout
     assert done.returncode == 0

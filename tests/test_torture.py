@@ -31,6 +31,7 @@ def slice_of_all(tmp_path_factory) -> dict[str, dict]:
     return json.loads(report.read_text())["attacks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", attacks(), ids=lambda attack: attack.name)
 def test_promise_holds_under_attack(slice_of_all, attack):
     """Every finding has a seed, with which the round can be played again."""

@@ -184,6 +184,40 @@ def step_lines(found: dict[str, Any], source: str) -> list[str]:
     return lines
 
 
+def many_tables_lines(found: dict[str, Any], source: str) -> list[str]:
+    """Return the rows for steps over many tables beside each peer, and over the number of tables."""
+    work = found["workload"]
+    lines = []
+    for ids, results in found["ids"].items():
+        for optimizer, result in results["optimizers"].items():
+            ms = {name: 1000 * entry["seconds"] for name, entry in result["trainers"].items()}
+            for peer, entry in result["trainers"].items():
+                if peer not in ("speedswap", "speedswap, fused"):
+                    lines.append(
+                        f"| training step, {optimizer}, {work['tables']} tables of {work['rows']:,} × {work['dim']}, "
+                        f"batches of {work['batch']:,}, {ids} ids | {ms['speedswap']:.1f} ms "
+                        f"| {_each(work['tables'], peer, entry['package'])} {ms[peer]:.1f} ms "
+                        f"| {ms[peer] / ms['speedswap']:.2f} | {source} |"
+                    )
+    many = found["tables"]
+    first, last = (many["numbers"][place] for place in (0, -1))
+    lines.append(
+        f"| {many['lookups']:,} lookups with {many['optimizer']} in {last['tables']:,} tables "
+        f"| {1000 * last['seconds']:.1f} ms | in {first['tables']} table {1000 * first['seconds']:.1f} ms "
+        f"| {first['seconds'] / last['seconds']:.2f} | {source} |"
+    )
+    return lines
+
+
+def _each(tables: int, trainer: str, package: str) -> str:
+    """Return a trainer's name as the figures have it, with the number of modules where there are several."""
+    if package == "FBGEMM":
+        return "FBGEMM"
+    if package == "torch":
+        return f"{tables} × `nn.EmbeddingBag`, {trainer.removeprefix('torch ')}"
+    return f"{tables} × `EmbeddingBag`"
+
+
 def retry_lines(found: dict[str, Any], source: str) -> list[str]:
     """Return the rows for the overhead of ``retry`` without an out-of-memory, beside toma."""
     cost = found["no_work"]["overhead_seconds_a_chunk"]
@@ -292,6 +326,7 @@ SECTIONS = {
     "rows": rows_lines,
     "transfer": transfer_lines,
     "step": step_lines,
+    "many_tables": many_tables_lines,
     "batching": batching_lines,
     "retry": retry_lines,
     "word2vec": word2vec_lines,

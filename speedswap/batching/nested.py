@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from speedswap._words import a_kind
+from speedswap.batching.jagged import chosen, device_of, is_jagged, is_keyed, samples_between, tensors_in
 from speedswap.errors import BatchError
 
 __all__ = [
@@ -53,7 +54,8 @@ class Batch:
     """The arguments of one call, split together along the first dimension.
 
     Tensors, arrays and anything else that has a shape and can be sliced are split as views; dictionaries, tuples, named
-    tuples, dataclasses and lists are looked into. A list without tensors that has one item per sample is sliced.
+    tuples, dataclasses and lists are looked into. A list without tensors that has one item per sample is sliced, and
+    so are jagged tensors: those of torch.nested, and a ``KeyedJaggedTensor``, TorchRec's or speedswap's.
     Values without a batch dimension (None, numbers, strings, 0-d tensors, modules, :class:`Whole`) stay unchanged.
 
     Args:
@@ -96,6 +98,8 @@ class Batch:
     @property
     def device(self) -> torch.device:
         """The device of the first value that is split."""
+        if is_keyed(self._first):
+            return device_of(self._first)
         return self._first.device if isinstance(self._first, Tensor) else torch.device("cpu")
 
     def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -105,7 +109,7 @@ class Batch:
         else:
 
             def cut(value: Any) -> Any:
-                return value[start:stop]
+                return samples_between(value, start, stop) if is_jagged(value) else value[start:stop]
 
         args = tuple([_part(value, self.size, cut) for value in self._args])
         return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
@@ -118,6 +122,8 @@ class Batch:
         """
 
         def cut(value: Any) -> Any:
+            if is_jagged(value):
+                return chosen(value, indices)
             return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value[list(indices)]
 
         args = tuple([_part(value, self.size, cut) for value in self._args])
@@ -188,6 +194,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
         yield from tensors_of(value.value)
     elif isinstance(value, PerSample):
         yield from tensors_of(list(value.items))
+    elif is_keyed(value):
+        yield from tensors_in(value)
     else:
         for _, item in _fields(value) or ():
             yield from tensors_of(item)
@@ -208,6 +216,8 @@ def _leading(path: str, value: Any) -> Iterator[tuple[str, int, Any]]:
         yield path, len(value.items), value
     elif _is_sliceable(value):
         yield path, int(value.shape[0]), value
+    elif is_keyed(value):
+        yield path, value.stride(), value
     elif not isinstance(value, Whole) and not is_plain_list(value):
         for place, item in _fields(value) or ():
             yield from _leading(path + place, item)
@@ -220,7 +230,7 @@ def _part(value: Any, size: int, cut: Callable[[Any], Any]) -> Any:
         return value.value
     if isinstance(value, PerSample):
         return cut(value.items)
-    if _is_sliceable(value):
+    if _is_sliceable(value) or is_keyed(value):
         return cut(value)
     if is_plain_list(value):
         return cut(value) if len(value) == size else value

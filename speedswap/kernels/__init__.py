@@ -4,8 +4,10 @@ from speedswap.kernels._compiled import with_compiled_part
 
 __path__ = with_compiled_part(__path__)
 
+from speedswap.kernels.features import FeatureIds, first_outside, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
+    as_ids,
     as_read,
     empty,
     get_num_threads,
@@ -15,12 +17,14 @@ from speedswap.kernels.host import (
     require_memory,
     set_num_threads,
 )
+from speedswap.kernels.id_map import Cursor, KeyMap, SavedKeys, Texts, hash_texts, texts_of, texts_of_fixed
 from speedswap.kernels.ids import (
     Asked,
     check_ids,
     find_all,
     find_rows,
     first_duplicate,
+    first_fall,
     last_occurrences,
     require_id_dtype,
     unique,
@@ -48,6 +52,7 @@ from speedswap.kernels.segment_sum import (
     max_segments,
     sum_rows,
     sum_segments,
+    sum_segments_back,
     sum_taken,
     summable,
 )
@@ -59,17 +64,23 @@ from speedswap.kernels.transfers.transfer import Lookup, Transfer, Transfers, in
 __all__ = [
     "ENGINES",
     "Asked",
+    "Cursor",
+    "FeatureIds",
     "Fence",
     "Found",
     "Groups",
+    "KeyMap",
     "Lines",
     "Lookup",
     "Part",
     "Records",
+    "SavedKeys",
     "Stored",
+    "Texts",
     "Transfer",
     "Transfers",
     "WantedColumn",
+    "as_ids",
     "as_read",
     "capabilities",
     "check_ids",
@@ -84,15 +95,19 @@ __all__ = [
     "find_rows",
     "finish_transfers",
     "first_duplicate",
+    "first_fall",
+    "first_outside",
     "forward",
     "gather_records",
     "gather_rows",
     "get_num_threads",
     "group",
     "has_memory",
+    "hash_texts",
     "in_transfer_thread",
     "last_occurrences",
     "max_segments",
+    "merge_ids",
     "places_among",
     "prefetch_on_cpu",
     "prepare_engine",
@@ -110,8 +125,11 @@ __all__ = [
     "stored_bytes",
     "sum_rows",
     "sum_segments",
+    "sum_segments_back",
     "sum_taken",
     "summable",
+    "texts_of",
+    "texts_of_fixed",
     "unique",
     "used_here",
 ]

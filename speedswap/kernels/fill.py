@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels.host import get_num_threads
@@ -27,6 +28,7 @@ def fill_uniform(
     *,
     seed: int,
     column_key: int,
+    rows: Tensor | None = None,
 ) -> None:
     """Fill a column of records ``first_row`` to ``first_row + num_rows - 1`` with values in [low, high).
 
@@ -43,6 +45,8 @@ def fill_uniform(
         high: the bound that no value reaches, rounded to dtype; if equal to low, all values are low.
         seed: 0 to 2**64 - 1.
         column_key: 0 to 2**64 - 1; columns with different keys are independent.
+        rows: for records in host memory: int64, shape (num_rows,), contiguous, in host memory; record ``first_row + i``
+            then gets the values of row ``rows[i]``.
 
     Raises:
         ValueError: low is above high, their difference is not finite, or the rows are not in records.
@@ -51,7 +55,7 @@ def fill_uniform(
     largest = torch.finfo(dtype).max if dtype in _ITEM_BYTES else math.inf
     if not (low <= high and high - low <= largest):
         raise ValueError(f"low is {low} and high is {high}; they must be finite, with low at most high")
-    _fill("uniform", records, offset, dtype, width_items, first_row, num_rows, low, high, seed, column_key)
+    _fill("uniform", records, offset, dtype, width_items, first_row, num_rows, low, high, seed, column_key, rows)
 
 
 def fill_normal(
@@ -66,6 +70,7 @@ def fill_normal(
     *,
     seed: int,
     column_key: int,
+    rows: Tensor | None = None,
 ) -> None:
     """Fill a column of records with normally distributed values; otherwise as :func:`fill_uniform`.
 
@@ -81,7 +86,7 @@ def fill_normal(
     """
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
         raise ValueError(f"mean is {mean} and std is {std}; both must be finite, and std 0 or more")
-    _fill("normal", records, offset, dtype, width_items, first_row, num_rows, mean, std, seed, column_key)
+    _fill("normal", records, offset, dtype, width_items, first_row, num_rows, mean, std, seed, column_key, rows)
 
 
 def _fill(
@@ -96,6 +101,7 @@ def _fill(
     b: float,
     seed: int,
     column_key: int,
+    rows: Tensor | None,
 ) -> None:
     if dtype not in _ITEM_BYTES:
         raise TypeError(f"dtype is {dtype}; fill float32 or float64 and convert")
@@ -115,9 +121,11 @@ def _fill(
         fill = _C.fill_uniform if kind == "uniform" else _C.fill_normal
         fill(
             out, records.stride, first_row, num_rows, width_items, item_bytes, a, b, seed, column_key,
-            get_num_threads(),
+            get_num_threads(), 0 if rows is None else rows.data_ptr(),
         )  # fmt: skip
         return
+    if rows is not None:
+        raise ValueError(f"rows were given for records on {records.device}; give records in host memory")
     from speedswap.kernels.cuda import launch
 
     launch.fill(

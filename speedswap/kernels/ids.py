@@ -21,6 +21,7 @@ __all__ = [
     "find_all",
     "find_rows",
     "first_duplicate",
+    "first_fall",
     "last_occurrences",
     "require_id_dtype",
     "unique",
@@ -271,6 +272,23 @@ def first_duplicate(ids: Tensor, num_rows: int) -> int:
     ordered, order = torch.sort(ids, stable=True)
     again = order[1:][ordered[1:] == ordered[:-1]]
     return int(again.min()) if len(again) else -1
+
+
+def first_fall(values: Tensor) -> int:
+    """Return the first position whose value is greater than the next one's, or -1 if the values ascend.
+
+    Args:
+        values: int32 or int64, shape (n,), on any device. On a GPU this waits for them.
+
+    >>> first_fall(torch.tensor([0, 2, 2, 1])), first_fall(torch.tensor([0, 2, 2]))
+    (2, -1)
+    """
+    require_id_dtype(values)
+    if values.device.type == "cpu":
+        read = as_ids(values)
+        return _C.first_fall(read.data_ptr(), read.numel(), get_num_threads())
+    falls = (values[1:] < values[:-1]).nonzero()
+    return int(falls[0]) if len(falls) else -1
 
 
 # ---- answers from a device -------------------------------------------------------------------------------------------

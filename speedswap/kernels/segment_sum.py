@@ -6,6 +6,7 @@ are added in order: a result depends neither on the number of threads nor on the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "max_segments",
     "sum_rows",
     "sum_segments",
+    "sum_segments_back",
     "sum_taken",
     "summable",
 ]
@@ -125,7 +127,15 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None
     return sum_segments(values.reshape(local.numel(), values.shape[-1]), order, offsets)
 
 
-def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+def sum_segments(
+    values: Tensor,
+    index: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    divisors: Tensor | None = None,
+    features: int = 1,
+) -> Tensor:
     """Return the sum of each segment's rows, each times its entry's weight, invisible to autograd.
 
     Args:
@@ -133,24 +143,114 @@ def sum_segments(values: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
         index: int64, shape (entries,), 0 to n - 1. The caller has checked.
         offsets: int64, shape (segments + 1,), ascending, 0 to entries. The caller has checked.
         weights: values' dtype, shape (entries,).
+        divisors: values' dtype, shape (segments,): each sum is divided by its segment's.
+        features: of which the segments are, feature after feature: a divisor of their number.
 
     Returns:
-        A new tensor, shape (segments, dim); zeros for a segment without entries.
+        A new tensor, shape (segments / features, features · dim), in its row s the sums of the s-th segment of every
+        feature side by side; zeros for a segment without entries.
+
+    >>> values, index = torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([0, 1, 1])
+    >>> sum_segments(values, index, torch.tensor([0, 1, 3]))
+    tensor([[1., 2.],
+            [6., 8.]])
+    >>> sum_segments(values, index, torch.tensor([0, 1, 3]), features=2)
+    tensor([[1., 2., 6., 8.]])
     """
     rows = _rows(values, "values")
-    if weights is not None and (weights.dtype, weights.shape) != (values.dtype, index.shape):
-        raise ValueError(
-            f"weights is {weights.dtype} of shape {tuple(weights.shape)}; it must be {values.dtype} of index's shape "
-            f"{tuple(index.shape)}"
-        )
-    out = empty((len(offsets) - 1, values.shape[1]), values.dtype)
-    if weights is not None:
-        require_memory(weights, "weights")
-    factors = None if weights is None else as_read(weights.detach())
-    pointer = 0 if factors is None else factors.data_ptr()
+    count, dim = len(offsets) - 1, values.shape[1]
+    if features < 1 or count % features:
+        raise ValueError(f"features is {features}, but there are {count} segments; give each feature as many")
+    factors, _held = _factors(values.dtype, (weights, index.shape, "weights"), (divisors, (count,), "divisors"))
+    out = empty((count // features, features * dim), values.dtype)
     segments, index, offsets = _segments(index, offsets)
-    _C.sum_segments(segments, _pitch(rows), pointer, _pitch(out), rows.element_size(), get_num_threads())
+    pitch = (out.data_ptr(), dim * out.element_size(), dim)
+    layout = (max(count // features, 1), features)
+    _C.sum_segments(segments, _pitch(rows), factors, layout, pitch, rows.element_size(), get_num_threads())
     return out
+
+
+def sum_segments_back(
+    values: Tensor,
+    index: Tensor,
+    num_rows: int,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    *,
+    divisors: Tensor | None = None,
+    features: int = 1,
+) -> Tensor:
+    """Return the sum, for each row, of the values of the segments that it is in: the gradient of :func:`sum_segments`.
+
+    Args:
+        values: float32 or float64, shape (segments / features, features · dim), any strides, on the CPU.
+        index: int64, shape (entries,), 0 to num_rows - 1.
+        num_rows: the number of rows.
+        offsets, weights, divisors, features: as in :func:`sum_segments`; the segments have all entries.
+
+    Returns:
+        A new tensor, shape (num_rows, dim); each row's values are added in the order of its entries, from zero.
+
+    Raises:
+        IdError: an item of index is not one of the rows.
+
+    >>> sum_segments_back(torch.tensor([[1., 2.], [3., 4.]]), torch.tensor([0, 1, 1]), 2, torch.tensor([0, 1, 3]))
+    tensor([[1., 2.],
+            [6., 8.]])
+    """
+    require_memory(values, "values")
+    side_by_side, step = _side_by_side(values, features)
+    rows = _rows(side_by_side, "values")
+    out = empty((num_rows, values.shape[1] // features), values.dtype)
+    segments, index, offsets = _segments(index, offsets)
+    wanted = (weights, index.shape, "weights"), (divisors, (segments[2],), "divisors")
+    factors, _held = _factors(values.dtype, *wanted)
+    layout = (max(values.shape[0], 1), step)
+    outside = _C.sum_segments_back(
+        segments, _pitch(rows), factors, layout, _pitch(out), num_rows, rows.element_size(), get_num_threads()
+    )
+    if outside >= 0:
+        check_ids(index, num_rows, "the block")
+    return out
+
+
+def _side_by_side(values: Tensor, features: int) -> tuple[Tensor, int]:
+    """Return rows of features side by side as rows of one feature, and the number of such rows from sample to sample.
+
+    A part of wider rows, as the gradient of a concatenated tensor is, is not copied if those are a multiple wide.
+    """
+    if features == 1:
+        return values, 1
+    count, dim = len(values), values.shape[1] // features
+    if not values.numel():
+        return values.reshape(count * features, dim), features
+    if values.stride(1) != 1 or values.stride(0) % dim or values.stride(0) < values.shape[1] or values.is_neg():
+        values = values.resolve_neg().contiguous()
+    step = values.stride(0) // dim
+    return values.detach().as_strided((step * (count - 1) + features, dim), (dim, 1)), step
+
+
+def _factors(
+    dtype: torch.dtype, *wanted: tuple[Tensor | None, Sequence[int], str]
+) -> tuple[tuple[int, int], list[Tensor]]:
+    """Return the addresses of weights and divisors, 0 for None, and the tensors that hold them.
+
+    Args:
+        wanted: for each of the two the tensor, its shape, and its name.
+    """
+    held, addresses = [], []
+    for tensor, shape, name in wanted:
+        if tensor is None:
+            addresses.append(0)
+            continue
+        if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape {tuple(shape)}"
+            )
+        require_memory(tensor, name)
+        held.append(as_read(tensor.detach()))
+        addresses.append(held[-1].data_ptr())
+    return (addresses[0], addresses[1]), held
 
 
 def dot_segments(values: Tensor, index: Tensor, offsets: Tensor, others: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     refuses any other use as a tensor, as that of :class:`speedswap.Embedding` does.
 
     The rows of a bag are never side by side in memory: they are added up as they are read, forward and backward.
+    With an id map, ``input`` holds keys, int32 or int64; those without a row count in no bag.
 
     Args:
         num_embeddings: rows of the table.
@@ -128,11 +129,11 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         keyed = None if isinstance(input, Tensor) else keyed_bags(input, offsets, per_sample_weights)
         bags = keyed.bags if keyed else bags_of(input, offsets, per_sample_weights, self.include_last_offset)
         self._check_weights(bags)
-        pooled = self._pooled(bags)
+        bags = bags._replace(ids=self._rows_of(bags.ids))
         if keyed is None:
-            return pooled
-        shape = (keyed.num_keys, keyed.stride, self.embedding_dim)
-        return pooled.view(shape).transpose(0, 1).reshape(keyed.stride, keyed.num_keys * self.embedding_dim)
+            return self._pooled(bags, 1)
+        # The view changes nothing unless there are no keys, and so no bags to lay out.
+        return self._pooled(bags, keyed.num_keys or 1).view(keyed.stride, keyed.num_keys * self.embedding_dim)
 
     def _check_weights(self, bags: Bags) -> None:
         if bags.weights is None:
@@ -145,19 +146,19 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
                 f"{self.table.dtype}; convert it with per_sample_weights.to({self.table.dtype})"
             )
 
-    def _pooled(self, bags: Bags) -> Tensor:
+    def _pooled(self, bags: Bags, features: int) -> Tensor:
         weight, local = self._gather(bags.ids)
         local, offsets, factors = local.reshape(-1), bags.offsets, bags.weights
         if self.padding_idx is not None:
             counts = bags.ids.reshape(-1) != self.padding_idx
             if counts.device.type != "cpu":
-                return pool(weight, local, offsets, self.mode, factors, counts)
+                return pool(weight, local, offsets, self.mode, factors, counts, features=features)
             local = local[counts]
             factors = None if factors is None else factors[counts]
             # Of the ids before a bag, those that count.
             before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])
             offsets = before[offsets]
-        return pool(weight, local, offsets, self.mode, factors)
+        return pool(weight, local, offsets, self.mode, factors, features=features)
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "mode": self.mode, "include_last_offset": self.include_last_offset}

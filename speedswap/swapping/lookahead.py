@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import operator
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.swapping.prefetched import PrefetchedLookup, prefetch_lookups
+from speedswap.swapping.prefetched import Announced, PrefetchedLookup, prefetch_lookups
 from speedswap.swapping.table_module import TableModule
 
 __all__ = ["Lookahead", "lookahead"]
 
 Batch = TypeVar("Batch")
-Module = TypeVar("Module", bound=TableModule)
-IdsOf = Callable[[Batch], Tensor | Sequence[Tensor]]
 
 
-def lookahead(loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
+class LooksUp(Protocol):
+    """A module that can tell its lookups ahead: an embedding, or one that holds several."""
+
+    def lookups_of(self, given: Any, /) -> Sequence[tuple[TableModule, Announced]]:
+        """Return the lookups that a forward pass makes with what its batch's function returned."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return the module and all modules within it, as ``nn.Module`` does."""
+
+
+Module = TypeVar("Module", bound=LooksUp)
+GivenOf = Callable[[Batch], Any]
+
+
+def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
     """Iterate over a loader's batches, with the rows of the next ones already prefetched.
 
     While a step computes, the rows of the batch after it are made unique, checked and gathered, weight and optimizer
@@ -35,6 +45,10 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], *, de
     The batches are taken from the loader ``depth`` steps earlier than without, so a loader that draws from the same
     random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
     has every step that was completed; reading or changing it in between waits for pending writes.
+
+    An embedding's id map is given the keys ``depth`` steps earlier than without, in the order of the batches. Until a
+    batch is looked up for training, everybody else sees the map without its keys, and a batch that never has its turn
+    never came. Each lookup of a batch counts once as a sighting.
 
     Args:
         loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.
@@ -69,20 +83,20 @@ class _Turn(Generic[Batch]):
     """A batch that waits for its turn, or the error raised in its place."""
 
     batch: Batch | None = None
-    prefetched: dict[TableModule, list[PrefetchedLookup]] = field(default_factory=dict)
+    prefetched: defaultdict[TableModule, list[PrefetchedLookup]] = field(default_factory=lambda: defaultdict(list))
     error: Exception | None = None
 
 
 class Lookahead(Generic[Batch]):
     """The iterable that :func:`lookahead` returns."""
 
-    def __init__(self, loader: Iterable[Batch], ids: Mapping[Module, IdsOf[Batch]], depth: int) -> None:
+    def __init__(self, loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], depth: int) -> None:
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader is {a_kind(loader)}; give an iterable of batches")
         if not ids:
             raise ValueError("ids is empty; give a function from a batch to its ids for each embedding")
         for module, function in ids.items():
-            if not isinstance(module, TableModule):
+            if not callable(getattr(module, "lookups_of", None)):
                 raise TypeError(
                     f"a key of ids is {a_kind(module)}; give a speedswap.Embedding or speedswap.EmbeddingBag"
                 )
@@ -92,7 +106,7 @@ class Lookahead(Generic[Batch]):
         if self.depth < 0:
             raise ValueError(f"depth is {depth}; give 0 or more")
         self._loader = loader
-        self._ids: dict[TableModule, IdsOf[Batch]] = dict(ids.items())
+        self._ids: dict[LooksUp, GivenOf[Batch]] = dict(ids.items())
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -101,18 +115,18 @@ class Lookahead(Generic[Batch]):
         if self.depth == 0:
             yield from self._loader
             return
-        for module in self._ids:
-            module._step.lookaheads += 1
+        modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
+        for module in modules:
+            module.begin_lookahead()
         try:
-            yield from self._turns()
+            yield from self._turns(modules)
         finally:
             with ExitStack() as rest:  # of every module, also where a pending write has failed
-                for module in self._ids:
-                    module._step.lookaheads -= 1
-                    module._lookups = None
+                for module in modules:
                     rest.callback(module.table.drain)
+                    rest.callback(module.end_lookahead)
 
-    def _turns(self) -> Iterator[Batch]:
+    def _turns(self, modules: Sequence[TableModule]) -> Iterator[Batch]:
         source = iter(self._loader)
         waiting: deque[_Turn[Batch]] = deque()
         while True:
@@ -124,30 +138,19 @@ class Lookahead(Generic[Batch]):
                 return
             if turn.error is not None:
                 raise turn.error
-            for module, prefetched in turn.prefetched.items():
-                module._lookups = prefetched
+            for module in modules:
+                module.begin_turn(turn.prefetched[module])
             yield cast(Batch, turn.batch)
 
     def _next(self, source: Iterator[Batch]) -> _Turn[Batch]:
         try:
             batch = next(source)
-            wanted = [(module, ids) for module, ids_of in self._ids.items() for ids in _tensors(ids_of(batch))]
-            lookups = [(module.table, ids, _target(module, ids)) for module, ids in wanted]
-            turn = _Turn(batch, {module: [] for module in self._ids})
+            announced = [each for module, given_of in self._ids.items() for each in module.lookups_of(given_of(batch))]
+            turn = _Turn(batch)
             # Together, so that the rows of all tables are known after one round trip to a GPU.
-            for (module, _), lookup in zip(wanted, prefetch_lookups(lookups), strict=True):
+            prefetched = prefetch_lookups([lookup for _, lookup in announced])
+            for (module, _), lookup in zip(announced, prefetched, strict=True):
                 turn.prefetched[module].append(lookup)
         except Exception as error:
             return _Turn(error=error)
         return turn
-
-
-def _tensors(ids: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    several = [ids] if isinstance(ids, Tensor) else list(ids)
-    for each in several:
-        kernels.require_id_dtype(each)
-    return [each for each in several if each.numel()]
-
-
-def _target(module: TableModule, ids: Tensor) -> torch.device:
-    return ids.device if ids.device.type != "cpu" else module.weight.device

@@ -41,6 +41,9 @@ def pool(
     mode: str,
     factors: Tensor | None = None,
     counts: Tensor | None = None,
+    *,
+    divisors: Tensor | None = None,
+    features: int = 1,
 ) -> Tensor:
     """Return the sum, mean or maximum over each bag of rows, as ``F.embedding_bag`` does.
 
@@ -52,16 +55,20 @@ def pool(
         factors: for "sum": of each entry, shape (count,), of weight's dtype.
         counts: bool, shape (count,): True for each entry that counts; all by default. For a GPU: elsewhere the caller
             leaves the other entries out, but there the host would have to wait for their number.
+        divisors: for "sum": of each bag, shape (bags,), of weight's dtype, without a gradient: so a bag may have its
+            mean, and another bag its sum.
+        features: of which the bags are, feature after feature: a divisor of their number.
 
     Returns:
-        Shape (bags, dim); zeros for a bag without ids.
+        Shape (bags / features, features · dim): in its row s the s-th bag of every feature, side by side; zeros for a
+        bag without ids.
     """
     if counts is not None:
         # Torch leaves out one row; it becomes the first, and what does not count points to it.
         weight = torch.cat([weight.new_zeros(1, weight.shape[1]), weight])
         local = torch.where(counts, local + 1, 0)
     if _needs_torch(weight):
-        return F.embedding_bag(
+        bags = F.embedding_bag(
             local,
             weight,
             offsets,
@@ -70,14 +77,24 @@ def pool(
             include_last_offset=True,
             padding_idx=None if counts is None else 0,
         )
+        return _side_by_side(bags if divisors is None else bags / divisors.unsqueeze(1), features)
     if weight.dtype in (torch.float16, torch.bfloat16):
-        return pool(weight.float(), local, offsets, mode, None if factors is None else factors.float()).to(weight.dtype)
+        factors, divisors = (None if each is None else each.float() for each in (factors, divisors))
+        wide = pool(weight.float(), local, offsets, mode, factors, divisors=divisors, features=features)
+        return wide.to(weight.dtype)
     if mode == "max":
-        return _MaxOfBags.apply(weight, local, offsets)  # type: ignore[no-any-return, no-untyped-call]
-    total: Tensor = _SumOfBags.apply(weight, factors, local, offsets)  # type: ignore[no-untyped-call]
-    if mode == "sum":
-        return total
-    return total / offsets.diff().clamp(min=1).to(total.dtype).unsqueeze(1)
+        return _side_by_side(_MaxOfBags.apply(weight, local, offsets), features)  # type: ignore[no-untyped-call]
+    if mode == "mean":
+        divisors = offsets.diff().clamp(min=1).to(weight.dtype)
+    return _SumOfBags.apply(weight, factors, local, offsets, divisors, features)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _side_by_side(bags: Tensor, features: int) -> Tensor:
+    """Return bags that lie feature after feature as rows of features side by side."""
+    if features == 1:
+        return bags
+    count, dim = len(bags) // features, bags.shape[1]
+    return bags.view(features, count, dim).transpose(0, 1).reshape(count, features * dim)
 
 
 def _needs_torch(weight: Tensor) -> bool:
@@ -125,30 +142,54 @@ def _by_row(local: Tensor, offsets: Tensor, num_rows: int) -> tuple[Tensor, Tens
 
 
 class _SumOfBags(torch.autograd.Function):
-    """out[b] = Σ factors[k] · weight[local[k]] over the entries k of bag b."""
+    """out[b] = Σ factors[k] · weight[local[k]] / divisors[b] over the entries k of bag b, laid out by features."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, factors: Tensor | None, local: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(None if factors is None else weight, factors, local, offsets)
-        ctx.num_rows = len(weight)
-        return _own(kernels.sum_segments(weight, local, offsets, factors))
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        factors: Tensor | None,
+        local: Tensor,
+        offsets: Tensor,
+        divisors: Tensor | None,
+        features: int,
+    ) -> Tensor:
+        ctx.save_for_backward(None if factors is None else weight, factors, local, offsets, divisors)
+        ctx.num_rows, ctx.features = len(weight), features
+        return _own(kernels.sum_segments(weight, local, offsets, factors, divisors=divisors, features=features))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        weight, factors, local, offsets = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        weight, factors, local, offsets, divisors = ctx.saved_tensors
         to_weight, to_factors = None, None
-        if ctx.needs_input_grad[0]:
-            to_weight = _back(grad, factors, local, offsets, ctx.num_rows)
-        if ctx.needs_input_grad[1]:
-            to_factors = _ProductsOfBags.apply(weight, grad, local, offsets)  # type: ignore[no-untyped-call]
-        return to_weight, to_factors, None, None
+        if ctx.needs_input_grad[0] and not torch.is_grad_enabled():  # no gradient of this gradient is wanted
+            to_weight = kernels.sum_segments_back(
+                grad, local, ctx.num_rows, offsets, factors, divisors=divisors, features=ctx.features
+            )
+        if ctx.needs_input_grad[1] or (ctx.needs_input_grad[0] and to_weight is None):
+            bags = _one_below_another(grad, ctx.features)
+            if divisors is not None:
+                bags = bags / divisors.unsqueeze(1)
+            if to_weight is None and ctx.needs_input_grad[0]:
+                to_weight = _back(bags, factors, local, offsets, ctx.num_rows)
+            if ctx.needs_input_grad[1]:
+                to_factors = _ProductsOfBags.apply(weight, bags, local, offsets)  # type: ignore[no-untyped-call]
+        return to_weight, to_factors, None, None, None, None
+
+
+def _one_below_another(rows: Tensor, features: int) -> Tensor:
+    """Return rows of features side by side as bags that lie feature after feature."""
+    if features == 1:
+        return rows
+    count, dim = len(rows), rows.shape[1] // features
+    return rows.reshape(count, features, dim).transpose(0, 1).reshape(features * count, dim)
 
 
 def _back(grad: Tensor, factors: Tensor | None, local: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     """Return out[r] = Σ factors[k] · grad[bag of k] over the entries k of row r."""
     order, bags, starts = _by_row(local, offsets, num_rows)
     ordered = None if factors is None else factors[order]
-    return _SumOfBags.apply(grad, ordered, bags, starts)  # type: ignore[no-any-return, no-untyped-call]
+    return _SumOfBags.apply(grad, ordered, bags, starts, None, 1)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ProductsOfBags(torch.autograd.Function):
@@ -165,7 +206,7 @@ class _ProductsOfBags(torch.autograd.Function):
         to_weight = _back(others, grad, local, offsets, len(weight)) if ctx.needs_input_grad[0] else None
         to_others = None
         if ctx.needs_input_grad[1]:
-            to_others = _SumOfBags.apply(weight, grad, local, offsets)  # type: ignore[no-untyped-call]
+            to_others = _SumOfBags.apply(weight, grad, local, offsets, None, 1)  # type: ignore[no-untyped-call]
         return to_weight, to_others, None, None
 
 

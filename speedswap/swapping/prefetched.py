@@ -3,60 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
-__all__ = ["PrefetchedLookup", "prefetch_lookups"]
+__all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
+
+
+class Announced(NamedTuple):
+    """A lookup that a later batch will ask a table for.
+
+    Attributes:
+        table: where the rows are.
+        given: the tensors that the model will look up with, which tell this lookup from the batch's others.
+        device: where the lookup will need its rows.
+        ids: rows of the table, int32 or int64, any shape, at least one. Nothing changes them any more, unless they are
+            one of ``given``.
+        asked: the lookup's keys, where an id map has given them these rows; as the module keeps them.
+    """
+
+    table: Table
+    given: tuple[Tensor, ...]
+    device: torch.device
+    ids: Tensor
+    asked: Any = None
 
 
 class PrefetchedLookup:
-    """A lookup that is to come, with its rows on their way. :func:`prefetch_lookups` makes it.
-
-    Args:
-        table: where the rows are.
-        ids: int32 or int64, any shape, at least one.
-        device: where the lookup will need its rows.
-    """
+    """A lookup that is to come, with its rows on their way. :func:`prefetch_lookups` makes it."""
 
     _transfer: Prefetched
 
-    def __init__(self, table: Table, ids: Tensor, device: torch.device) -> None:
-        self._table = table
-        self._device = device
-        self._ids = ids
-        self._ids_version = _version(ids)
-        self._copy = _copied(ids.detach(), device)
+    def __init__(self, lookup: Announced, given: Sequence[Given]) -> None:
+        self.table = lookup.table
+        self.device = lookup.device
+        self.asked = lookup.asked
+        self._given = given
+        own = [tensor.copy for tensor in given if tensor.is_tensor(lookup.ids)]
+        self.ids = own[0] if own else _copied(lookup.ids, lookup.device)
         self._found: tuple[Block, Tensor] | None = None
         self._found_version = -1
         self._rows_version = 0
 
-    def matches(self, ids: Tensor) -> bool:
-        """Return whether these are the ids whose rows were prefetched."""
-        if ids.device != self._device or ids.numel() != self._copy.numel():
+    def matches(self, given: Sequence[Tensor], device: torch.device) -> bool:
+        """Return whether rows for these tensors were prefetched, to this device."""
+        if device != self.device or len(given) != len(self._given):
             return False
-        if self._is_unchanged(ids):
-            return True
-        return torch.equal(ids.detach().reshape(-1).to(self._copy.dtype), self._copy.to(ids.device).reshape(-1))
-
-    def _is_unchanged(self, ids: Tensor) -> bool:
-        """Return whether ids are in the very memory that was given, on a GPU, where a comparison would wait for them.
-
-        Memory of the CPU may be written without its tensors noticing.
-        """
-        given = self._ids
-        if ids.device.type == "cpu" or self._ids_version is None or self._ids_version != _version(given):
-            return False
-        if ids is given:
-            return True
-        # Another view of it, as indexing the batch anew makes one: views count their changes together.
-        same_memory = ids.data_ptr() == given.data_ptr() and ids.dtype == given.dtype
-        same_order = (ids.shape, ids.stride()) == (given.shape, given.stride()) or (
-            ids.is_contiguous() and given.is_contiguous()
-        )
-        return same_memory and same_order and _version(ids) == self._ids_version
+        return all(before.equals(now) for before, now in zip(self._given, given, strict=True))
 
     def take(self) -> tuple[Block, Tensor] | None:
         """Take the rows as the table has them now.
@@ -65,14 +61,14 @@ class PrefetchedLookup:
             The rows, and each id's place among them, of the shape of the given ids; None where they are stale and have
             to be looked up again.
         """
-        with self._table.lock:
+        with self.table.lock:
             if self._found_version < 0:
                 # What a lookup in inference mode finds may be asked for again by one that trains.
                 with torch.inference_mode(False):
                     self._found = self._transfer.take()
-                self._found_version = self._table.version
+                self._found_version = self.table.version
                 self._rows_version = self._version_of_rows()
-            is_current = self._found_version == self._table.version and self._rows_version == self._version_of_rows()
+            is_current = self._found_version == self.table.version and self._rows_version == self._version_of_rows()
             return self._found if is_current else None
 
     def _version_of_rows(self) -> int:
@@ -80,20 +76,66 @@ class PrefetchedLookup:
         return self._found[0].weight._version if self._found is not None else 0
 
 
-def prefetch_lookups(lookups: Sequence[tuple[Table, Tensor, torch.device]]) -> list[PrefetchedLookup]:
-    """Begin all lookups of a batch, together: tables, ids and devices as for :class:`PrefetchedLookup`."""
-    prefetched = [PrefetchedLookup(*lookup) for lookup in lookups]
-    transfers = prefetch((each._table, each._copy, each._device) for each in prefetched)
+def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
+    """Begin all lookups of a batch, together."""
+    # Lookups in several tables may be of the same tensors.
+    given = {(id(tensor), each.device): tensor for each in lookups for tensor in each.given}
+    kept = {(key, device): Given(tensor, device) for (key, device), tensor in given.items()}
+    prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
+    transfers = prefetch((each.table, each.ids, each.device) for each in prefetched)
     for each, transfer in zip(prefetched, transfers, strict=True):
         each._transfer = transfer
     return prefetched
 
 
-def _copied(ids: Tensor, device: torch.device) -> Tensor:
+class Given:
+    """A tensor as it was when its lookup was announced.
+
+    Args:
+        tensor: of any dtype and shape.
+        device: of the lookup.
+    """
+
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        self._tensor = tensor
+        self._version = _version(tensor)
+        self.copy = _copied(tensor, device)
+
+    def is_tensor(self, tensor: Tensor) -> bool:
+        return tensor is self._tensor
+
+    def equals(self, now: Tensor) -> bool:
+        """Return whether a tensor has the items that were given, in their order."""
+        if now.numel() != self.copy.numel():
+            return False
+        if self._is_unchanged(now):
+            return True
+        return torch.equal(now.detach().reshape(-1).to(self.copy.dtype), self.copy.to(now.device).reshape(-1))
+
+    def _is_unchanged(self, now: Tensor) -> bool:
+        """Return whether a tensor is the very memory that was given, on a GPU, where a comparison would wait for it.
+
+        Memory of the CPU may be written without its tensors noticing.
+        """
+        given = self._tensor
+        if now.device.type == "cpu" or self._version is None or self._version != _version(given):
+            return False
+        if now is given:
+            return True
+        # Another view of it, as indexing the batch anew makes one: views count their changes together.
+        same_memory = now.data_ptr() == given.data_ptr() and now.dtype == given.dtype
+        same_order = (now.shape, now.stride()) == (given.shape, given.stride()) or (
+            now.is_contiguous() and given.is_contiguous()
+        )
+        return same_memory and same_order and _version(now) == self._version
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy; for a GPU it is pinned, so that nothing waits for it to get there."""
-    if ids.device.type != "cpu" or device.type == "cpu":
-        return ids.clone()
-    return torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True).copy_(ids)
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" or device.type == "cpu":
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def _version(tensor: Tensor) -> int | None:

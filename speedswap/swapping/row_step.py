@@ -36,6 +36,7 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, steps_under_way
+from speedswap.swapping.padding import Padding
 from speedswap.tables import Block, Column, Commit
 
 __all__ = ["Leaving", "RowStep", "every_step", "step_of"]
@@ -66,18 +67,18 @@ class RowStep(Locked):
 
     Args:
         state: the optimizer's state, with the table and the placeholder parameter that it belongs to.
-        padding_idx: a row that gets no gradient.
+        padding: rows that get no gradient.
 
     Attributes:
         lookaheads: under way; while there are any, rows may be written behind the next step.
     """
 
-    def __init__(self, state: OptimizerState, padding_idx: int | None) -> None:
+    def __init__(self, state: OptimizerState, padding: Padding) -> None:
         super().__init__()
         self.state = state
         self.table = state.table
         self.weight = state.weight
-        self.padding_idx = padding_idx
+        self.padding = padding
         self.lookaheads = 0
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
@@ -85,6 +86,7 @@ class RowStep(Locked):
         self._has_inner_steps = False
         self._thread = 0  # that is inside the optimizer's step
         self._abandoned = 0  # times
+        self._renewed: list[tuple[int, Tensor]] = []  # since the last step: the table's version then, and the rows
         self.weight._keeper = weakref.ref(self)
         _by_weight[id(self.weight)] = self
 
@@ -125,8 +127,11 @@ class RowStep(Locked):
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         grad = grad.detach()
-        if self.padding_idx is not None:
-            grad.masked_fill_((block.rows == self.padding_idx).unsqueeze(1), 0)
+        if self.padding:
+            self.padding.zero(grad, block.rows)
+        for since, rows in self._renewed:
+            if version < since:
+                _drop(grad, block.rows, rows)
         with self.lock:
             self._require_no_other_step()
             with self._rows.opened():
@@ -134,6 +139,15 @@ class RowStep(Locked):
                 self._rows.add(block, version, grad)
                 self._rows.updates.accept_gradient()
                 self._status = _Status.READY
+
+    def drop_gradient(self, rows: Tensor) -> None:
+        """Let rows that have started anew in the table lose the gradient of lookups before."""
+        with self.lock, self._rows.opened():
+            self._renewed.append((self.table.version, rows))
+            grad, block = self.weight.grad, self._rows.block
+            if self._status is _Status.READY and grad is not None and block is not None:
+                _drop(grad, block.rows, rows)
+                self._rows.updates.accept()
 
     def save_gradient(self) -> Callable[[], None]:
         """Note the gradient, and the rows that it belongs to, before a backward pass that may have to be undone.
@@ -294,6 +308,7 @@ class RowStep(Locked):
                 self.state.keep_scalars(optimizer, leaving.values, commit)
                 self._rows.drop_state()
                 self._status = _Status.STEPPED
+                self._renewed.clear()
             finally:
                 self._rows.close()
 
@@ -353,7 +368,13 @@ class RowStep(Locked):
 
     def _release(self) -> None:
         self._rows.release()
+        self._renewed.clear()
         self._status = _Status.IDLE
+
+
+def _drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
+    """Set the gradient of some rows to zero."""
+    grad.masked_fill_(torch.isin(rows, dropped.to(rows.device)).unsqueeze(1), 0)
 
 
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,15 @@ from speedswap._words import a_kind
 from speedswap.errors import WeightError
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
+from speedswap.swapping.keyed import KeyedRows, require_map
 from speedswap.swapping.optimizer_state import OptimizerState
-from speedswap.swapping.prefetched import PrefetchedLookup
+from speedswap.swapping.padding import Padding
+from speedswap.swapping.prefetched import Announced, PrefetchedLookup
 from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Scored, read_rows, top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
-from speedswap.tables import Block, Table
+from speedswap.tables import Block, IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.memory.host import warn_once
 from speedswap.tables.record import ROUNDINGS
@@ -67,6 +69,7 @@ class TableModule(nn.Module):
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
         local_to_rank: bool = False,
+        id_map: IdMap | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
@@ -78,6 +81,11 @@ class TableModule(nn.Module):
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
             padding_idx %= num_embeddings
+        if id_map is None and table is not None:
+            id_map = table.id_map
+        if id_map is not None:
+            require_map(id_map, num_embeddings, padding_idx)
+            padding_idx = 0
         rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
         _check_dtypes(rows_dtype, state_dtype)
         torch.empty(0, device=device)  # raises where there is no such device, before a table is made
@@ -115,8 +123,21 @@ class TableModule(nn.Module):
         self.table = table
         self._init = first_values
         self.weight = TableWeight(table, device)
-        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding_idx)
+        padding = Padding([] if padding_idx is None else [padding_idx])
+        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding)
         self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
+        self._keyed = self._keyed_by(id_map)
+
+    def _keyed_by(self, id_map: IdMap | None) -> KeyedRows | None:
+        if id_map is None:
+            return None
+        self.table.set_id_map(id_map)
+        return KeyedRows(id_map, self.table, self._step)
+
+    @property
+    def id_map(self) -> IdMap | None:
+        """The map from the keys that are looked up to rows; None where ids are rows."""
+        return None if self._keyed is None else self._keyed.id_map
 
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
         """Give every row its initial values again; the optimizer's state stays as it is.
@@ -201,12 +222,96 @@ class TableModule(nn.Module):
         """
         return top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
+    def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
+        """Return the lookups that forward makes with a tensor of ids, or with each of several, for a lookahead.
+
+        Args:
+            given: int32 or int64, any shape, on the device of the lookup, or on the CPU with ``weight`` on it. With an
+                id map: keys, to which it gives their rows now if the lookup is a training one.
+
+        Returns:
+            This module with each of its lookups; none for a tensor without ids.
+
+        Raises:
+            TypeError: ``given`` is something else.
+            IdMapFullError: the map has no rows for the keys.
+        """
+        announced = [self._announced(each) for each in ([given] if self._is_one(given) else given)]
+        return [(self, lookup) for lookup in announced if lookup.ids.numel()]
+
+    def _announced(self, given: Any) -> Announced:
+        device, asked = self._target(given), None
+        if self._keyed is None:
+            kernels.require_id_dtype(given)
+            ids = given
+        elif self._adds():
+            asked = self._keyed.ask(given, device)
+            ids = asked.rows
+        else:
+            ids = self._keyed.rows(given, device, adds=False)
+        return Announced(self.table, (ids,), device, ids, asked)
+
+    def begin_lookahead(self) -> None:
+        """Let rows be written behind the next step, and lookups be announced."""
+        self._step.lookaheads += 1
+
+    def begin_turn(self, lookups: list[PrefetchedLookup]) -> None:
+        """Let a batch have its turn, whose lookups were announced and prefetched."""
+        self._lookups = lookups
+        if self._keyed is not None:
+            self._keyed.begin([each.asked for each in lookups if each.asked is not None])
+
+    def end_lookahead(self) -> None:
+        """Forget the lookups of batches that have not had their turn."""
+        self._step.lookaheads -= 1
+        self._lookups = None
+        if self._keyed is not None:
+            self._keyed.end()
+
+    def _is_one(self, given: Any) -> bool:
+        """Return whether ids or keys are those of one lookup, not of several."""
+        if isinstance(given, Tensor):
+            return True
+        is_list_of_keys = isinstance(given, (list, tuple)) and (not given or isinstance(given[0], (str, bytes)))
+        return self._keyed is not None and (is_list_of_keys or not isinstance(given, (list, tuple)))
+
+    def _target(self, ids: Any) -> torch.device:
+        """Return the device where a lookup of ids or keys will need its rows."""
+        is_there = isinstance(ids, Tensor) and ids.device.type != "cpu"
+        return ids.device if is_there else self.weight.device
+
+    def _adds(self) -> bool:
+        """Return whether a lookup now is a training one, which gives new keys their rows."""
+        return self.training and self.weight.requires_grad and torch.is_grad_enabled()
+
+    def _rows_of(self, keys: Any) -> Tensor:
+        """Return the rows of keys, where a lookup of them needs them; ids are rows already where there is no map."""
+        if self._keyed is None:
+            return cast(Tensor, keys)
+        device = keys.device if isinstance(keys, Tensor) else self.weight.device
+        return self._keyed.rows(keys, device, adds=self._adds())
+
     def _gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a batch's distinct rows to the device of its ids.
+        """Gather a batch's distinct rows to the device of its ids; as :meth:`_gather_given`."""
+        if not isinstance(ids, Tensor):
+            kernels.require_dense(ids, "ids")
+        weight, local = self._gather_given((ids,) if ids.numel() else (), ids.device, lambda: ids)
+        return weight, local.view(ids.shape)
+
+    def _gather_given(
+        self, given: tuple[Tensor, ...], device: torch.device, ids_of: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gather a batch's distinct rows.
+
+        Args:
+            given: the tensors that a lookahead may have announced for this lookup; empty where there are no ids.
+            device: where the rows are needed.
+            ids_of: returns the ids, on that device; called where no lookahead has announced them.
 
         Returns:
             The rows' weights, shape (n, embedding_dim), which are a fresh leaf if they are trained: its gradient goes
-            to this module's step; and each id's place among them, int64, of the ids' shape.
+            to this module's step; and each id's place among them, int64, of the ids' shape; or of the shape in which
+            they were announced.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -217,18 +322,18 @@ class TableModule(nn.Module):
         """
         weight = self.weight
         if weight is not self._step.weight and self._is_replacement(weight):
-            return self._in_place_of_table(weight, ids)
+            return self._in_place_of_table(weight, ids_of())
         is_trained = weight.requires_grad and torch.is_grad_enabled()
         if in_transform():
             if is_trained:
                 refuse_training(self.table.name)
-            return constant_rows(ids, functools.partial(self._gather_now, columns=["weight"]))
+            return constant_rows(ids_of(), functools.partial(self._gather_now, columns=["weight"]))
         if not is_trained:
-            block, local = self._prefetched(ids) or self._gather_now(ids, ["weight"])
+            block, local = self._gather_ahead(given, device, ids_of, ["weight"])
             return block.weight, local
         require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)
         self._step.before_forward()
-        block, local = self._prefetched(ids, expected=True) or self._gather_now(ids, None)
+        block, local = self._gather_ahead(given, device, ids_of, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
         leaf = block.weight.detach().requires_grad_()
         receive = functools.partial(self._step.receive, block, self.table.version)
@@ -255,9 +360,9 @@ class TableModule(nn.Module):
         """Return all rows of a tensor that replaces the table's, and each id's place among them."""
         if not in_transform():  # where torch's own lookup checks them
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
-        if self.padding_idx is not None:
-            is_padding = torch.arange(self.num_embeddings, device=weight.device).unsqueeze(1) == self.padding_idx
-            weight = torch.where(is_padding, weight.detach(), weight)
+        if self._step.padding:
+            is_padding = self._step.padding.among(torch.arange(self.num_embeddings, device=weight.device))
+            weight = torch.where(is_padding.unsqueeze(1), weight.detach(), weight)
         return weight, ids.long()
 
     def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
@@ -265,20 +370,27 @@ class TableModule(nn.Module):
         rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
         return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
 
-    def _prefetched(self, ids: Tensor, *, expected: bool = False) -> tuple[Block, Tensor] | None:
-        """Return what :meth:`_gather_now` would, if a lookahead has gathered these ids and the rows are current."""
-        if self._lookups is None or not isinstance(ids, Tensor) or not ids.numel():
-            return None
-        for lookup in self._lookups:
-            if lookup.matches(ids):
-                found = lookup.take()
-                return found and (found[0], found[1].view(ids.shape))
-        if expected:
+    def _gather_ahead(
+        self,
+        given: tuple[Tensor, ...],
+        device: torch.device,
+        ids_of: Callable[[], Tensor],
+        columns: Sequence[str] | None,
+    ) -> tuple[Block, Tensor]:
+        """Return the rows that a lookahead has gathered for these tensors, if they are current; or gather them now.
+
+        The ids of an announced lookup are not asked for again.
+        """
+        lookups = self._lookups if given and self._lookups is not None else []
+        lookup = next((each for each in lookups if each.matches(given, device)), None)
+        if lookup is not None:
+            return lookup.take() or self._gather_now(lookup.ids.to(device), columns)
+        if given and self._lookups is not None and columns is None:
             warn_once(
                 f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
                 "which is slower; let its function return the ids of every lookup, on the lookup's device"
             )
-        return None
+        return self._gather_now(ids_of(), columns)
 
     @classmethod
     def _with_rows(
@@ -319,11 +431,12 @@ class TableModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         table = copy.deepcopy(self.table, memo)  # or says what to do instead
-        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self.padding_idx)
+        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self._step.padding)
         step.weight.requires_grad_(self.weight.requires_grad)
         module = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}
-        module.__dict__ |= copy.deepcopy({**self.__dict__, "_lookups": None}, memo)
+        module.__dict__ |= copy.deepcopy({**self.__dict__, "_lookups": None, "_keyed": None}, memo)
+        module._keyed = module._keyed_by(table.id_map)
         return module
 
     def extra_repr(self) -> str:
@@ -360,6 +473,8 @@ class TableModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.table.read()
+        if self.id_map is not None:
+            destination[prefix + "id_map"] = self.id_map.to_bytes()
 
     def _load_from_state_dict(
         self,
@@ -381,6 +496,11 @@ class TableModule(nn.Module):
         if tuple(values.shape) != wanted:
             error_msgs.append(f"size mismatch for {key}: the checkpoint has {tuple(values.shape)}, the table {wanted}")
             return
+        if self.id_map is not None:
+            if prefix + "id_map" in state_dict:
+                self.id_map.restore(state_dict[prefix + "id_map"], what=f"{prefix}id_map")
+            elif strict:
+                missing_keys.append(prefix + "id_map")
         self._step.abandon()
         self.table.write(0, values.detach().to(self.table.dtype))
 

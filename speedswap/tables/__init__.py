@@ -6,7 +6,10 @@ has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensor
 """
 
 from speedswap.tables import init
+from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.block import Block
+from speedswap.tables.id_map import IdMap
+from speedswap.tables.keys import Keys, as_keys
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, prefetch
 from speedswap.tables.record import Column
@@ -15,14 +18,18 @@ from speedswap.tables.store import Prefetched, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 __all__ = [
+    "AskedAhead",
     "Block",
     "Column",
     "Commit",
+    "IdMap",
+    "Keys",
     "LocalStore",
     "Prefetched",
     "RowStore",
     "Table",
     "WrappedStore",
+    "as_keys",
     "gather_rows",
     "init",
     "prefetch",

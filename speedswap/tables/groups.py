@@ -61,6 +61,7 @@ class RecordGroups:
         self.engine = engine
         self.written = written
         self.writes = writes
+        self.key_files: dict[str, str] = {}  # of id maps, by name, as the next manifest names them
         self._groups: tuple[RecordGroup, ...] = ()
         # Computed once for these groups, since every batch asks.
         self._columns: tuple[tuple[RecordGroup, ...], dict[str, Column]] = (), {}
@@ -96,6 +97,7 @@ class RecordGroups:
         attributes.clear()
         attributes.update(manifest.attributes)
         self.seed, self.written, self.writes = manifest.seed, manifest.written, manifest.writes
+        self.key_files = manifest.id_maps
         known = {group.file: group for group in self}
         groups = []
         for entry, memory in zip(manifest.segments, memories, strict=True):
@@ -199,6 +201,11 @@ class RecordGroups:
                 group.close()
         self.discard_stale_files()
 
+    def add_unfilled(self, columns: Sequence[Column]) -> None:
+        """Make a new table's records, of zeros, for rows that the caller is about to write."""
+        self._groups = (self._new(columns, filled=False),)
+        self.written = True
+
     def _rebuild(self, columns: Sequence[Column]) -> None:
         """Put all columns in one record; the old memory is released first, so that the peak is the new table alone."""
         layouts = [group.layout for group in self]
@@ -212,8 +219,8 @@ class RecordGroups:
             self.lost = False
             raise
 
-    def _new(self, columns: Sequence[Column]) -> RecordGroup:
-        """Return memory for these columns, filled with their initial values."""
+    def _new(self, columns: Sequence[Column], *, filled: bool = True) -> RecordGroup:
+        """Return memory for these columns, filled with their initial values unless it is to stay zero."""
         layout = RecordLayout.of(columns)
         nbytes = self.num_embeddings * layout.stride
         if self.directory is None:
@@ -223,7 +230,7 @@ class RecordGroups:
             group = RecordGroup(layout, memory, self.num_embeddings, self.engine, file)
         try:
             # Fresh memory is zero already.
-            self.fill(group, [column for column in columns if not column.init.is_zero])
+            self.fill(group, [column for column in columns if filled and not column.init.is_zero])
             if self.directory is not None:
                 # Before a manifest names it, and long before the file that it replaces is removed.
                 group.memory.flush()
@@ -245,22 +252,26 @@ class RecordGroups:
         """Bring the directory's manifest up to date, if there is one."""
         if self.directory is not None:
             entries = [SegmentEntry(str(group.file), group.layout) for group in self]
-            self.directory.write_manifest(self._manifest(entries, attributes))
+            self.directory.write_manifest(self._manifest(entries, attributes, self.key_files))
 
-    def save_to(self, directory: TableDirectory, attributes: dict[str, Any]) -> None:
-        """Write a copy of everything to another directory."""
+    def save_to(self, directory: TableDirectory, attributes: dict[str, Any], key_files: dict[str, str]) -> None:
+        """Write a copy of everything to another directory, where id maps are in files already."""
         entries = []
         for group in self:
             group.memory.settle()
             entries.append(SegmentEntry(directory.save_data(group.memory), group.layout))
         directory.sync()
-        directory.write_manifest(self._manifest(entries, attributes))
+        directory.write_manifest(self._manifest(entries, attributes, key_files))
 
-    def _manifest(self, entries: Sequence[SegmentEntry], attributes: dict[str, Any]) -> Manifest:
+    def _manifest(
+        self, entries: Sequence[SegmentEntry], attributes: dict[str, Any], key_files: dict[str, str]
+    ) -> Manifest:
         # Initial values that cannot be computed again count as written.
         fixed = any(initializers.from_json(column.init.to_json()) is None for column in self.columns.values())
         written = self.written or fixed
-        return Manifest(self.name, self.num_embeddings, self.seed, written, attributes, tuple(entries), self.writes)
+        return Manifest(
+            self.name, self.num_embeddings, self.seed, written, attributes, tuple(entries), self.writes, dict(key_files)
+        )
 
     def discard_stale_files(self) -> None:
         """Remove data files that no group uses."""

@@ -7,12 +7,13 @@ device and for any division of the rows. A function of ``torch.nn.init`` works a
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ __all__ = [
     "CopyOf",
     "GivenRows",
     "Initializer",
+    "Unknown",
     "as_rows_of",
     "constant",
     "copy_of",
@@ -51,6 +53,29 @@ class Initializer:
         """Write the initial values of ``num_rows`` rows from ``first_row`` on."""
         raise NotImplementedError(f"{type(self).__name__} must implement fill")
 
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        """Write the initial values of some rows to memory of their own, with the very bits that :meth:`fill` gives.
+
+        Args:
+            target: row i of its view is that of ``rows[i]``, in host memory.
+            rows: int64, shape (n,), ascending.
+
+        Raises:
+            ValueError: they cannot be computed again.
+        """
+        ends = [*((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
+        begin = 0
+        for end in ends:
+            chunk = target.like(int(rows[begin]), end - begin)
+            self.fill(chunk, chunk.first_row, end - begin)
+            target.view[begin:end] = chunk.view
+            begin = end
+
+    @property
+    def is_function_of_row(self) -> bool:
+        """True if the values of a row can be computed again at any time."""
+        return True
+
     def to_json(self) -> dict[str, Any]:
         """Return the initializer as plain data, for a table's manifest."""
         return {"kind": self.kind, **asdict(self)}
@@ -58,6 +83,11 @@ class Initializer:
     @property
     def is_zero(self) -> bool:
         """True if fresh memory, which is zero, needs no writing."""
+        return False
+
+    @property
+    def is_given(self) -> bool:
+        """True if the values are copied once, while the table is created, and cannot be computed again."""
         return False
 
 
@@ -92,15 +122,23 @@ class ColumnMemory:
         seed: int,
         key: int,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> ColumnMemory:
-        """Return float32 memory of its own for some rows, to be filled and then rounded into the table's."""
-        rows = torch.empty(num_rows, *row_shape, dtype=torch.float32, device=device)
+        """Return memory of its own for some rows, to be filled and then written, or rounded, into the table's."""
+        rows = torch.empty(num_rows, *row_shape, dtype=dtype, device=device)
         # Addressed as rows first_row and up of a table that would begin `first_row` records before it.
-        stride = 4 * math.prod(row_shape)
+        stride = dtype.itemsize * math.prod(row_shape)
         records = kernels.Records(
             rows.data_ptr() - first_row * stride, stride, first_row + num_rows, device, False, rows
         )
         return cls(records, 0, rows, num_embeddings, seed, key, first_row)
+
+    def like(self, first_row: int, num_rows: int, dtype: torch.dtype | None = None) -> ColumnMemory:
+        """Return memory of its own for some rows of the same column."""
+        shape, view = tuple(self.view.shape[1:]), self.view
+        return self.chunk(
+            first_row, num_rows, shape, self.num_embeddings, self.seed, self.key, view.device, dtype or view.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +148,9 @@ class _Constant(Initializer):
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
         target.rows(first_row, num_rows).fill_(self.value)
+
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        target.view.fill_(self.value)
 
     @property
     def is_zero(self) -> bool:
@@ -127,12 +168,16 @@ class _Random(Initializer):
             type(self).draw(*rows, *astuple(self), seed=target.seed, column_key=target.key)
             return
         # Half precision is the float32 value rounded to nearest: draw a chunk, then convert it.
-        row_shape = tuple(view.shape[1:])
-        chunk = ColumnMemory.chunk(
-            first_row, num_rows, row_shape, target.num_embeddings, target.seed, target.key, view.device
-        )
+        chunk = target.like(first_row, num_rows, torch.float32)
         self.fill(chunk, first_row, num_rows)
         target.rows(first_row, num_rows).copy_(chunk.view)
+
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        drawn = target if target.view.dtype == torch.float64 else target.like(0, len(rows), torch.float32)
+        records = drawn.records, drawn.offset, drawn.view.dtype, drawn.width, 0, len(rows)
+        type(self).draw(*records, *astuple(self), seed=target.seed, column_key=target.key, rows=rows)
+        if drawn is not target:
+            target.view.copy_(drawn.view)
 
 
 @dataclass(frozen=True)
@@ -170,14 +215,41 @@ class GivenRows(Initializer):
     source: weakref.ref[Tensor]
     kind: ClassVar[str] = "given"
 
+    @property
+    def is_given(self) -> bool:
+        return True
+
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
         rows = self.source()
         if rows is None:
             raise RuntimeError("the given rows are gone; they are copied once, while the table is created")
         target.rows(first_row, num_rows).copy_(rows[first_row : first_row + num_rows])
 
+    @property
+    def is_function_of_row(self) -> bool:
+        return False
+
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
+
+
+@dataclass(frozen=True)
+class Unknown(Initializer):
+    """Values that a table in files was made with and that cannot be computed from them.
+
+    Args:
+        description: the manifest's, as JSON.
+    """
+
+    description: str
+    kind: ClassVar[str] = "unknown"
+
+    @property
+    def is_function_of_row(self) -> bool:
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", json.loads(self.description))
 
 
 class _RowsOfTable(torch.Tensor):
@@ -206,12 +278,22 @@ class _FromTorch(Initializer):
     kind: ClassVar[str] = "torch"
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        for start in range(first_row, first_row + num_rows, CHUNK_ROWS):
-            shape = (min(CHUNK_ROWS, first_row + num_rows - start), *target.view.shape[1:])
+        stop_row = first_row + num_rows
+        # Chunks are always the same, and whole, for any division of the rows.
+        for start in range(first_row - first_row % CHUNK_ROWS, stop_row, CHUNK_ROWS):
+            shape = (min(CHUNK_ROWS, target.num_embeddings - start), *target.view.shape[1:])
             chunk = torch.empty(shape, dtype=target.view.dtype, device="cpu")
             with seeded((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
                 self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
-            target.rows(start, shape[0]).copy_(chunk)
+            begin, end = max(start, first_row), min(start + CHUNK_ROWS, stop_row)
+            target.rows(begin, end - begin).copy_(chunk[begin - start : end - start])
+
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        for start in kernels.unique(rows // CHUNK_ROWS * CHUNK_ROWS)[0].tolist():  # a row depends on its chunk
+            chunk = target.like(start, min(CHUNK_ROWS, target.num_embeddings - start))
+            self.fill(chunk, start, len(chunk.view))
+            some = (rows >= start) & (rows < start + CHUNK_ROWS)
+            target.view[some] = chunk.view[rows[some] - start]
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "function": getattr(self.function, "__name__", repr(self.function))}
@@ -303,6 +385,10 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
         if not isinstance(data["column"], str):
             raise TypeError(f"init is a copy of column {data['column']!r}, which is not a name")
         return copy_of(data["column"])
+    if data["kind"] == "ranges":
+        from speedswap.tables.ranges import InRanges
+
+        return InRanges.from_json(data)
     if data["kind"] not in _OF_NUMBERS:
         return None
     make, names = _OF_NUMBERS[data["kind"]]

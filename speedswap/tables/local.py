@@ -20,7 +20,6 @@ from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.files.persistence import Persistence, read_scalars
 from speedswap.tables.groups import RecordGroups
-from speedswap.tables.init import GivenRows
 from speedswap.tables.memory import host as storages
 from speedswap.tables.pending import PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Column
@@ -50,7 +49,7 @@ class LocalStore(RowStore):
         self.attributes = attributes
         self.attributes_lag = attributes_lag
         self._pending = PendingTransfers()
-        self._persistence = Persistence(groups, attributes, lagging=attributes_lag)
+        self._persistence = Persistence(groups, attributes, self.id_maps, lagging=attributes_lag)
         self.live_attributes = self._persistence.live
         self._closed = False
         self._owner_pid = os.getpid()
@@ -81,8 +80,7 @@ class LocalStore(RowStore):
         require_size(num_embeddings, [weight])
         directory = TableDirectory.create(Path(path)) if path is not None else None
         name = name or (directory.path.name if directory is not None else "table")
-        given = isinstance(weight.init, GivenRows)
-        groups = RecordGroups(num_embeddings, kind, seed, name, directory, engine=engine, written=given)
+        groups = RecordGroups(num_embeddings, kind, seed, name, directory, engine=engine, written=weight.init.is_given)
         try:
             groups.add([weight], lambda: groups.save_manifest({}))
             if directory is not None:
@@ -109,12 +107,15 @@ class LocalStore(RowStore):
             writes=manifest.writes,
         )
         groups.open(manifest.segments, memories)
+        groups.key_files = manifest.id_maps
         try:
             attributes, lag = read_scalars(directory, manifest.attributes)
+            store = cls(groups, attributes, attributes_lag=lag)
+            store._persistence.read_id_maps(frozen=mode == "r")
         except BaseException:
             groups.close()
             raise
-        return cls(groups, attributes, attributes_lag=lag)
+        return store
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
@@ -131,7 +132,9 @@ class LocalStore(RowStore):
             self.num_embeddings, kind, self.seed, self.name, None, engine=engine, writes=self._groups.writes
         )
         groups.copy(self._groups)
-        return type(self)(groups, copy.deepcopy(self.attributes), attributes_lag=self.attributes_lag)
+        copied = type(self)(groups, copy.deepcopy(self.attributes), attributes_lag=self.attributes_lag)
+        copied.id_maps.update(copy.deepcopy(self.id_maps))
+        return copied
 
     # ------------------------------------------------------------------ description
 
@@ -184,7 +187,10 @@ class LocalStore(RowStore):
         directory = self._groups.directory
         if writing and directory is not None and not directory.writable:
             raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
+        before = self._groups.key_files
         has_changed = self._groups.follow(self.attributes)
+        if self._groups.key_files is not before and self._groups.key_files != before:
+            self._persistence.read_id_maps(frozen=True)
         if has_changed:
             self._pending.make_stale()
         return has_changed
@@ -459,7 +465,8 @@ class LocalStore(RowStore):
 
     def save_to(self, directory: TableDirectory) -> None:
         self.drain()
-        self._groups.save_to(directory, self._persistence.note_attributes())
+        key_files = {name: directory.save_keys(id_map.to_bytes()) for name, id_map in self.id_maps.items()}
+        self._groups.save_to(directory, self._persistence.note_attributes(), key_files)
 
     def flush(self) -> None:
         if self._persistence.is_needed:

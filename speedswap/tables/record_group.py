@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf, GivenRows
+from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf
 from speedswap.tables.memory.file import FileMemory
 from speedswap.tables.memory.host import Memory
 from speedswap.tables.record import Column, RecordLayout
@@ -132,10 +132,10 @@ class RecordGroup:
         for rows in self.chunks(0, self.num_embeddings):
             for column in columns:
                 self._fill(column, seed, holders, rows)
+                is_here = column.zero_row is not None and rows.start <= column.zero_row < rows.stop
+                if is_here and not column.init.is_given:  # before another column copies it
+                    self._bytes(column.name)[column.zero_row] = 0
             advance(rows.stop - rows.start)
-        for column in columns:
-            if column.zero_row is not None and not isinstance(column.init, GivenRows):
-                self._bytes(column.name)[column.zero_row] = 0
 
     def _fill(self, column: Column, seed: int, holders: Mapping[str, RecordGroup], rows: slice) -> None:
         if isinstance(column.init, CopyOf):

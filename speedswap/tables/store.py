@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from speedswap._locks import Locked
 from speedswap.tables.block import Block
+from speedswap.tables.initial import initial_values
 from speedswap.tables.record import Column
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.files.directory import TableDirectory
+    from speedswap.tables.id_map import IdMap
 
 __all__ = ["Found", "Prefetched", "RowStore", "WrappedStore"]
 
@@ -65,6 +69,7 @@ class RowStore(ABC):
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             one that returns None leaves the attribute as it is. They must not hold the table.
         attributes_lag: whether the attributes may be of an earlier step than the rows, as they were found.
+        version: goes up whenever rows or columns may have changed, through any table over these rows.
     """
 
     num_embeddings: int
@@ -75,6 +80,12 @@ class RowStore(ABC):
     attributes: dict[str, Any]
     live_attributes: dict[str, Callable[[], Any]]
     attributes_lag: bool
+    version: int = 0
+
+    @cached_property
+    def locked(self) -> Locked:
+        """The lock of every table over these rows."""
+        return Locked()
 
     # ------------------------------------------------------------------ description
 
@@ -82,6 +93,13 @@ class RowStore(ABC):
     @abstractmethod
     def columns(self) -> dict[str, Column]:
         """The columns by name, ``weight`` first."""
+
+    map_name: str = ""  # of the map of this store's rows among `id_maps`
+
+    @cached_property
+    def id_maps(self) -> dict[str, IdMap]:
+        """Maps from keys to rows that are kept with the rows, by name."""
+        return {}
 
     @property
     def nbytes(self) -> int:
@@ -209,6 +227,10 @@ class RowStore(ABC):
     def reset_columns(self, columns: Sequence[Column]) -> None:
         """Give existing columns their initial values again, in every row."""
 
+    def initial_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the initial values of some rows, by column; see :func:`speedswap.tables.initial.initial_values`."""
+        return initial_values(self.columns, rows, self.seed, self.num_embeddings)
+
     # ------------------------------------------------------------------ lifetime
 
     @abstractmethod
@@ -264,8 +286,19 @@ class WrappedStore(RowStore):
         self.seed, self.name = inner.seed, inner.name
         self.attributes, self.live_attributes = inner.attributes, inner.live_attributes
         self.attributes_lag = inner.attributes_lag
+        self.locked = inner.locked
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.inner.version = version
 
     columns = property(attrgetter("inner.columns"))
+    id_maps: Any = property(attrgetter("inner.id_maps"))
+    map_name: Any = property(attrgetter("inner.map_name"))
     nbytes = property(attrgetter("inner.nbytes"))
     writes = property(attrgetter("inner.writes"))
     closed = property(attrgetter("inner.closed"))
@@ -284,6 +317,7 @@ class WrappedStore(RowStore):
     reserve: Any = _of_inner("reserve")
     add_columns: Any = _of_inner("add_columns")
     reset_columns: Any = _of_inner("reset_columns")
+    initial_rows: Any = _of_inner("initial_rows")
     save_to: Any = _of_inner("save_to")
     copy: Any = _of_inner("copy")
     flush: Any = _of_inner("flush")

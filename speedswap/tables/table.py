@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._locks import Locked
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError
 from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
 from speedswap.tables.block import Block, fitting
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
+from speedswap.tables.initial import require_functions_of_row
 from speedswap.tables.local import LocalStore
 from speedswap.tables.record import Column, count
 from speedswap.tables.store import RowStore
@@ -55,7 +56,6 @@ class Table:
         engine: how they go between host memory and a GPU.
         seed: of the initial values.
         name: for messages.
-        version: goes up whenever rows or columns may have changed.
         attributes: plain data kept with a table's files, such as an optimizer's step count.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             they must not hold the table.
@@ -77,11 +77,9 @@ class Table:
         self.engine = store.engine
         self.seed = store.seed
         self.name = store.name
-        self.version = 0
         self.attributes = store.attributes
         self.live_attributes = store.live_attributes
-        self._locked = Locked()
-        self._flush_at_end = weakref.finalize(self, _flush_at_end, store, self._locked)
+        self._flush_at_end = weakref.finalize(self, _flush_at_end, store)
 
     # ------------------------------------------------------------------ construction
 
@@ -230,9 +228,47 @@ class Table:
         return self.store.attributes_lag
 
     @property
+    def id_map(self) -> IdMap | None:
+        """The map from keys to rows that is kept with the table; None if there is none."""
+        return self.store.id_maps.get(self.store.map_name)
+
+    def set_id_map(self, id_map: IdMap) -> None:
+        """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
+
+        Raises:
+            ValueError: it has other rows than the table; the table has another map; it evicts, and is another table's;
+                or the initial values of rows that are to start anew cannot be computed again.
+            TableClosedError: the table is closed, or opened with mode ``r``.
+        """
+        if self.id_map is id_map:
+            return
+        if self.id_map is not None:
+            raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
+        if id_map.num_rows != self.num_embeddings:
+            raise ValueError(
+                f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
+                "make the table with id_map.num_rows rows"
+            )
+        if id_map.evict is not None and id_map.holder() not in (None, self.store):
+            raise ValueError(
+                f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
+                "its own, or one with evict=None"
+            )
+        self.check_resettable()
+        with self.lock:
+            self.check_open(writing=True)
+            id_map.holder = weakref.ref(self.store)
+            self.store.id_maps[self.store.map_name] = id_map
+
+    @property
     def lock(self) -> threading.RLock:
-        """Held by the thread that uses the table; a forked child finds it free."""
-        return self._locked.lock
+        """Held by the thread that uses the table, or another one over its rows; a forked child finds it free."""
+        return self.store.locked.lock
+
+    @property
+    def version(self) -> int:
+        """A number that goes up whenever rows or columns may have changed."""
+        return self.store.version
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self.storage
@@ -335,7 +371,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             if len(rows):
-                self.version += 1
+                self.store.version += 1
                 self.store.scatter(rows, values, None if pending is None else pending.transfers)
 
     def _require_unique(self, rows: Tensor) -> None:
@@ -477,7 +513,7 @@ class Table:
             )
         with self.lock:
             self.check_open(writing=True)
-            self.version += 1
+            self.store.version += 1
             self.store.write(column, start, values)
 
     def view(self, column: str = "weight") -> Tensor:
@@ -497,7 +533,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             self._column(column)
-            self.version += 1
+            self.store.version += 1
             return self.store.view(column)
 
     # ------------------------------------------------------------------ columns
@@ -517,7 +553,7 @@ class Table:
                 if column.name in self.columns:
                     raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
             if columns:
-                self.version += 1
+                self.store.version += 1
                 self.store.add_columns(columns)
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
@@ -531,8 +567,52 @@ class Table:
             for column in columns:
                 self._column(column.name)
             if columns:
-                self.version += 1
+                self.store.version += 1
                 self.store.reset_columns(columns)
+
+    def reset_rows(
+        self, rows: Tensor, *, device: torch.device | str | None = None, pending: Commit | None = None
+    ) -> None:
+        """Give some rows their initial values again, in every column: weight and optimizer state, as one scatter.
+
+        They have the very bits that they were made with: of the initializers that the columns were made with, also in
+        columns that are stored in fewer bytes. A column that began as a copy of another one gets that one's initial
+        values.
+
+        Args:
+            rows: unique ids, int64 or int32, shape (n,), on any device.
+            device: where the values are written from; by default the rows'. For a pending write that of the steps'
+                blocks.
+            pending: as for :meth:`scatter`.
+
+        Raises:
+            IdError, DuplicateIdError: as for :meth:`scatter`.
+            ValueError: initial values cannot be computed again: the rows were given, as to ``from_pretrained``, or by a
+                function of ``torch.nn.init`` to a table in files that was opened. In all cases nothing was written.
+
+        Example:
+            >>> import torch, speedswap
+            >>> table = speedswap.Table.create(10, 2, init=speedswap.init.constant(0.5))
+            >>> table.write(0, torch.ones(10, 2))
+            >>> table.reset_rows(torch.tensor([3]))
+            >>> table.read(2, 5)[:, 0].tolist()
+            [1.0, 0.5, 1.0]
+        """
+        self.check_rows(rows)
+        self._require_unique(rows)
+        self.check_resettable()
+        if len(rows):
+            place = rows.device if device is None else torch.device(device)
+            ordered = rows.to("cpu", torch.int64).sort().values
+            with self.lock:
+                self.check_open(writing=True)
+                initial = self.store.initial_rows(ordered)
+                values = {name: column.to(place) for name, column in initial.items()}
+                self.scatter(ordered.to(place), values, checked=True, pending=pending)
+
+    def check_resettable(self) -> None:
+        """Raise ValueError unless :meth:`reset_rows` can compute every column's initial values."""
+        require_functions_of_row(self.columns, self.name)
 
     # ------------------------------------------------------------------ files
 
@@ -617,10 +697,10 @@ class Table:
         if self.closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
         if self.store.check(writing=writing):
-            self.version += 1
+            self.store.version += 1
 
 
-def _flush_at_end(store: RowStore, locked: Locked) -> None:
+def _flush_at_end(store: RowStore) -> None:
     """Flush a store whose table was not closed: its object was freed, or the process ends."""
-    with locked.lock:
+    with store.locked.lock:
         store.flush_at_end()

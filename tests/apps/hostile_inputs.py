@@ -356,8 +356,8 @@ def outcomes(lines: list[list[str]], folder: Path, server: Server | None = None)
     with Server() if server is None else contextlib.nullcontext(server) as server:
         for words in lines:
             with tempfile.TemporaryFile(dir=folder) as errors, open(os.devnull, "wb") as output:
-                started = time.monotonic()
                 child = server.start(words, folder, output.fileno(), errors.fileno(), limited=True)
+                started = time.monotonic()  # the first start waits for the server's imports
                 status = wait(server, child)
                 seconds = time.monotonic() - started
                 errors.seek(0)

@@ -6,11 +6,11 @@ import logging
 import os
 import signal
 import stat
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from children import run_script
 
 from speedswap.apps.errors import OutputError
 from speedswap.apps.files import (
@@ -184,7 +184,7 @@ def test_a_temporary_folder_goes_with_its_owner(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(tmp_path, start):
+def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(tmp_path):
     """A worker that ends by itself, with all that is to be done at its end."""
     program = """
 import os, sys
@@ -198,9 +198,8 @@ if os.fork() == 0:
 os.wait()
 print(folder.is_dir())
 """
-    process = start(sys.executable, "-c", program, tmp_path)
-    out, err = process.communicate(timeout=60)
-    assert (out, err) == ("True\n", "")
+    done = run_script(program, tmp_path)
+    assert (done.stdout, done.stderr) == ("True\n", "")
     assert list(tmp_path.iterdir()) == []
 
 

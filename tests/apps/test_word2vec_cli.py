@@ -155,13 +155,12 @@ def test_interrupt_saves_the_results_so_far(sent, status, word, corpus, tmp_path
     assert (output / "vectors.txt").read_text().splitlines()[0] == "6 8"
 
 
-@pytest.mark.usefixtures("usual_signals")
 @pytest.mark.parametrize("sent, status, word", SIGNALS, ids=["INT", "TERM"])
-def test_interrupt_before_training_writes_nothing(sent, status, word, tmp_path, start):
+def test_interrupt_before_training_writes_nothing(sent, status, word, tmp_path, start_command):
     """While the vocabulary is counted there is nothing to save yet."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    process = start(*WORD2VEC, pipe, "--output", tmp_path / "out")
+    process = start_command("word2vec", pipe, "--output", tmp_path / "out")
     with open(pipe, "w", encoding="utf-8") as text:  # opens once the command reads
         text.write(TEXT)
         text.flush()

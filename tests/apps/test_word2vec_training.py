@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import itertools
 import json
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +17,19 @@ import simulated_gpu
 import torch
 
 import speedswap
-from speedswap.apps.word2vec import CorpusError, Settings, SettingsError, save, train, training
+from speedswap.apps.word2vec import CorpusError, Result, Settings, SettingsError, save, train, training
 from speedswap.apps.word2vec.settings import suited
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
 SEA = ["ship", "harbour", "wave", "sailor", "anchor", "storm"]
 
 
-@pytest.fixture
-def corpus(tmp_path):
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
     """Sentences about food and sentences about the sea, of random words."""
     rng = np.random.default_rng(0)
     lines = [" ".join(rng.choice(topic, 8)) for _ in range(400) for topic in (FOOD, SEA)]
-    path = tmp_path / "topics.txt"
+    path = tmp_path_factory.mktemp("corpus") / "topics.txt"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 
@@ -35,6 +37,12 @@ def corpus(tmp_path):
 def small(corpus, **changes):
     """Make settings for so small a corpus."""
     return Settings(**{"corpus": corpus, "dim": 16, "sample": 0, "epochs": 3, "batch": 256, "device": "cpu"} | changes)
+
+
+@pytest.fixture(scope="module")
+def plain_run(corpus) -> Callable[..., Result]:
+    """The run with the small settings as they are, on a device; there is one of each."""
+    return functools.cache(lambda device="cpu": train(small(corpus, device=device), progress=False))
 
 
 def vectors_of(result):
@@ -50,10 +58,10 @@ def test_words_of_a_topic_end_up_together(corpus, device):
     assert result.loss[-1][1] < 0.9 * result.loss[0][1]
 
 
-@pytest.mark.parametrize("storage", ["device", "auto", "memmap"])
-def test_storage_does_not_change_the_vectors(corpus, storage, device, tmp_path):
+@pytest.mark.parametrize("storage", ["device", "pageable", "memmap"])
+def test_storage_does_not_change_the_vectors(corpus, plain_run, storage, device, tmp_path):
     """To the last bit; what a memmap table leaves in the temporary directory goes with the model."""
-    expected = train(small(corpus, device=device, storage="pageable"), progress=False)
+    expected = plain_run(device)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     result = train(small(corpus, device=device, storage=storage, scratch=scratch), progress=False)
@@ -70,8 +78,8 @@ def test_seed_decides_the_vectors(corpus, device):
 
 
 @pytest.mark.parametrize("lookahead", [0, 3])
-def test_lookahead_does_not_change_the_vectors(corpus, lookahead, device):
-    expected = train(small(corpus, device=device), progress=False)
+def test_lookahead_does_not_change_the_vectors(corpus, plain_run, lookahead, device):
+    expected = plain_run(device)
     result = train(small(corpus, device=device, lookahead=lookahead), progress=False)
     assert np.array_equal(vectors_of(result), vectors_of(expected))
     assert result.loss == expected.loss
@@ -92,16 +100,16 @@ def test_a_step_on_a_gpu_is_waited_for_by_nobody(corpus, monkeypatch):
     assert others_of_four - others == 3
 
 
-def test_gzip_trains_as_plain_text_does(corpus):
+def test_gzip_trains_as_plain_text_does(corpus, plain_run):
     packed = corpus.with_suffix(".txt.gz")
     packed.write_bytes(gzip.compress(corpus.read_bytes()))
-    results = [train(small(path), progress=False) for path in (corpus, packed)]
-    assert np.array_equal(*map(vectors_of, results))
+    result = train(small(packed), progress=False)
+    assert np.array_equal(vectors_of(result), vectors_of(plain_run()))
 
 
-def test_figures_add_up(corpus):
+def test_figures_add_up(plain_run):
     """Without subsampling each window is drawn from 1 to 5 within a sentence of 8 words: 4.25 pairs per word."""
-    result = train(small(corpus), progress=False)
+    result = plain_run()
     assert result.corpus_words == 6400
     assert result.trained_words == 3 * 6400
     assert result.pairs / result.trained_words == pytest.approx(4.25, abs=0.05)
@@ -111,9 +119,9 @@ def test_figures_add_up(corpus):
     assert losses[0] == pytest.approx(6 * math.log(2), rel=0.1)
 
 
-def test_losses_that_are_read_late_are_the_same(corpus, monkeypatch):
+def test_losses_that_are_read_late_are_the_same(corpus, plain_run, monkeypatch):
     """On a GPU they are read when a second has passed; here, at the end."""
-    expected = train(small(corpus), progress=False)
+    expected = plain_run()
     looks = []
 
     class Late(training.Meter):
@@ -137,10 +145,10 @@ def test_both_tables_hold_the_optimizers_state(corpus):
         assert set(part.table.columns) == {"weight", "exp_avg", "exp_avg_sq"}
 
 
-def test_a_run_leaves_vectors_figures_and_plot(corpus, tmp_path):
+def test_a_run_leaves_vectors_figures_and_plot(corpus, plain_run, tmp_path):
     pytest.importorskip("matplotlib")
     keyed = pytest.importorskip("gensim.models").KeyedVectors
-    result = train(small(corpus), progress=False)
+    result = plain_run()
     folder = tmp_path / "made" / "here"
     files = save(result, folder)
     assert sorted(path.name for path in files) == sorted(path.name for path in folder.iterdir())

@@ -2,12 +2,11 @@
 
     ranks_job.py DIRECTORY SCENARIOS.py … --world-size N …
 
-Without world sizes it is one rank of a job of torchrun's. With them it is the parent of a job of each size in turn: it
-imports torch once and forks the ranks, so that they need not.
+It is the parent of a job of each size in turn: it imports torch once and forks the ranks, so that they need not.
 
 Scenarios are the modules' functions whose names begin with "check_", called with this rank and the number of ranks.
-Each rank writes ``MODULE.NAME.RANK`` (of a forked job, ``SIZE/MODULE.NAME.RANK``): "ok", or what went wrong. A scenario
-that hangs ends the job after seconds. After one whose name begins with "check_last" there may be no other rank left.
+Each rank writes ``SIZE/MODULE.NAME.RANK``: "ok", or what went wrong. A scenario that hangs ends the job after seconds.
+After one whose name begins with "check_last" there may be no other rank left.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # the first optimizer or wrapper of a rank does this, which takes half a second
 import torch.distributed as dist
 
 SECONDS = 30  # for one scenario; the slowest takes two or three on a machine with nothing else to do
@@ -53,13 +53,14 @@ def run(name, scenario, rank, world_size, directory):
         os._exit(1)
 
 
-def run_all(scenarios, directory, **job):
+def run_all(scenarios, directory, rank, world_size, store):
     """Join the job as one rank, and run the scenarios."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, too_long)
+    job = {"init_method": f"file://{store}", "rank": rank, "world_size": world_size}
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS), **job)
     for name, scenario in scenarios.items():
-        run(name, scenario, dist.get_rank(), dist.get_world_size(), directory)
+        run(name, scenario, rank, world_size, directory)
     os._exit(0)  # without a word to ranks that are gone
 
 
@@ -72,7 +73,7 @@ def fork_ranks(scenarios, directory, world_size):
             child = os.fork()
             if child == 0:
                 try:
-                    run_all(scenarios, directory, init_method=f"file://{place}/store", rank=rank, world_size=world_size)
+                    run_all(scenarios, directory, rank, world_size, Path(place, "store"))
                 except BaseException:
                     traceback.print_exc()
                     sys.stderr.flush()
@@ -91,7 +92,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("modules", type=Path, nargs="+")
-    parser.add_argument("--world-size", type=int, nargs="*", default=())
+    parser.add_argument("--world-size", type=int, nargs="+", required=True)
     arguments = parser.parse_args()
     found = {
         f"{module.stem}.{name}": scenario
@@ -103,5 +104,3 @@ if __name__ == "__main__":
     gc.freeze()  # collections, of which each out-of-memory causes one, look at the scenarios' own objects alone
     for size in arguments.world_size:
         fork_ranks(found, arguments.directory / str(size), size)
-    if not arguments.world_size:
-        run_all(found, arguments.directory)

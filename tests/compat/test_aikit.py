@@ -6,12 +6,11 @@ import copy
 import importlib
 import io
 import pickle
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 import torch
+from children import run_script
 from torch import distributed, nn
 
 import speedswap
@@ -26,10 +25,6 @@ NINE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "SGD", "Rprop"
 def _one_process(monkeypatch):
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-
-
-def python(code, **kwargs):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **kwargs)
 
 
 # ---------------------------------------------------------------------- elastic
@@ -271,7 +266,7 @@ import_first(KERAS_PATHS)
 
 def test_every_module_path_can_be_imported_first_and_the_torch_half_without_keras():
     keras_paths = KERAS_PATHS if find_spec("keras") else {}
-    done = python(f"PATHS, KERAS_PATHS = {PATHS}, {keras_paths}\n{IMPORTS}")
+    done = run_script(f"PATHS, KERAS_PATHS = {PATHS}, {keras_paths}\n{IMPORTS}")
     assert done.returncode == 0, done.stderr
 
 
@@ -465,6 +460,6 @@ LINES = [
 
 def test_without_keras_the_tensorflow_half_says_what_to_install():
     attempts = [f"try:\n    {line}\nexcept ImportError as error:\n    print(error)\n" for line in LINES]
-    done = python(WITHOUT_KERAS + "".join(attempts))
+    done = run_script(WITHOUT_KERAS + "".join(attempts))
     said = "aikit's TensorFlow half works on Keras 3, which is not installed: pip install 'keras>=3.6'"
     assert done.stdout.splitlines() == [said] * len(LINES), done.stderr

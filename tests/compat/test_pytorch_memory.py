@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +11,7 @@ from typing import get_args, get_origin
 import numpy as np
 import pytest
 import torch
+from children import run_script
 from torch import nn
 
 from speedswap.compat import pytorch_memory
@@ -140,7 +139,7 @@ assert most_mib() - before < 200, most_mib() - before
 assert "torch._inductor" not in sys.modules
 assert "scipy" not in sys.modules  # defect 9: it is not needed
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_script(code, imported=("torch",))
     assert done.returncode == 0, done.stderr
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import run_script
 from torch import nn
 
 import speedswap.compat.speedtorch as SpeedTorch
@@ -229,15 +228,7 @@ def test_a_script_runs_after_its_import_is_changed(model_factory: str, optimizer
 
 
 def test_a_script_runs_in_a_process_of_its_own() -> None:
-    here = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
-    script = script_of("ModelFactory", "OptimizerFactory", "SGD(model.parameters(), lr=0.1)")
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    done = run_script(script_of("ModelFactory", "OptimizerFactory", "SGD(model.parameters(), lr=0.1)"))
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) == 4
     assert done.stderr.count("DuplicateRowsWarning:") == 2  # once for each switcher; SGD has no state

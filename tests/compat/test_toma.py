@@ -8,15 +8,14 @@ import importlib
 import inspect
 import itertools
 import json
-import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from children import run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,9 +212,7 @@ def test_readme_memory_limit_and_a_real_out_of_memory():
         raised = len(torch.empty(2**31, dtype=torch.uint8))
         print(json.dumps([size, asked, texts, free, sums, raised]))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = run_script(script)
     assert done.returncode == 0, done.stderr
     size, asked, texts, free, sums, raised = json.loads(done.stdout)
     assert size == 4  # 256 MiB of the 400 that are left

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.errors import IdError
-from speedswap.kernels import check_ids, first_duplicate, last_occurrences, unique
+from speedswap.kernels import check_ids, first_duplicate, first_fall, last_occurrences, unique
 
 ID_DTYPES = [torch.int32, torch.int64]
 id_dtypes = pytest.mark.parametrize("dtype", ID_DTYPES, ids=str)
@@ -77,6 +77,18 @@ def test_other_dtypes_are_refused(device: str, dtype: torch.dtype):
             ask()
 
 
+@id_dtypes
+@pytest.mark.parametrize("count", [0, 1, 2, 1024, 1025, 100_000])
+def test_the_first_fall_is_found_wherever_it_is(device: str, dtype: torch.dtype, count: int):
+    values = torch.arange(count, device=device).to(dtype) // 3
+    assert first_fall(values) == -1
+    for position in {0, (count - 1) // 2, count - 2} if count > 1 else ():
+        falling = values.clone()
+        falling[position + 1 :] = falling[position] - 1
+        falling[-1] -= 1
+        assert first_fall(falling) == position
+
+
 # ---- unique ----------------------------------------------------------------------------------------------------------
 
 
@@ -89,7 +101,7 @@ def test_unique_of_a_batch(device: str):
 
 @id_dtypes
 @pytest.mark.parametrize("count", [0, 1, 2, 1000, 100_000])
-@pytest.mark.parametrize("spread", [1, 10, 10**4, 10**9, 2**31, 2**63], ids=str)
+@pytest.mark.parametrize("spread", [1, 10, 10**4, 10**5, 10**9, 2**31, 2**63], ids=str)
 def test_unique_is_numpys(device: str, dtype: torch.dtype, count: int, spread: int):
     spread = min(spread, LIMITS[dtype])
     for low in (0, -spread):

@@ -134,6 +134,7 @@ def test_places_outside_the_block_are_refused(place: int):
         lambda: kernels.expand(torch.zeros(5, 2), local),
         lambda: kernels.group(local, 5),
         lambda: kernels.sum_rows(torch.zeros(2, 2), local, 5),
+        lambda: kernels.sum_segments_back(torch.zeros(1, 2), local, 5, torch.tensor([0, 2])),
     ):
         with pytest.raises(IdError, match=rf"ids\[1\] is {place}"):
             ask()
@@ -203,6 +204,40 @@ def test_weighted_sums_are_numpys(threads: int, dtype: torch.dtype, dim: int):
     # One addition after the other, in this order: nothing to tolerate.
     expected = torchs_sum(scaled, torch.repeat_interleave(offsets.diff()), len(offsets) - 1)
     assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("features", [1, 2, 51, 102, 510])
+@pytest.mark.parametrize("factors", ["none", "weights", "divisors", "both"])
+def test_features_lie_side_by_side_and_their_gradient_finds_its_way_back(threads: int, features: int, factors: str):
+    values, index, offsets = some_bags(torch.float64, 19)
+    offsets = torch.cat([offsets, offsets[-1:].expand(510 - (len(offsets) - 1))])  # 510 bags
+    count = 510 // features
+    weights = torch.rand(len(index), dtype=torch.float64) if factors in ("weights", "both") else None
+    divisors = torch.rand(510, dtype=torch.float64) + 0.5 if factors in ("divisors", "both") else None
+    sums = kernels.sum_segments(values, index, offsets, weights)
+    expected = sums if divisors is None else sums / divisors.unsqueeze(1)
+    ours = kernels.sum_segments(values, index, offsets, weights, divisors=divisors, features=features)
+    assert torch.equal(ours, expected.view(features, count, 19).transpose(0, 1).reshape(count, features * 19))
+
+    entries = torch.ones(len(index), dtype=torch.float64) if weights is None else weights.clone()
+    bag_of = torch.repeat_interleave(offsets.diff())
+    if divisors is not None:
+        entries /= divisors[bag_of]
+    wide = torch.randn(count, 2 + features * 19 + 17, dtype=torch.float64)
+    layouts = [
+        wide[:, 2 : 2 + features * 19].contiguous(),
+        wide[:, 2 : 2 + features * 19],
+        torch.randn(count, (features + 2) * 19, dtype=torch.float64)[:, 19:-19],  # a multiple: not copied
+        torch.randn(features * 19, count, dtype=torch.float64).T,
+        torch.randn((), dtype=torch.float64).expand(count, features * 19),
+    ]
+    for grad in layouts:
+        back = kernels.sum_segments_back(
+            grad, index, len(values), offsets, weights, divisors=divisors, features=features
+        )
+        bags = grad.reshape(count, features, 19).transpose(0, 1).reshape(510, 19)
+        scaled = bags[bag_of] * entries.unsqueeze(1)
+        assert torch.equal(back, torchs_sum(scaled, index, len(values)))
 
 
 @floats

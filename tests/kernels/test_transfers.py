@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from children import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -183,9 +180,8 @@ def test_a_forked_child_has_a_thread_of_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(look().result().blocks[0], table)
     """
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=Path(__file__).parents[2], timeout=60
-    )
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_transfers_run_once_whoever_starts_them() -> None:

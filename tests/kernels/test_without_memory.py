@@ -6,11 +6,9 @@ A call that is not refused may crash, so each is made by a forked child of one p
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from children import run_script
 
 CASES = {
     # gather_rows and scatter_rows
@@ -53,6 +51,9 @@ CASES = {
     "sum_segments, index": ("kernels.sum_segments(SOURCE, gone(IDS), ENDS)", "index"),
     "sum_segments, offsets": ("kernels.sum_segments(SOURCE, IDS, gone(ENDS))", "offsets"),
     "sum_segments, weights": ("kernels.sum_segments(SOURCE, IDS, ENDS, gone(torch.ones(3)))", "weights"),
+    "sum_segments, divisors": ("kernels.sum_segments(SOURCE, IDS, ENDS, divisors=gone(torch.ones(1)))", "divisors"),
+    "sum_segments_back": ("kernels.sum_segments_back(gone(ROWS[:1]), IDS, 4, ENDS)", "values"),
+    "merge_ids": ("kernels.merge_ids(kernels.FeatureIds([gone(IDS)], ENDS[:1], ENDS[1:]))", "ids"),
     "dot_segments": ("kernels.dot_segments(SOURCE, IDS, ENDS, gone(ROWS[:1]))", "others"),
     "max_segments": ("kernels.max_segments(gone(SOURCE), IDS, ENDS)", "values"),
     "sum_taken": ("kernels.sum_taken(ROWS[:1], IDS, ENDS, IDS, gone(IDS.view(1, 3)))", "taken"),
@@ -91,6 +92,7 @@ import speedswap
 from speedswap import Embedding, EmbeddingBag, Table, gather_rows, kernels, scatter_rows
 
 warnings.simplefilter("ignore")
+torch.set_num_threads(1)  # others are missing in the forked children
 IDS, BAGS, ENDS = torch.tensor([1, 2, 0]), torch.tensor([0, 1]), torch.tensor([0, 3])
 SOURCE, ROWS = torch.arange(12.0).view(4, 3), torch.ones(3, 3)
 MEMORY = torch.zeros(64, dtype=torch.int64)
@@ -141,7 +143,7 @@ class Wrapper(torch.Tensor):
 
 among_fakes(lambda: fake(torch.zeros(2)).add(1))  # its slow imports here, not in every child
 results = {}
-for call in json.load(sys.stdin):
+for call in json.loads(sys.argv[1]):
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -165,11 +167,8 @@ print(json.dumps(results))
 def said() -> dict[str, str]:
     """The error of each call, or the exit status of its process."""
     calls = [call for call, _ in (*CASES.values(), *OVERLAPS.values())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps(calls), env=environment, check=True, timeout=120, text=True,
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
+    ended = run_script(SCRIPT, json.dumps(calls))
+    assert ended.returncode == 0, ended.stderr
     found: dict[str, str] = json.loads(ended.stdout)
     return found
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -497,7 +495,8 @@ def test_rows_behind_the_last_step_are_written_when_the_process_ends(tmp_path: P
     items(ids).sum().backward()
     optimizer.step()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, cwd=Path(__file__).parents[2])
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
     with speedswap.Table.open(tmp_path / "table", mode="r") as table:
         assert bool((table.read() == -1).all())
 

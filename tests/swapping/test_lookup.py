@@ -57,6 +57,45 @@ def test_gradients_of_gradients(mode: str):
     assert torch.autograd.gradgradcheck(function, arguments)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted", "divided"])
+def test_bags_of_features_are_laid_out_side_by_side(device: str, mode: str):
+    """Three features of two bags each: the same as three lookups, concatenated; and so are all gradients."""
+    local = torch.tensor([0, 1, 4, 1, 1, 3, 2], device=device)
+    offsets = torch.tensor([0, 2, 2, 6, 6, 6, 7], device=device)
+    rows, factors = some_rows(device), torch.rand(7, dtype=torch.float64, device=device, requires_grad=True)
+    divisors = torch.tensor([2.0, 1, 4, 1, 3, 5], dtype=torch.float64, device=device)
+    arguments = (rows, factors) if mode in ("weighted", "divided") else (rows,)
+
+    def ours(rows, *given):
+        kind = "sum" if given else mode
+        return pool(rows, local, offsets, kind, *given, divisors=divisors if mode == "divided" else None, features=3)
+
+    def theirs(rows, *given):
+        several = []
+        for f in range(3):
+            begin, end = offsets[2 * f], offsets[2 * f + 2]
+            bags = F.embedding_bag(
+                local[begin:end],
+                rows,
+                offsets[2 * f : 2 * f + 3] - begin,
+                mode="sum" if given else mode,
+                per_sample_weights=given[0][begin:end] if given else None,
+                include_last_offset=True,
+            )
+            several.append(bags / divisors[2 * f : 2 * f + 2].unsqueeze(1) if mode == "divided" else bags)
+        return torch.cat(several, 1)
+
+    out = ours(*arguments)
+    assert out.shape == (2, 9)
+    torch.testing.assert_close(out, theirs(*arguments))
+    grad = torch.randn_like(out)
+    found, expected = (torch.autograd.grad(function(*arguments), arguments, grad) for function in (ours, theirs))
+    torch.testing.assert_close(found, expected)
+    if device == "cpu":
+        assert torch.autograd.gradcheck(ours, arguments)
+        assert torch.autograd.gradgradcheck(ours, arguments)
+
+
 def test_functional_transforms_go_to_torch():
     rows = torch.randn(2, 5, 3)
     for function in (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
+from children import run_script
 
 
 def in_a_new_process(code: str) -> None:
-    result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    result = run_script(code, imported=("torch",))
     assert result.returncode == 0, result.stderr
 
 

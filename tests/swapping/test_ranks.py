@@ -30,16 +30,16 @@ WORLD_SIZE = 2
 @functools.cache
 def results() -> tuple[dict[str, str], str]:
     """Run the job; return each rank's results per scenario, and the output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
     with tempfile.TemporaryDirectory() as directory:
         job = subprocess.run(
-            [*command, JOB, directory, SCENARIOS],
+            [sys.executable, JOB, directory, SCENARIOS, "--world-size", str(WORLD_SIZE)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=240,
         )
-        return {path.name: path.read_text() for path in Path(directory).iterdir()}, job.stderr[-5000:]
+        found = {path.name: path.read_text() for path in Path(directory).glob("*/*")}
+        return found, job.stderr[-5000:]
 
 
 def scenarios() -> list[str]:

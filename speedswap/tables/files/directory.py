@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import re
 import stat
+import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from speedswap._locks import Locked
 from speedswap.errors import TableClosedError, TableFormatError
@@ -23,6 +28,7 @@ from speedswap.tables.memory.host import Memory
 __all__ = ["TableDirectory"]
 
 _DATA = re.compile(r"data-([0-9]{1,9})\.bin")
+_KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
 _NUMBERS = 10**9
 _TRIES = 100
 _log = logging.getLogger("speedswap")
@@ -49,6 +55,7 @@ class TableDirectory(Locked):
         self._owner_pid = os.getpid()
         self._manifest: ManifestFile | None = None  # as last read or written by this object
         self._manifest_path = str(place.path / MANIFEST)
+        self._keys: dict[str, OpenFile] = {}  # of the manifest's id maps, until they are read
 
     # ------------------------------------------------------------------ creating and replacing
 
@@ -193,15 +200,20 @@ class TableDirectory(Locked):
         return manifest
 
     def _map(self, manifest: Manifest) -> list[FileMemory]:
+        self._keys = {file: OpenFile(self._open_named(file, os.O_RDONLY)) for file in manifest.id_maps.values()}
         return [self._map_data(entry, manifest) for entry in manifest.segments]
+
+    def _open_named(self, file: str, flags: int) -> int:
+        """Open a file that the manifest names."""
+        try:
+            return self.files.open(file, flags)
+        except FileNotFoundError:
+            raise TableFormatError(f"the {MANIFEST} of {self.files.path} is damaged: {file} is missing") from None
 
     def _map_data(self, entry: SegmentEntry, manifest: Manifest) -> FileMemory:
         """Map a data file, of the right size and, if it is to be written, without another name."""
         files, nbytes = self.files, manifest.num_embeddings * entry.layout.stride
-        try:
-            fd = files.open(entry.file, os.O_RDWR if self.writable else os.O_RDONLY)
-        except FileNotFoundError:
-            raise TableFormatError(f"the {MANIFEST} of {files.path} is damaged: {entry.file} is missing") from None
+        fd = self._open_named(entry.file, os.O_RDWR if self.writable else os.O_RDONLY)
         try:
             found = os.fstat(fd)
             if found.st_size != nbytes:
@@ -222,7 +234,7 @@ class TableDirectory(Locked):
 
     def _discard_strays(self, manifest: Manifest) -> None:
         """Remove what a killed process has left in the directory."""
-        used = [entry.file for entry in manifest.segments]
+        used = [*(entry.file for entry in manifest.segments), *manifest.id_maps.values()]
         strays = [name for name in self.files.names() if _is_stray(name, used) and is_ours(self.files, name)]
         if strays:
             self.sync()  # the writer of the manifest may not have got that far
@@ -275,7 +287,7 @@ class TableDirectory(Locked):
 
     def create_data(self, nbytes: int) -> tuple[str, FileMemory]:
         """Make a sparse data file of zeros; return its name and its memory."""
-        name, path = self._new_data_name()
+        name, path = self._new_name("data", _DATA)
         with says_if_full(path):
             fd = self.files.create(name)
         try:
@@ -286,18 +298,49 @@ class TableDirectory(Locked):
 
     def save_data(self, memory: Memory) -> str:
         """Copy a memory to a new data file, durably; return its name."""
-        name, path = self._new_data_name()
+        name, path = self._new_name("data", _DATA)
         with says_if_full(path):
             file = OpenFile(self.files.create(name))
             write_file(file.fd, path, memory)
         return name
 
-    def _new_data_name(self) -> tuple[str, Path]:
-        taken = {int(match[1]) for name in self.files.names() if (match := _DATA.fullmatch(name))}
+    def save_keys(self, raw: Tensor) -> str:
+        """Write an id map's bytes to a new file, durably; return its name."""
+        name, path = self._new_name("keys", _KEYS)
+        with says_if_full(path):
+            file = OpenFile(self.files.create(name))
+            try:
+                rest = raw.numpy().data
+                while rest:
+                    rest = rest[os.write(file.fd, rest) :]
+                os.fsync(file.fd)
+            except BaseException:
+                self.files.remove(name)
+                raise
+        return name
+
+    def read_keys(self, name: str) -> Tensor:
+        """Return the bytes of an id map that the manifest names, uint8: a mapping of its file, only to be read."""
+        file = self._keys.pop(name, None) or OpenFile(self._open_named(name, os.O_RDONLY))
+        nbytes = os.fstat(file.fd).st_size
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that are only to be read
+            return torch.frombuffer(mmap.mmap(file.fd, nbytes, access=mmap.ACCESS_READ), dtype=torch.uint8)
+
+    def discard_keys(self, *, keep: Collection[str]) -> None:
+        """Remove id maps that the table does not use."""
+        for name in self.files.names():
+            if _KEYS.fullmatch(name) and name not in keep and self.files.is_regular(name):
+                self.files.remove(name)
+
+    def _new_name(self, kind: str, pattern: re.Pattern[str]) -> tuple[str, Path]:
+        taken = {int(match[1]) for name in self.files.names() if (match := pattern.fullmatch(name))}
         number = (max(taken, default=-1) + 1) % _NUMBERS
         while number in taken:
             number += 1
-        name = f"data-{number}.bin"
+        name = f"{kind}-{number}.bin"
         return name, self.files.path / name
 
     def sync(self) -> None:
@@ -362,5 +405,5 @@ class TableDirectory(Locked):
 
 def _is_stray(name: str, used: Sequence[str]) -> bool:
     return (name.startswith((MANIFEST, "SCALARS")) and name.endswith(".tmp")) or (
-        bool(_DATA.fullmatch(name)) and name not in used
+        bool(_DATA.fullmatch(name) or _KEYS.fullmatch(name)) and name not in used
     )

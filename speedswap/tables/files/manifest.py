@@ -9,7 +9,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +18,21 @@ import torch
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables import init
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity
+from speedswap.tables.ranges import InRanges
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
 
 __all__ = ["MANIFEST", "Manifest", "ManifestFile", "SegmentEntry", "require_size"]
 
 FORMAT = "speedswap-table"
-# 2: columns may be stored in another dtype than their own. A table without such columns is written as 1.
-VERSIONS = (1, 2)
+# 2: columns may be stored in another dtype than their own. 3: keys may be mapped to rows. A table is written as the
+# least that it needs.
+VERSIONS = (1, 2, 3)
 MANIFEST = "MANIFEST"
 _MAX_BYTES = 1 << 20
 _CHECKSUM_BYTES = 9
 _MAX_ROWS, _MAX_STRIDE, _MAX_ITEMS, _MAX_FILE_BYTES = 2**62, 2**40, 2**32, 2**63 - 1
 _FILE_NAME = re.compile(r"data-[0-9]{1,9}\.bin")
+_KEYS_NAME = re.compile(r"keys-[0-9]{1,9}\.bin")
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -57,6 +60,7 @@ class Manifest:
     attributes: dict[str, Any]  # plain data kept with the table
     segments: tuple[SegmentEntry, ...]
     writes: int = 0  # number of scatters so far, which stochastic rounding depends on
+    id_maps: dict[str, str] = field(default_factory=dict)  # files of the maps from keys to rows, by name
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -69,15 +73,17 @@ class Manifest:
             TypeError, ValueError: the attributes are not plain data, or too much of it.
         """
         compact = any(column.compact for segment in self.segments for column in segment.layout.columns)
+        version = 3 if self.id_maps else 2 if compact else 1
         body = json.dumps(
             {
                 "format": FORMAT,
-                "version": 2 if compact else 1,
+                "version": version,
                 "name": self.name,
                 "num_embeddings": self.num_embeddings,
                 "seed": self.seed,
                 "written": self.written,
-                **({"writes": self.writes} if compact else {}),
+                **({"writes": self.writes} if version >= 2 else {}),
+                **({"id_maps": self.id_maps} if version >= 3 else {}),
                 "attributes": self.attributes,
                 "segments": [
                     {
@@ -190,7 +196,7 @@ def _checked(raw: bytes) -> Manifest:
     version = data["version"]
     _require(
         _is_int(version, min(VERSIONS), max(VERSIONS)),
-        f"its version is {version!r}; this speedswap reads {' and '.join(map(str, VERSIONS))}",
+        f"its version is {version!r}; this speedswap reads {', '.join(map(str, VERSIONS))}",
     )
     num_embeddings, seed, name = data["num_embeddings"], data["seed"], data["name"]
     _require(_is_int(num_embeddings, 1, _MAX_ROWS), f"num_embeddings is {num_embeddings!r}")
@@ -216,7 +222,14 @@ def _checked(raw: bytes) -> Manifest:
     # Initial values that cannot be computed again must stay in the file.
     initial = [column["init"] for segment in data["segments"] for column in segment["columns"]]
     written = data["written"] or any(init.from_json(item) is None for item in initial)
-    return Manifest(name, num_embeddings, seed, written, attributes, segments, writes)
+    id_maps = data["id_maps"] if version >= 3 else {}
+    _require(isinstance(id_maps, dict) and all(map(_is_keys_name, id_maps.values())), f"its id maps are {id_maps!r}")
+    _require(len(id_maps) == len(set(id_maps.values())), f"its id maps are {id_maps!r}")
+    return Manifest(name, num_embeddings, seed, written, attributes, segments, writes, id_maps)
+
+
+def _is_keys_name(file: object) -> bool:
+    return isinstance(file, str) and _KEYS_NAME.fullmatch(file) is not None
 
 
 def _parse_segment(entry: dict[str, Any], num_embeddings: int) -> SegmentEntry:
@@ -253,7 +266,11 @@ def _parse_column(item: dict[str, Any], num_embeddings: int) -> tuple[Column, in
     )
     _require(dtype in _DTYPES, f"column {name!r} has dtype {dtype!r}")
     _require(zero_row is None or _is_int(zero_row, 0, num_embeddings - 1), f"column {name!r} has zero_row {zero_row!r}")
-    initial = init.from_json(item["init"]) or init.zeros()
+    initial = init.from_json(item["init"]) or init.Unknown(json.dumps(item["init"]))
+    _require(
+        not isinstance(initial, InRanges) or initial.num_rows == num_embeddings,
+        f"the ranges of column {name!r} are not its {num_embeddings} rows",
+    )
     stored, rounding = item.get("stored"), item.get("rounding", "nearest")
     _require(stored is None or stored in _STORED, f"column {name!r} is stored as {stored!r}")
     _require(rounding in ROUNDINGS, f"column {name!r} has rounding {rounding!r}")

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from speedswap.errors import TableFormatError
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.open_directory import OpenFile
+from speedswap.tables.id_map import IdMap
 
 if TYPE_CHECKING:
     from speedswap.tables.groups import RecordGroups
@@ -35,6 +37,7 @@ class Persistence:
     Args:
         groups: the store's memory.
         attributes: plain data that is saved with the rows.
+        id_maps: keys to rows, saved with them.
         lagging: whether the attributes may be of an earlier step than the rows, as they were found.
 
     Attributes:
@@ -42,8 +45,12 @@ class Persistence:
             None leaves the attribute as it is. They must not refer to the table either.
     """
 
-    def __init__(self, groups: RecordGroups, attributes: dict[str, Any], *, lagging: bool) -> None:
+    def __init__(
+        self, groups: RecordGroups, attributes: dict[str, Any], id_maps: dict[str, IdMap], *, lagging: bool
+    ) -> None:
         self._groups = groups
+        self._id_maps = id_maps
+        self._saved_versions: dict[str, int] = {}  # of the id maps as their files have them
         self._attributes = attributes
         self._lagging = lagging
         self._owner_pid = os.getpid()
@@ -60,11 +67,49 @@ class Persistence:
         return self._attributes
 
     def save_manifest(self) -> None:
-        if self._groups.directory is not None:
+        directory = self._groups.directory
+        if directory is not None:
+            self._save_id_maps(directory)
             self._groups.save_manifest(self.note_attributes())
+            if self._id_maps:
+                directory.discard_keys(keep=self._groups.key_files.values())
             if self._scalars is not None:
                 self._scalars.manifest_has_changed()
                 self.keep_scalars()
+
+    def _save_id_maps(self, directory: TableDirectory) -> None:
+        """Write id maps that have changed to new files, durably, for the next manifest."""
+        files = dict(self._groups.key_files)
+        for name, id_map in self._id_maps.items():
+            version = id_map.version
+            if self._saved_versions.get(name) != version:
+                files[name] = directory.save_keys(id_map.to_bytes())
+                self._saved_versions[name] = version
+        if files != self._groups.key_files:
+            directory.sync()
+            self._groups.key_files = files
+
+    def read_id_maps(self, *, frozen: bool) -> None:
+        """Read the id maps that the manifest names.
+
+        Raises:
+            TableFormatError: one is damaged, or of another number of rows.
+        """
+        directory = self._groups.directory
+        assert directory is not None
+        for name, file in self._groups.key_files.items():
+            what = f"{directory.path / file}"
+            found = IdMap.from_bytes(
+                directory.read_keys(file), frozen=frozen, left_open=directory.was_left_open, what=what
+            )
+            if found.num_rows > self._groups.num_embeddings:
+                raise TableFormatError(
+                    f"{what} is damaged: it has rows 0 to {found.capacity}, but the table "
+                    f"{self._groups.num_embeddings} rows"
+                )
+            self._id_maps[name] = found
+            if not directory.was_left_open:
+                self._saved_versions[name] = found.version
 
     def keep_scalars(self, *, known: bool = True) -> None:
         """Write the attributes that change at every step where they survive a killed process.

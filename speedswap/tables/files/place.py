@@ -24,7 +24,7 @@ from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, says
 __all__ = ["Place", "exchange", "is_ours"]
 
 _log = logging.getLogger("speedswap")
-_OURS = re.compile(r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|SCALARS(\.tmp)?|data-[0-9]+\.bin")
+_OURS = re.compile(r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|SCALARS(\.tmp)?|(data|keys)-[0-9]+\.bin")
 _NAME_BYTES = 255
 _TRIES = 500
 _AT_CWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2

@@ -7,10 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
+from children import run_script
 
 from speedswap.apps.checkpoints import FOLDER
 from speedswap.apps.ncf import Settings, load, train
@@ -31,7 +31,6 @@ CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "truncate", "
 RUNS = """
 import json, os, pathlib, shutil, signal, sys
 import torch
-import torch._dynamo  # as the first optimizer does
 from speedswap.apps.ncf import Settings, train
 import speedswap.tables
 
@@ -89,8 +88,8 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     train(Settings(**SMALL, **OLDER), output=folder / "older", progress=False)
     (folder / "older" / FOLDER / "notes.txt").write_text("mine")
-    words = [json.dumps(CALLS), str(folder), json.dumps(SMALL | NEWER)]
-    subprocess.run([sys.executable, "-c", RUNS, *words], check=True, timeout=300)
+    done = run_script(RUNS, json.dumps(CALLS), folder, json.dumps(SMALL | NEWER), seconds=300)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -1,0 +1,288 @@
+"""Many small tables trained together, one id per sample of each: ours, torch's and FBGEMM's, as their users write it.
+
+As in :mod:`speedswap.apps.bench.trainers`, the model is the embeddings alone: rows of every table are looked up, a
+gradient for them is given, one optimizer steps. Everyone gets ids and gradient in the form that costs him least, and
+nobody pays for putting the tables' results side by side who does not do so anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import speedswap
+from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE, SPARSE, trained_by_torch
+from speedswap.apps.bench.workload import spread_ids
+from speedswap.apps.errors import WrongResultError
+
+__all__ = ["IDS", "Contestant", "Ours", "Separate", "Shape", "Torch", "Trainer", "contestants", "draw", "verify"]
+
+IDS = ("zipf", "uniform")
+ZIPF_EXPONENT = 1.05
+
+
+class Shape(NamedTuple):
+    """``tables`` of ``rows`` × ``dim`` float32, in each of which every one of ``batch`` samples looks up one id."""
+
+    tables: int
+    rows: int
+    dim: int
+    batch: int
+
+
+def draw(shape: Shape, batches: int, ids: str, *, seed: int = 0) -> list[Tensor]:
+    """Draw batches of ids, int64, shape (tables, batch), others for each table.
+
+    Args:
+        ids: ``zipf``, with the common rows spread over the table, or ``uniform``.
+
+    >>> draw(Shape(3, 100, 8, 5), 1, "zipf")[0].shape
+    torch.Size([3, 5])
+    """
+    generator = np.random.default_rng(seed)
+    count = shape.tables * shape.batch
+    found = []
+    for _ in range(batches):
+        if ids == "zipf":
+            drawn = spread_ids(shape.rows, count, ZIPF_EXPONENT, generator)
+        else:
+            drawn = torch.from_numpy(generator.integers(0, shape.rows, count))
+        found.append(drawn.view(shape.tables, shape.batch))
+    return found
+
+
+class Trainer(Protocol):
+    """Tables with their optimizer."""
+
+    def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
+        """Train on each batch in turn, yielding after each.
+
+        Args:
+            batches: the ids, shape (tables, batch).
+            grad: of the rows looked up, side by side: shape (batch, tables · dim).
+        """
+
+    def load(self, weights: Tensor) -> None:
+        """Take these weights, shape (tables, rows, dim), before the first step."""
+
+    def weights(self) -> Tensor:
+        """Copy them all."""
+
+    def close(self) -> None:
+        """Free the memory."""
+
+
+class Ours:
+    """:class:`speedswap.EmbeddingBagCollection`, given a KeyedJaggedTensor, with one of torch's optimizers.
+
+    Args:
+        shape: of the tables.
+        optimizer: of :data:`speedswap.apps.bench.trainers.OPTIMIZERS`.
+        fused: torch's fused implementation of the optimizer.
+    """
+
+    def __init__(self, shape: Shape, optimizer: str, *, fused: bool = False) -> None:
+        self._shape = shape
+        init = speedswap.init.uniform(-0.1, 0.1)
+        self._names = [f"table{i}" for i in range(shape.tables)]
+        self.tables = speedswap.EmbeddingBagCollection(
+            [
+                speedswap.EmbeddingBagConfig(
+                    name=name, num_embeddings=shape.rows, embedding_dim=shape.dim, init=init, seed=i, pooling="sum"
+                )
+                for i, name in enumerate(self._names)
+            ]
+        )
+        how = {"fused": True} if fused else {}
+        self.optimizer = DENSE[optimizer](self.tables.parameters(), lr=LEARNING_RATE[optimizer], **how)
+        speedswap.attach(self.optimizer, self.tables)  # so that state gets its place before anything is written
+
+    def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
+        offsets = torch.arange(self._shape.tables * self._shape.batch + 1)
+        for ids in batches:
+            keyed = speedswap.KeyedJaggedTensor(self._names, ids.view(-1), offsets=offsets)
+            self.tables(keyed).values().backward(grad)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            yield
+
+    def load(self, weights: Tensor) -> None:
+        for name, rows in zip(self._names, weights, strict=True):
+            self.tables.tables[name].write(0, rows)
+
+    def weights(self) -> Tensor:
+        return torch.stack([self.tables.tables[name].read() for name in self._names])
+
+    def close(self) -> None:
+        for group in self.tables.groups:
+            group.table.close()
+
+
+class _EachByItself:
+    """One module per table, and one optimizer for all."""
+
+    def __init__(self, modules: Sequence[nn.EmbeddingBag], optimizer: torch.optim.Optimizer) -> None:
+        self.modules = modules
+        self.optimizer = optimizer
+
+    def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
+        grads = [each.contiguous() for each in grad.chunk(len(self.modules), dim=1)]
+        offsets = torch.arange(len(grad))
+        for ids in batches:
+            pooled = [module(some, offsets) for module, some in zip(self.modules, ids, strict=True)]
+            torch.autograd.backward(pooled, grads)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            yield
+
+
+class Separate(_EachByItself):
+    """A :class:`speedswap.EmbeddingBag` for each table."""
+
+    def __init__(self, shape: Shape, optimizer: str) -> None:
+        init = speedswap.init.uniform(-0.1, 0.1)
+        modules = [
+            speedswap.EmbeddingBag(shape.rows, shape.dim, mode="sum", init=init, seed=i) for i in range(shape.tables)
+        ]
+        super().__init__(modules, DENSE[optimizer]([each.weight for each in modules], lr=LEARNING_RATE[optimizer]))
+        self.tables = [module.table for module in modules]
+        for table in self.tables:
+            speedswap.attach(self.optimizer, table)
+
+    def load(self, weights: Tensor) -> None:
+        for table, rows in zip(self.tables, weights, strict=True):
+            table.write(0, rows)
+
+    def weights(self) -> Tensor:
+        return torch.stack([table.read() for table in self.tables])
+
+    def close(self) -> None:
+        for table in self.tables:
+            table.close()
+
+
+class Torch(_EachByItself):
+    """``nn.EmbeddingBag`` with sparse gradients for each table, and the optimizer that takes them."""
+
+    def __init__(self, shape: Shape, optimizer: str) -> None:
+        modules = [
+            nn.EmbeddingBag(
+                shape.rows, shape.dim, mode="sum", sparse=True, _weight=torch.rand(shape.rows, shape.dim) / 5 - 0.1
+            )
+            for _ in range(shape.tables)
+        ]
+        super().__init__(modules, SPARSE[optimizer]([each.weight for each in modules], lr=LEARNING_RATE[optimizer]))
+
+    def load(self, weights: Tensor) -> None:
+        for module, rows in zip(self.modules, weights, strict=True):
+            module.weight.data.copy_(rows)
+
+    def weights(self) -> Tensor:
+        return torch.stack([module.weight.detach() for module in self.modules])
+
+    def close(self) -> None:
+        del self.modules, self.optimizer
+
+
+class Fbgemm:
+    """FBGEMM's table-batched bags on the CPU, whose backward pass is the optimizer's step."""
+
+    def __init__(self, shape: Shape, optimizer: str) -> None:
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+        kinds = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
+        place = (shape.rows, shape.dim, tbe.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)
+        self.embedding = tbe.SplitTableBatchedEmbeddingBagsCodegen(
+            [place] * shape.tables,
+            optimizer=kinds[optimizer],
+            learning_rate=LEARNING_RATE[optimizer],
+            eps=1e-10,  # torch's
+            pooling_mode=tbe.PoolingMode.SUM,
+        )
+        for weights in self._tables():
+            weights.uniform_(-0.1, 0.1)
+
+    def _tables(self) -> list[Tensor]:
+        return [weights.detach() for weights in self.embedding.split_embedding_weights()]
+
+    def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
+        for ids in batches:
+            if ids is batches[0]:
+                offsets = torch.arange(ids.numel() + 1)
+            self.embedding(ids.view(-1), offsets).backward(grad)
+            yield
+
+    def load(self, weights: Tensor) -> None:
+        for ours, theirs in zip(self._tables(), weights, strict=True):
+            ours.copy_(theirs)
+
+    def weights(self) -> Tensor:
+        return torch.stack(self._tables())
+
+    def close(self) -> None:
+        del self.embedding
+
+
+class Contestant(NamedTuple):
+    """One way to train: its name, its library, and the maker of the trainer."""
+
+    name: str
+    package: str
+    make: Callable[[Shape, str], Trainer]
+
+
+def contestants(optimizer: str) -> list[Contestant]:
+    """Return the trainers that have this optimizer: ours first."""
+    sparse = SPARSE[optimizer].__name__ + ("" if optimizer == "adam" else ", sparse")
+    everyone = [
+        Contestant("speedswap", "speedswap", Ours),
+        Contestant("speedswap, fused", "speedswap", partial(Ours, fused=True)),
+        Contestant("speedswap, separate modules", "speedswap", Separate),
+        Contestant(f"torch {sparse}", "torch", Torch),
+    ]
+    if optimizer != "adam":  # which FBGEMM's CPU build lacks
+        everyone.append(Contestant("FBGEMM", "FBGEMM", Fbgemm))
+    return everyone
+
+
+_SMALL = Shape(tables=3, rows=2000, dim=16, batch=1024)
+
+
+def verify(optimizer: str, one: Contestant) -> None:
+    """Check that one trains small tables as torch's sparse optimizer does in double precision, three steps.
+
+    The gradients are eighths, so that their sum over an id's lookups is the same in any order; only the update rounds.
+
+    Raises:
+        WrongResultError: names the trainer, and the first wrong row.
+    """
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(_SMALL.tables, _SMALL.rows, _SMALL.dim, generator=generator) - 0.5
+    grad = torch.randint(-16, 17, (_SMALL.batch, _SMALL.tables * _SMALL.dim), generator=generator) / 8
+    batches = draw(_SMALL, 3, "zipf", seed=5)
+    each = zip(weights, grad.chunk(_SMALL.tables, dim=1), strict=True)
+    expected = torch.stack(
+        [trained_by_torch(optimizer, rows, [ids[i] for ids in batches], some) for i, (rows, some) in enumerate(each)]
+    )
+    trainer = one.make(_SMALL, optimizer)
+    try:
+        trainer.load(weights)
+        deque(trainer.steps(batches, grad), maxlen=0)
+        found = trainer.weights()
+    finally:
+        trainer.close()
+    wrong = ~torch.isclose(found, expected, rtol=1e-5, atol=1e-6).all(dim=2)
+    if wrong.any():
+        table, row = wrong.nonzero()[0].tolist()
+        raise WrongResultError(
+            f"{one.name} trains {int(wrong.sum())} rows of {_SMALL.tables * _SMALL.rows} wrongly with {optimizer}: row "
+            f"{row} of table {table} is {found[table, row, :4].tolist()}… after {len(batches)} steps, and should be "
+            f"{expected[table, row, :4].tolist()}…"
+        )

@@ -1,0 +1,310 @@
+#include "id_map.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace speedswap {
+namespace {
+
+constexpr int64_t kAhead = 24;              // keys between asking for memory and using it
+constexpr int64_t kFewestCandidates = 256;  // else a 32nd of the rows, which costs a byte per row
+constexpr int64_t kCandidateShare = 32;
+
+}  // namespace
+
+IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict)
+    : capacity_(capacity),
+      admit_after_(admit_after),
+      evict_(evict),
+      rows_(capacity, exact),
+      probation_(admit_after > 1 ? capacity : 1, exact) {}
+
+uint32_t IdMap::count(bool on_probation, int64_t cell) const {
+    if (on_probation) return sightings_[cell];
+    return evict_ == Evict::lfu ? counts_[cell] : 0;
+}
+
+int64_t IdMap::bytes() const {
+    return rows_.bytes() + probation_.bytes() + last_.bytes() + counts_.bytes() + sightings_.bytes() +
+           int64_t((candidates_.capacity() + aside_.capacity()) * sizeof(Candidate));
+}
+
+// ---- a batch -------------------------------------------------------------------------------------------------------
+
+bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
+                int threads) {
+    rows_.find_all(keys, rows, threads);
+    std::vector<int64_t> missing;
+    for (int64_t i = 0; i < keys.count; ++i)
+        if (rows[i] == 0) missing.push_back(i);
+    // Whether the rows suffice is known for certain only at the end.
+    const int64_t wanted = evict_ == Evict::none ? used_ + int64_t(missing.size()) : keys.count;
+    Undo* const log = undoable || kept > 0 || wanted > capacity_ ? &undo : nullptr;
+    begin_batch(undo);
+    kept_since_ = uint32_t(int64_t(clock_) - std::min<int64_t>(kept, clock_ - 1));
+    if (evict_ != Evict::none) touch(keys, rows, log);
+    if (add_missing(keys, missing, rows, renewed, log)) {
+        finish_candidates(rows, keys.count, renewed);
+        if (kept > 0) forget_candidates();  // the choice was among fewer rows
+        return true;
+    }
+    this->undo(undo);
+    renewed.clear();
+    return false;
+}
+
+void IdMap::begin_batch(Undo& undo) {
+    if (clock_ == UINT32_MAX) {  // of the order of batches long past, only whether they are is kept
+        for (int64_t row = 1; evict_ != Evict::none && row <= used_; ++row)
+            last_[row] /= 2;
+        clock_ /= 2;
+        forget_candidates();
+    }
+    undo.clock = clock_;
+    undo.used = used_;
+    undo.probation_used = probation_used_;
+    undo.cursor = cursor_;
+    undo.cells.clear();
+    undo.touches.clear();
+    ++clock_;
+}
+
+void IdMap::touch(const Keys& keys, const int64_t* rows, Undo* undo) {
+    for (int64_t i = 0; i < keys.count; ++i) {
+        if (i + kAhead < keys.count) {
+            __builtin_prefetch(last_.data() + rows[i + kAhead], 1);
+            if (evict_ == Evict::lfu) __builtin_prefetch(counts_.data() + rows[i + kAhead], 1);
+        }
+        const int64_t row = rows[i];
+        if (row == 0) continue;
+        if (undo != nullptr && last_[row] != clock_) undo->touches.push_back({row, last_[row], count(false, row)});
+        last_[row] = clock_;
+        if (evict_ == Evict::lfu && counts_[row] != UINT32_MAX) ++counts_[row];
+    }
+}
+
+bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows,
+                        std::vector<int64_t>& renewed, Undo* undo) {
+    const int64_t count = int64_t(missing.size());
+    for (int64_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) {
+            const uint64_t number = keys.numbers[missing[size_t(i + kAhead)]];
+            rows_.prefetch(number);
+            if (admit_after_ > 1) probation_.prefetch(number);
+        }
+        const int64_t position = missing[size_t(i)];
+        const Key key = key_at(keys, position);
+        int64_t row = rows_.find(key);  // of a key that came earlier in this batch
+        if (row == 0) {
+            if (admit_after_ > 1 && !is_admitted(key, undo)) continue;
+            row = free_row(renewed, undo);
+            if (row == 0) return false;
+            rows_.put(row, key);
+            if (evict_ != Evict::none) {
+                last_.reserve(row + 1);
+                last_[row] = clock_;
+            }
+            if (evict_ == Evict::lfu) {
+                counts_.reserve(row + 1);
+                counts_[row] = 0;
+            }
+        }
+        if (evict_ == Evict::lfu && counts_[row] != UINT32_MAX) ++counts_[row];
+        rows[position] = row;
+    }
+    return true;
+}
+
+// Counts a sighting of a key without a row. One that has been seen often enough leaves probation.
+bool IdMap::is_admitted(const Key& key, Undo* undo) {
+    int64_t cell = probation_.find(key);
+    if (cell == 0) {
+        cell = cursor_ = cursor_ % capacity_ + 1;
+        sightings_.reserve(cell + 1);
+        const bool taken = sightings_[cell] != 0;
+        save(undo, true, cell, taken);
+        if (taken) probation_.remove(cell);
+        probation_.put(cell, key);
+        sightings_[cell] = 0;
+        probation_used_ = std::max(probation_used_, cell);
+    } else {
+        save(undo, true, cell, true);
+    }
+    if (++sightings_[cell] < admit_after_) return false;
+    probation_.remove(cell);
+    sightings_[cell] = 0;
+    return true;
+}
+
+// Returns a row that no key has, 0 if there is none.
+int64_t IdMap::free_row(std::vector<int64_t>& renewed, Undo* undo) {
+    if (used_ < capacity_) return ++used_;
+    const int64_t row = evict_ == Evict::none ? 0 : victim();
+    if (row == 0) return 0;
+    save(undo, false, row, true);
+    rows_.remove(row);
+    renewed.push_back(row);
+    return row;
+}
+
+// ---- eviction ------------------------------------------------------------------------------------------------------
+
+uint64_t IdMap::rank(int64_t row) const {
+    const uint64_t last = last_[row];
+    return evict_ == Evict::lfu ? uint64_t(counts_[row]) << 32 | last : last;
+}
+
+// The row of the lowest rank that is not of this batch. Ranks only rise, but for rows that are given to another key:
+// one that is lower than it was when it came into the heap has risen, and one that is not in the heap is above its
+// bound.
+int64_t IdMap::victim() {
+    for (;;) {
+        if (candidates_.empty()) {
+            choose_candidates();
+            if (candidates_.empty()) return 0;
+        }
+        std::pop_heap(candidates_.begin(), candidates_.end(), std::greater<>());
+        const Candidate noted = candidates_.back();
+        candidates_.pop_back();
+        if (candidates_.size() > 2) {  // the next one, and one of those that follow it
+            rows_.prefetch_line(candidates_[0].row);
+            rows_.prefetch_number(candidates_[1].row);
+            rows_.prefetch_number(candidates_[2].row);
+        }
+        const Candidate now = candidate(noted.row);
+        if (last_[noted.row] >= kept_since_) {
+            if (!(bound_ < now)) aside_.push_back(now);
+        } else if (now.rank == noted.rank) {
+            return noted.row;
+        } else if (!(bound_ < now)) {
+            candidates_.push_back(now);
+            std::push_heap(candidates_.begin(), candidates_.end(), std::greater<>());
+        }
+    }
+}
+
+// Collects the rows of the lowest ranks that are not of this batch.
+void IdMap::choose_candidates() {
+    const size_t kept = size_t(std::max(kFewestCandidates, capacity_ / kCandidateShare));
+    const auto keep_lowest = [&] {
+        std::nth_element(candidates_.begin(), candidates_.begin() + int64_t(kept) - 1, candidates_.end());
+        candidates_.resize(kept);
+        bound_ = candidates_.back();
+    };
+    candidates_.clear();
+    bool cut = false;
+    for (int64_t row = 1; row <= used_; ++row) {
+        if (last_[row] >= kept_since_) continue;
+        const Candidate each = candidate(row);
+        if (cut && bound_ < each) continue;
+        candidates_.push_back(each);
+        if (candidates_.size() < 2 * kept) continue;
+        keep_lowest();
+        cut = true;
+    }
+    if (candidates_.size() > kept) keep_lowest();
+    if (!candidates_.empty()) bound_ = *std::max_element(candidates_.begin(), candidates_.end());
+    std::make_heap(candidates_.begin(), candidates_.end(), std::greater<>());
+    chosen_ = true;
+}
+
+// Returns the batch's own rows to the candidates.
+void IdMap::finish_candidates(const int64_t* rows, int64_t count, const std::vector<int64_t>& renewed) {
+    std::vector<Candidate> own = std::move(aside_);
+    aside_.clear();
+    if (chosen_) {  // without any row of this batch
+        own.clear();
+        for (int64_t i = 0; i < count; ++i)
+            if (rows[i] != 0) own.push_back(candidate(rows[i]));
+        std::sort(own.begin(), own.end());
+        const auto is_same = [](const Candidate& a, const Candidate& b) { return a.row == b.row; };
+        own.erase(std::unique(own.begin(), own.end(), is_same), own.end());
+    } else {
+        for (const int64_t row : renewed)
+            own.push_back(candidate(row));
+    }
+    for (const Candidate& each : own) {
+        if (bound_ < each) continue;
+        candidates_.push_back(each);
+        std::push_heap(candidates_.begin(), candidates_.end(), std::greater<>());
+    }
+    chosen_ = false;
+}
+
+void IdMap::forget_candidates() {
+    candidates_.clear();
+    aside_.clear();
+    bound_ = {0, 0};
+    chosen_ = false;
+}
+
+// ---- the way back --------------------------------------------------------------------------------------------------
+
+void IdMap::save(Undo* undo, bool on_probation, int64_t cell, bool taken) const {
+    if (undo == nullptr) return;
+    Undo::Cell was = {on_probation, cell, taken, 0, {}, 0, 0};
+    if (taken) {
+        const Key key = keys(on_probation).key_of(cell);
+        was.number = key.number;
+        was.text.assign(key.text, size_t(key.length));
+        was.last = on_probation ? 0 : last(cell);
+        was.count = count(on_probation, cell);
+    }
+    undo->cells.push_back(std::move(was));
+}
+
+void IdMap::undo(const Undo& undo) {
+    for (; used_ > undo.used; --used_)
+        rows_.remove(used_);
+    for (auto was = undo.cells.rbegin(); was != undo.cells.rend(); ++was) {
+        KeyTable& table = was->on_probation ? probation_ : rows_;
+        if (!was->on_probation || sightings_[was->cell] != 0) table.remove(was->cell);
+        const Key key = {was->number, was->text.data(), int64_t(was->text.size())};
+        if (was->taken) table.put(was->cell, key);
+        if (was->on_probation) {
+            sightings_[was->cell] = was->count;
+        } else {
+            last_[was->cell] = std::min(was->last, undo.clock);
+            if (evict_ == Evict::lfu) counts_[was->cell] = was->count;
+        }
+    }
+    for (const Undo::Touch& was : undo.touches) {
+        last_[was.row] = std::min(was.last, undo.clock);
+        if (evict_ == Evict::lfu) counts_[was.row] = was.count;
+    }
+    clock_ = undo.clock;
+    probation_used_ = undo.probation_used;
+    cursor_ = undo.cursor;
+    forget_candidates();
+}
+
+// ---- restoring -----------------------------------------------------------------------------------------------------
+
+void IdMap::restore(const Cursor& cursor) {
+    used_ = cursor.used;
+    clock_ = uint32_t(cursor.clock);
+    probation_used_ = cursor.probation_used;
+    cursor_ = cursor.cursor;
+    sightings_.reserve(probation_used_ + 1);
+}
+
+bool IdMap::restore(bool on_probation, int64_t cell, const Key& key, uint32_t last, uint32_t count) {
+    KeyTable& table = on_probation ? probation_ : rows_;
+    if (table.find(key) != 0) return false;
+    table.put(cell, key);
+    if (on_probation) {
+        sightings_.reserve(cell + 1);
+        sightings_[cell] = count;
+    }
+    if (!on_probation && evict_ != Evict::none) {
+        last_.reserve(cell + 1);
+        last_[cell] = last;
+    }
+    if (!on_probation && evict_ == Evict::lfu) {
+        counts_.reserve(cell + 1);
+        counts_[cell] = count;
+    }
+    return true;
+}
+
+}  // namespace speedswap

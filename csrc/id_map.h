@@ -1,0 +1,120 @@
+// Keys to rows: a key that is new gets a row, at once or after some sightings; a full map evicts.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "key_table.h"
+
+namespace speedswap {
+
+enum class Evict : int { none = 0, lru = 1, lfu = 2 };  // tables/id_map.py repeats the numbers
+
+// Rows 1 to `capacity`; row 0 is that of a key without a row. Results depend on the batches and their order alone.
+class IdMap {
+  public:
+    // The way back to the map as it was before a batch.
+    class Undo {
+        friend class IdMap;
+        struct Cell {  // of a table, as it was
+            bool on_probation;
+            int64_t cell;
+            bool taken;
+            uint64_t number;
+            std::string text;
+            uint32_t last;
+            uint32_t count;
+        };
+        struct Touch {  // of a row that kept its key
+            int64_t row;
+            uint32_t last;
+            uint32_t count;
+        };
+        uint32_t clock = 0;
+        int64_t used = 0;
+        int64_t probation_used = 0;
+        int64_t cursor = 0;
+        std::vector<Cell> cells;
+        std::vector<Touch> touches;
+    };
+
+    // What a table of keys holds, by cell from 1 on: to be saved and restored.
+    struct Cursor {
+        int64_t used;            // rows that have a key
+        int64_t clock;           // batches so far
+        int64_t probation_used;  // cells that have had a key on probation
+        int64_t cursor;          // the last of them that was given out
+    };
+
+    IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict);
+
+    void find(const Keys& keys, int64_t* rows, int threads) const { rows_.find_all(keys, rows, threads); }
+
+    // As find, for a batch whose new keys get rows. renewed <- the rows that were another key's, in the order in which
+    // they were given. Rows of this batch, and of the last `kept` ones before it, keep their keys. Returns false, and
+    // has changed nothing, if rows are lacking.
+    bool add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
+             int threads);
+    void undo(const Undo& undo);
+
+    Cursor cursor() const { return {used_, clock_, probation_used_, cursor_}; }
+    const KeyTable& keys(bool on_probation) const { return on_probation ? probation_ : rows_; }
+    uint32_t last(int64_t row) const { return evict_ == Evict::none ? 0 : last_[row]; }
+    uint32_t count(bool on_probation, int64_t cell) const;
+    int64_t bytes() const;
+
+    // Restores a map that is empty, a cell at a time. Returns false for a key that is there already.
+    void restore(const Cursor& cursor);
+    bool restore(bool on_probation, int64_t cell, const Key& key, uint32_t last, uint32_t count);
+
+  private:
+    struct Candidate {
+        uint64_t rank;
+        uint32_t row;
+        bool operator<(const Candidate& other) const {
+            return rank != other.rank ? rank < other.rank : row < other.row;
+        }
+        bool operator>(const Candidate& other) const { return other < *this; }
+    };
+
+    void begin_batch(Undo& undo);
+    void touch(const Keys& keys, const int64_t* rows, Undo* undo);
+    bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows,
+                     std::vector<int64_t>& renewed, Undo* undo);
+    bool is_admitted(const Key& key, Undo* undo);
+    int64_t free_row(std::vector<int64_t>& renewed, Undo* undo);
+    int64_t victim();
+    void choose_candidates();
+    void finish_candidates(const int64_t* rows, int64_t count, const std::vector<int64_t>& renewed);
+    void forget_candidates();
+    uint64_t rank(int64_t row) const;
+    Candidate candidate(int64_t row) const { return {rank(row), uint32_t(row)}; }
+    void save(Undo* undo, bool on_probation, int64_t cell, bool taken) const;
+
+    int64_t capacity_;
+    int64_t admit_after_;
+    Evict evict_;
+
+    KeyTable rows_;
+    int64_t used_ = 0;
+    uint32_t clock_ = 0;
+    uint32_t kept_since_ = 0;  // rows of this batch and later ones are not evicted
+    Cells<uint32_t> last_;     // by row: the last batch that had the key; unless evict is none
+    Cells<uint32_t> counts_;   // by row: how often the key was seen; for lfu
+
+    // Keys that have been seen less than admit_after times, in a ring: as many as there are rows, and then the one that
+    // came first is forgotten.
+    KeyTable probation_;
+    int64_t probation_used_ = 0;
+    int64_t cursor_ = 0;
+    Cells<uint32_t> sightings_;  // by cell, 0 for one without a key
+
+    // The rows that are to be evicted next: a heap of all up to `bound_`, with the ranks that they had when they came.
+    std::vector<Candidate> candidates_;
+    std::vector<Candidate> aside_;  // of the present batch, which are not evicted
+    Candidate bound_ = {0, 0};
+    bool chosen_ = false;  // during the present batch
+};
+
+}  // namespace speedswap

@@ -1,0 +1,214 @@
+#include "key_table.h"
+
+#include <algorithm>
+
+#include "pool.h"
+
+#ifdef SPEEDSWAP_X86
+#include <emmintrin.h>
+#endif
+
+namespace speedswap {
+namespace {
+
+constexpr int64_t kFirstLines = 80;
+// Keys in flight: far enough apart that the first one's memory has arrived when it is needed.
+constexpr int64_t kGroup = 64;
+
+int bits_of(uint64_t number) {
+    return number == 0 ? 0 : 64 - __builtin_clzll(number);
+}
+
+// At most four fifths of the slots are taken.
+int64_t lines_for(int64_t keys, int64_t slots) {
+    return (keys + keys / 4) / slots + 1;
+}
+
+}  // namespace
+
+KeyTable::KeyTable(int64_t capacity, bool exact)
+    : capacity_(capacity),
+      exact_(exact),
+      cell_bits_(bits_of(uint64_t(capacity))),
+      cell_mask_((uint32_t(1) << cell_bits_) - 1),
+      lines_(size_t(std::min(kFirstLines, lines_for(capacity, kSlots)))) {}
+
+// ---- looking up ----------------------------------------------------------------------------------------------------
+
+KeyTable::Probe KeyTable::probe(const Line& line, uint32_t tag) const {
+    Probe found = {0, 0};
+#ifdef SPEEDSWAP_X86
+    const __m128i wanted = _mm_set1_epi32(int(tag)), tags = _mm_set1_epi32(int(~cell_mask_));
+    for (int i = 0; i < kSlots; i += 4) {
+        const __m128i slots = _mm_load_si128(reinterpret_cast<const __m128i*>(line.slots + i));
+        const __m128i equal = _mm_cmpeq_epi32(_mm_and_si128(slots, tags), wanted);
+        const __m128i empty = _mm_cmpeq_epi32(slots, _mm_setzero_si128());
+        found.matches |= uint32_t(_mm_movemask_ps(_mm_castsi128_ps(equal))) << i;
+        found.empty |= uint32_t(_mm_movemask_ps(_mm_castsi128_ps(empty))) << i;
+    }
+#else
+    for (int i = 0; i < kSlots; ++i) {
+        found.matches |= uint32_t((line.slots[i] & ~cell_mask_) == tag) << i;
+        found.empty |= uint32_t(line.slots[i] == 0) << i;
+    }
+#endif
+    found.matches &= ~found.empty;
+    return found;
+}
+
+bool KeyTable::holds(int64_t cell, const Key& key) const {
+    if (numbers_[cell] != key.number) return false;
+    if (!exact_) return true;
+    return lengths_[cell] == key.length && std::equal(key.text, key.text + key.length, text_.data() + begins_[cell]);
+}
+
+int64_t KeyTable::find_hashed(const Key& key, uint64_t hash) const {
+    const uint32_t wanted = tag(hash);
+    for (uint64_t at = home(hash);; at = next(at)) {
+        const Line& line = lines_[at];
+        Probe found = probe(line, wanted);
+        for (; found.matches != 0; found.matches &= found.matches - 1) {
+            const int64_t cell = line.slots[__builtin_ctz(found.matches)] & cell_mask_;
+            if (holds(cell, key)) return cell;
+        }
+        if (found.empty != 0) return 0;
+    }
+}
+
+void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
+    if (taken_ == 0) {
+        std::fill_n(rows, keys.count, int64_t(0));
+        return;
+    }
+    parallel_for(keys.count, 4096, threads, [&](int64_t begin, int64_t end) {
+        uint64_t hashes[kGroup];
+        for (int64_t first = begin; first < end; first += kGroup) {
+            const int64_t count = std::min(kGroup, end - first);
+            for (int64_t i = 0; i < count; ++i) {
+                hashes[i] = mixed(keys.numbers[first + i]);
+                __builtin_prefetch(&lines_[home(hashes[i])]);
+            }
+            // The first match in a key's own line, nearly always the only one; cell 0 for none.
+            for (int64_t i = 0; i < count; ++i) {
+                const Line& line = lines_[home(hashes[i])];
+                const Probe found = probe(line, tag(hashes[i]));
+                const int64_t cell = found.matches != 0 ? line.slots[__builtin_ctz(found.matches)] & cell_mask_ : 0;
+                __builtin_prefetch(numbers_.data() + cell);
+                rows[first + i] = cell != 0 || found.empty != 0 ? cell : -1;
+            }
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t cell = rows[first + i];
+                if (cell == 0 || (cell > 0 && !exact_ && numbers_[cell] == keys.numbers[first + i])) continue;
+                rows[first + i] = find_hashed(key_at(keys, first + i), hashes[i]);
+            }
+        }
+    });
+}
+
+// ---- changing ------------------------------------------------------------------------------------------------------
+
+void KeyTable::put(int64_t cell, const Key& key) {
+    if (lines_for(taken_ + 1, kSlots) > int64_t(lines_.size())) grow();
+    numbers_.reserve(cell + 1);
+    numbers_[cell] = key.number;
+    if (exact_) {
+        begins_.reserve(cell + 1);
+        lengths_.reserve(cell + 1);
+        if (unused_text_ > int64_t(text_.size()) / 2 + 4096) compact_text();
+        begins_[cell] = int64_t(text_.size());
+        lengths_[cell] = key.length;
+        text_.insert(text_.end(), key.text, key.text + key.length);
+    }
+    last_cell_ = std::max(last_cell_, cell);
+    const uint64_t hash = mixed(key.number);
+    index(tag(hash) | uint32_t(cell), hash);
+    ++taken_;
+}
+
+void KeyTable::index(uint32_t slot, uint64_t hash) {
+    for (uint64_t at = home(hash);; at = next(at)) {
+        const uint32_t empty = probe(lines_[at], 0).empty;
+        if (empty == 0) continue;
+        lines_[at].slots[__builtin_ctz(empty)] = slot;
+        return;
+    }
+}
+
+void KeyTable::remove(int64_t cell) {
+    const uint64_t hash = mixed(numbers_[cell]);
+    const uint32_t slot = tag(hash) | uint32_t(cell);
+    uint64_t at = home(hash);
+    uint32_t* gap = nullptr;
+    while ((gap = std::find(lines_[at].slots, lines_[at].slots + kSlots, slot)) == lines_[at].slots + kSlots)
+        at = next(at);
+    // Nothing has gone past a line that is not full. Of a full one, a key that had to may come back.
+    while (probe(lines_[at], 0).empty == 0) {
+        const auto [line, strayed] = strayed_past(at);
+        if (strayed == nullptr) break;
+        *gap = *strayed;
+        gap = strayed;
+        at = line;
+    }
+    *gap = 0;
+    --taken_;
+    if (exact_) {
+        unused_text_ += lengths_[cell];
+        lengths_[cell] = 0;
+    }
+}
+
+// Returns a slot behind a full line whose key belongs into that line or one before it, and its line.
+std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
+    const uint64_t count = lines_.size();
+    for (uint64_t at = next(full); at != full; at = next(at)) {
+        for (const uint32_t slot : lines_[at].slots)
+            __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
+        for (uint32_t& slot : lines_[at].slots) {
+            if (slot == 0) continue;
+            const uint64_t begin = home(mixed(numbers_[slot & cell_mask_]));
+            const uint64_t from_begin = at >= begin ? at - begin : at + count - begin;
+            const uint64_t from_full = at >= full ? at - full : at + count - full;
+            if (from_begin >= from_full) return {at, &slot};
+        }
+        if (probe(lines_[at], 0).empty != 0) break;
+    }
+    return {0, nullptr};
+}
+
+void KeyTable::grow() {
+    const int64_t wanted = int64_t(lines_.size() + lines_.size() / 3 + 1);
+    const std::vector<Line> old = std::move(lines_);
+    lines_ = std::vector<Line>(size_t(std::min(wanted, lines_for(capacity_, kSlots))));
+    constexpr size_t kLinesAhead = 2;
+    for (size_t i = 0; i < old.size(); ++i) {
+        if (i + kLinesAhead < old.size())
+            for (const uint32_t slot : old[i + kLinesAhead].slots)
+                __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
+        for (const uint32_t slot : old[i].slots)
+            if (slot != 0) index(slot, mixed(numbers_[slot & cell_mask_]));
+    }
+}
+
+void KeyTable::compact_text() {
+    std::vector<char> kept;
+    kept.reserve(text_.size() - size_t(unused_text_));
+    for (int64_t cell = 1; cell <= last_cell_; ++cell) {
+        const char* const begin = text_.data() + begins_[cell];
+        begins_[cell] = int64_t(kept.size());
+        kept.insert(kept.end(), begin, begin + lengths_[cell]);
+    }
+    text_ = std::move(kept);
+    unused_text_ = 0;
+}
+
+Key KeyTable::key_of(int64_t cell) const {
+    if (!exact_) return {numbers_[cell]};
+    return {numbers_[cell], text_.data() + begins_[cell], lengths_[cell]};
+}
+
+int64_t KeyTable::bytes() const {
+    return int64_t(lines_.capacity() * sizeof(Line) + text_.capacity()) + numbers_.bytes() + begins_.bytes() +
+           lengths_.bytes();
+}
+
+}  // namespace speedswap

@@ -1,0 +1,132 @@
+"""Ids of several features, each looked up in its own range of one table's rows, as one lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.kernels import _C
+from speedswap.kernels.host import address, as_read, get_num_threads
+from speedswap.kernels.ids import require_id_dtype
+
+__all__ = ["FeatureIds", "first_outside", "merge_ids"]
+
+
+class FeatureIds(NamedTuple):
+    """The ids of several features, and the range of rows that each feature has in a table.
+
+    Attributes:
+        ids: int32 or int64, on one device: a tensor of any shape per feature; or one tensor, shape (count,), that has
+            the ids of all.
+        bases: the first row of each feature's range, int64, shape (features,), on the CPU.
+        limits: the number of its rows, int64, shape (features,), on the CPU: ids are 0 to that, exclusive.
+        counts: for one tensor: the number of each feature's ids, int64, shape (features,), on the CPU; or on the ids'
+            device, without ``begins``, where nothing waits for it, and the caller has checked that they are all ids.
+        begins: for one tensor: the position of each feature's first id in it, int64, shape (features,), on the CPU; by
+            default the features follow one another and have all ids.
+    """
+
+    ids: Tensor | Sequence[Tensor]
+    bases: Tensor
+    limits: Tensor
+    counts: Tensor | None = None
+    begins: Tensor | None = None
+
+
+def merge_ids(asked: FeatureIds) -> Tensor:
+    """Return the rows of all features' ids, feature after feature; -1 for an id outside of its feature's range.
+
+    On a GPU the number of operations does not depend on that of features, and nothing waits for them: the lookup of
+    the rows (:func:`speedswap.kernels.find_rows`) finds a -1, and :func:`first_outside` then says which id it was.
+
+    Returns:
+        int64, shape (ids,), on the ids' device.
+
+    Raises:
+        TypeError: an id tensor is not int32 or int64.
+        ValueError: ``counts`` and ``begins`` are not those of ``ids``.
+
+    >>> bases, limits = torch.tensor([0, 10]), torch.tensor([10, 5])
+    >>> merge_ids(FeatureIds([torch.tensor([7, 9]), torch.tensor([0, 4, 5])], bases, limits))
+    tensor([ 7,  9, 10, 14, -1])
+    >>> merge_ids(FeatureIds(torch.tensor([7, 9, 0]), bases, limits, counts=torch.tensor([2, 1])))
+    tensor([ 7,  9, 10])
+    """
+    ids, counts = _joined(asked)
+    if ids.device.type != "cpu":
+        return _merged_by_torch(asked, ids, counts)
+    ids, counts, bases, limits = (as_read(each) for each in (ids, counts, asked.bases, asked.limits))
+    begins = None if asked.begins is None else as_read(asked.begins)
+    rows = torch.empty(ids.numel() if begins is None else int(counts.sum()), dtype=torch.int64)
+    starts = 0 if begins is None else begins.data_ptr()
+    features = (len(counts), starts, counts.data_ptr(), bases.data_ptr(), limits.data_ptr())
+    threads = get_num_threads()
+    if not _C.merge_ids(ids.data_ptr(), ids.numel(), ids.element_size(), features, address(rows), len(rows), threads):
+        raise ValueError(
+            f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "
+            f"{ids.numel()} ids; give each feature a range of them"
+        )
+    return rows
+
+
+def first_outside(asked: FeatureIds) -> tuple[int, int, int] | None:
+    """Return the first id outside of its feature's range: the feature, the position among its ids, and the value.
+
+    Returns:
+        None if all ids are inside. On a GPU this waits for the ids.
+
+    Raises:
+        TypeError, ValueError: as :func:`merge_ids` does.
+
+    >>> bases, limits = torch.tensor([0, 10]), torch.tensor([10, 5])
+    >>> first_outside(FeatureIds([torch.tensor([7, 9]), torch.tensor([0, 5])], bases, limits))
+    (1, 1, 5)
+    """
+    outside = (merge_ids(asked) < 0).nonzero()
+    if not len(outside):
+        return None
+    ids, counts = _joined(asked)
+    ends = counts.cpu().cumsum(0)
+    place = int(outside[0])
+    feature = int(torch.searchsorted(ends, place, right=True))
+    position = place - int(ends[feature] - counts[feature])
+    return feature, position, int(ids[place if asked.begins is None else asked.begins[feature] + position])
+
+
+def _joined(asked: FeatureIds) -> tuple[Tensor, Tensor]:
+    """Return the ids as one tensor, once they are known to be ids, and the number of each feature's."""
+    ids = asked.ids
+    if not isinstance(ids, Tensor):
+        for each in ids:
+            require_id_dtype(each)
+        return torch.cat([each.reshape(-1) for each in ids]), torch.tensor([each.numel() for each in ids])
+    require_id_dtype(ids)
+    if asked.counts is None or asked.counts.shape != asked.bases.shape or ids.ndim != 1:
+        raise ValueError(
+            f"ids has shape {tuple(ids.shape)} and counts is {asked.counts}; one tensor of ids has one dimension, and "
+            f"goes with the number of ids of each of the {len(asked.bases)} features"
+        )
+    return ids, asked.counts
+
+
+def _merged_by_torch(asked: FeatureIds, ids: Tensor, counts: Tensor) -> Tensor:
+    """Merge on a device by a number of operations that does not depend on that of features."""
+    on_host = counts.device.type == "cpu"
+    total = int(counts.sum()) if on_host else len(ids)
+    known = [asked.bases, asked.limits]
+    if asked.begins is not None:
+        known.append(asked.begins - (counts.cumsum(0) - counts))
+    if on_host:
+        known.append(counts)
+    # Pinned, so that nothing waits for it to get there.
+    held = torch.empty((len(known), len(counts)), dtype=torch.int64, pin_memory=ids.device.type == "cuda")
+    near = torch.stack(known, out=held).to(ids.device, non_blocking=True)
+    feature = torch.repeat_interleave(near[-1] if on_host else counts, output_size=total)
+    base, limit, *moved = near[: 2 if asked.begins is None else 3].index_select(1, feature)
+    if moved:
+        ids = ids.index_select(0, torch.arange(total, device=ids.device) + moved[0])
+    inside = (ids >= 0) & (ids < limit)
+    return torch.where(inside, ids + base, -1)

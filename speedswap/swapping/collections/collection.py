@@ -1,0 +1,313 @@
+"""Several tables in one module: the common part of ``EmbeddingCollection`` and ``EmbeddingBagCollection``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from speedswap.errors import IdError
+from speedswap.swapping.collections.configs import EmbeddingConfig, checked, grouped
+from speedswap.swapping.collections.given import Given
+from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.keyed_features import read
+from speedswap.swapping.collections.modules import rows_of
+from speedswap.swapping.collections.slots import Slots
+from speedswap.swapping.collections.tables import TableInGroup, TablesByName
+from speedswap.swapping.prefetched import Announced
+from speedswap.swapping.table_module import TableModule
+from speedswap.tables import IdMap, Table
+
+__all__ = ["TableCollection"]
+
+Config = TypeVar("Config", bound=EmbeddingConfig)
+_Self = TypeVar("_Self", bound="TableCollection[Any]")
+
+
+class TableCollection(nn.Module, Generic[Config]):
+    """Owner of tables in groups, each with one store, one parameter and one training step.
+
+    The arguments are those of :class:`speedswap.EmbeddingBagCollection`.
+    """
+
+    config_type: ClassVar[type[Any]]
+    tables_name: ClassVar[str]  # the attribute that has the tables by name, and so their prefix in a state_dict
+
+    def _build(
+        self,
+        tables: Iterable[Config],
+        *,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        storage: str = "auto",
+        engine: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        local_to_rank: bool = False,
+        existing: Mapping[str, Table] | None = None,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Make the groups and their tables.
+
+        Args:
+            existing: the tables of all groups, by the groups' names.
+            values: rows for some of the tables, by name, in place of initial values.
+        """
+        super().__init__()
+        configs: tuple[Config, ...] = checked(tables, self.config_type)
+        id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
+        # A group has the maps, of which a copy has its own.
+        self.configs = tuple(replace(config, id_map=None) for config in configs)
+        self._is_weighted = is_weighted
+        self._check_configs()
+        if path is not None:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        parts = grouped(self.configs, storage, engine)
+        groups = [
+            TableGroup.of(
+                key,
+                configs,
+                table=None if existing is None else existing[name],
+                values=values,
+                id_maps=id_maps,
+                name=name,
+                path=None if path is None else Path(path) / name,
+                device=device,
+                local_to_rank=local_to_rank,
+            )
+            for key, name, configs in parts
+        ]
+        self._group_names = [name for _, name, _ in parts]
+        self.groups = nn.ModuleList(groups)
+        homes = {
+            config.name: TableInGroup(group, config, first_row)
+            for group in groups
+            for config, first_row in zip(group.configs, group.first_rows, strict=True)
+        }
+        self.register_module(self.tables_name, TablesByName(homes[config.name] for config in self.configs))
+        self._slots = Slots(groups, self._comes_last)
+
+    def _check_configs(self) -> None:
+        """Raise ValueError where the configs do not go with the collection's other settings."""
+
+    @staticmethod
+    def _comes_last(config: EmbeddingConfig) -> bool:
+        """Return whether a table's lookups come after the others of its group."""
+        return False
+
+    # ------------------------------------------------------------------ other ways to make one
+
+    @classmethod
+    def from_modules(
+        cls: type[_Self],
+        modules: Mapping[str, nn.Embedding | nn.EmbeddingBag],
+        *,
+        feature_names: Mapping[str, Sequence[str]] | None = None,
+        **settings: Any,
+    ) -> _Self:
+        """Return a collection with the rows and settings of existing embeddings, which it then replaces.
+
+        Args:
+            modules: torch's embeddings, or speedswap's, by the name of their table.
+            feature_names: the features of some of the tables; one of the table's name by default.
+            settings: the keyword arguments of the class.
+
+        Raises:
+            TypeError: a module is not an embedding, or is not looked up in this way.
+            ValueError: it has a setting that these lack (``max_norm``, ``scale_grad_by_freq``).
+
+        Example:
+            >>> import torch, speedswap
+            >>> old = {"user": torch.nn.EmbeddingBag(100, 8, mode="sum"), "item": torch.nn.EmbeddingBag(500, 8)}
+            >>> new = speedswap.EmbeddingBagCollection.from_modules(old)
+            >>> bool((new.tables["item"].read() == old["item"].weight).all())
+            True
+        """
+        names = feature_names or {}
+        for name in names:
+            if name not in modules:
+                raise ValueError(f"feature_names has {name!r}, which is not a module; there are {', '.join(modules)}")
+        configs = [cls._config_of(name, module, names.get(name, ())) for name, module in modules.items()]
+        values = {name: rows_of(module) for name, module in modules.items()}
+        settings.setdefault("device", next((module.weight.device for module in modules.values()), None))
+        collection = cls.__new__(cls)
+        collection._build(configs, values=values, **settings)
+        return collection
+
+    @classmethod
+    def _config_of(cls, name: str, module: nn.Module, feature_names: Sequence[str]) -> Any:
+        """Return the description of an embedding as a table of this collection."""
+        raise NotImplementedError
+
+    @classmethod
+    def open(
+        cls: type[_Self], tables: Iterable[Config], path: str | os.PathLike[str], mode: str = "r+", **settings: Any
+    ) -> _Self:
+        """Open a collection in files: one made with ``path``, or one that :meth:`save` wrote.
+
+        Args:
+            tables: the configs that it was made with, in their order.
+            path: its directory.
+            mode: ``r+`` to read and write, as the only writer; ``r`` to read.
+            settings: ``is_weighted``, ``device`` and ``local_to_rank``, as for the class.
+
+        Raises:
+            FileNotFoundError, TableFormatError, TableBusyError: as :meth:`speedswap.Table.open` does.
+            ValueError: there are other tables in the files.
+        """
+        return cls._over(tables, lambda name: Table.open(Path(path) / name, mode), settings)
+
+    @classmethod
+    def load(
+        cls: type[_Self],
+        tables: Iterable[Config],
+        path: str | os.PathLike[str],
+        *,
+        storage: str = "auto",
+        engine: str = "auto",
+        **settings: Any,
+    ) -> _Self:
+        """Load a copy of a collection in files into memory.
+
+        Args:
+            storage, engine: of the copy, as in :meth:`speedswap.Table.load`.
+            tables, path, settings: as for :meth:`open`, whose errors it has.
+        """
+        return cls._over(tables, lambda name: Table.load(Path(path) / name, storage=storage, engine=engine), settings)
+
+    @classmethod
+    def _over(
+        cls: type[_Self], tables: Iterable[Config], table_of: Callable[[str], Table], settings: dict[str, Any]
+    ) -> _Self:
+        """Return a collection over existing tables, by the names of their groups."""
+        configs = checked(tables, cls.config_type)
+        collection, existing = cls.__new__(cls), {}
+        try:
+            for _, name, _ in grouped(configs, "auto", "auto"):
+                existing[name] = table_of(name)
+            collection._build(configs, existing=existing, **settings)
+        except BaseException:
+            for table in existing.values():
+                table.close()
+            raise
+        return collection
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write all tables, with the optimizer's state, to a directory that :meth:`open` and :meth:`load` read.
+
+        Args:
+            path: the directory; within it, each group of tables appears complete or not at all.
+            overwrite: replace what is there.
+
+        Raises:
+            FileExistsError, TableFullError: as :meth:`speedswap.Table.save` does.
+        """
+        Path(path).mkdir(parents=True, exist_ok=True)
+        for group, name in zip(self._groups(), self._group_names, strict=True):
+            group.table.save(Path(path) / name, overwrite=overwrite)
+
+    @property
+    def id_maps(self) -> dict[str, IdMap]:
+        """The maps from keys to rows of the tables that have one, by name."""
+        return {name: keyed.id_map for group in self._groups() for name, keyed in group.keyed.items()}
+
+    def close(self) -> None:
+        """Close all tables: flush those in files, and release memory, files and locks."""
+        with ExitStack() as rest:  # each of them, also where an earlier one raises
+            for group in self._groups():
+                rest.callback(group.table.close)
+
+    # ------------------------------------------------------------------ the tables
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The tables' rows by name, each a :class:`speedswap.Table`."""
+        return {name: home.table for name, home in self._homes().items()}
+
+    def parameters_of(self, *names: str) -> list[nn.Parameter]:
+        """Return the parameters of some tables, for a parameter group of an optimizer.
+
+        Args:
+            names: all tables of one group or of several.
+
+        Raises:
+            ValueError: there is no such table, or one has its parameter in common with a table not named.
+
+        Example:
+            >>> import torch, speedswap
+            >>> user = speedswap.EmbeddingConfig(name="user", num_embeddings=100, embedding_dim=8)
+            >>> item = speedswap.EmbeddingConfig(name="item", num_embeddings=500, embedding_dim=8, group="slow")
+            >>> tables = speedswap.EmbeddingCollection([user, item])
+            >>> optimizer = torch.optim.Adam(
+            ...     [
+            ...         {"params": tables.parameters_of("user"), "lr": 0.1},
+            ...         {"params": tables.parameters_of("item"), "lr": 0.001},
+            ...     ]
+            ... )
+        """
+        homes = self._homes()
+        for name in names:
+            if name not in homes:
+                raise ValueError(f"table {name!r} is not in the collection; there are {', '.join(homes)}")
+        groups = list(dict.fromkeys(homes[name].group for name in names))
+        for group in groups:
+            others = [config.name for config in group.configs if config.name not in names]
+            if others:
+                named = [config.name for config in group.configs if config.name in names]
+                raise ValueError(
+                    f"table {named[0]!r} has its parameter in common with {', '.join(others)}; name these too, or "
+                    "give its config a group= of its own"
+                )
+        return [group.weight for group in groups]
+
+    def _homes(self) -> TablesByName:
+        homes = self._modules[self.tables_name]
+        assert isinstance(homes, TablesByName)
+        return homes
+
+    def _given(self, features: Any) -> Given:
+        """Read what forward was called with."""
+        return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
+
+    def _groups(self) -> list[TableGroup]:
+        return list(self.groups)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ lookups
+
+    def lookups_of(self, features: Any) -> list[tuple[TableModule, Announced]]:
+        """Return the lookups that forward makes with these features, for a lookahead: one per group of tables.
+
+        Args:
+            features: as forward takes them.
+
+        Raises:
+            TypeError, ValueError: as forward does.
+        """
+        found, asked = read(features, self._slots, self._groups(), self._is_weighted, ahead=True)
+        lookups: list[tuple[TableModule, Announced]] = []
+        for index, group in enumerate(self._groups()):
+            rows = found.rows(index)
+            device = group._target(rows)
+            if len(rows):
+                lookups.append(
+                    (group, Announced(group.table, found.tensors(index, device), device, rows, asked[index]))
+                )
+        return lookups
+
+    def _gather(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
+        """Gather the distinct rows of one group; see :meth:`TableModule._gather_given`."""
+        group = self.groups[index]
+        assert isinstance(group, TableGroup)
+        device = found.device
+        try:
+            return group._gather_given(found.tensors(index, device), device, lambda: found.rows(index, checked=True))
+        except IdError as error:
+            raise found.outside(error) from None
+
+    def extra_repr(self) -> str:
+        return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"

@@ -1,0 +1,201 @@
+"""The description of a collection's tables, and of the groups that lie in one store each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from speedswap._words import a_kind
+from speedswap.swapping.keyed import require_map
+from speedswap.tables import IdMap
+from speedswap.tables import init as initializers
+from speedswap.tables.record import count
+
+__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "GroupKey", "checked", "grouped"]
+
+_POOLINGS = ("sum", "mean", "max")
+Config = TypeVar("Config", bound="EmbeddingConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """One table of a :class:`speedswap.EmbeddingCollection`.
+
+    Tables of one width, dtype and storage lie in one store, one after the other, and are one table for a training step,
+    unless ``group`` or ``trainable`` keeps them apart.
+
+    Args:
+        name: of the table; a part of its key in ``state_dict``.
+        num_embeddings: rows, at least 1.
+        embedding_dim: items per row, at least 1.
+        feature_names: the features that are looked up in the table; one of the table's name by default. Features of
+            several tables are called ``feature@table`` in what the collection returns.
+        init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal by
+            default.
+        seed: of the initial values; drawn from torch's random generator by default. The rows start with the bits of a
+            :class:`speedswap.Embedding` of this size and seed.
+        padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
+        id_map: a map from keys to the table's rows, :class:`speedswap.IdMap`: features have keys then, num_embeddings
+            is the map's number of rows, and padding_idx 0. The collection has it as ``id_maps[name]``.
+        dtype: of the weights; torch's default dtype by default.
+        storage, engine: as for :class:`speedswap.Embedding`; the collection's by default.
+        stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
+        group: tables of different groups have different parameters, so that an optimizer may train them with settings
+            of their own.
+        trainable: False keeps the rows as they are, in a store of frozen tables.
+
+    Raises:
+        ValueError: a number is out of range, a name is empty, or has a dot in it.
+
+    Example:
+        >>> import speedswap
+        >>> speedswap.EmbeddingConfig(name="item", num_embeddings=1000, embedding_dim=16).feature_names
+        ('item',)
+    """
+
+    name: str
+    num_embeddings: int = 0
+    embedding_dim: int
+    feature_names: Sequence[str] = ()
+    init: initializers.Initializer | Callable[..., Any] | None = None
+    seed: int | None = None
+    padding_idx: int | None = None
+    id_map: IdMap | None = None
+    dtype: torch.dtype | None = None
+    storage: str | None = None
+    engine: str | None = None
+    stored_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+    rounding: str | None = None
+    group: str = ""
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or "." in self.name:
+            raise ValueError(f"name is {self.name!r}; give a table's name, without a dot: it is a part of state_dict's")
+        if self.id_map is not None:
+            rows = self.num_embeddings or self.id_map.num_rows
+            require_map(self.id_map, rows, self.padding_idx)
+            object.__setattr__(self, "num_embeddings", rows)
+            object.__setattr__(self, "padding_idx", 0)
+        rows = count("num_embeddings", self.num_embeddings)
+        count("embedding_dim", self.embedding_dim)
+        if isinstance(self.feature_names, str):
+            raise ValueError(f"feature_names is {self.feature_names!r}; give a list of names")
+        object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
+        if self.padding_idx is not None:
+            if not -rows <= self.padding_idx < rows:
+                raise ValueError(f"padding_idx of table {self.name!r} is {self.padding_idx}, but it has {rows} rows")
+            object.__setattr__(self, "padding_idx", self.padding_idx % rows)
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed of table {self.name!r} is {self.seed}; give a whole number from 0 to 2**64 - 1")
+        if self.stored_dtype == torch.int8 and self.trainable:
+            raise ValueError(
+                f"stored_dtype of table {self.name!r} is torch.int8, which is for lookup; give trainable=False"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingBagConfig(EmbeddingConfig):
+    """One table of a :class:`speedswap.EmbeddingBagCollection`.
+
+    Args:
+        pooling: ``"sum"``, ``"mean"`` or ``"max"``, or a member of TorchRec's ``PoolingType``.
+        arguments: the others are those of :class:`EmbeddingConfig`.
+
+    Example:
+        >>> import speedswap
+        >>> config = speedswap.EmbeddingBagConfig(
+        ...     name="item", num_embeddings=1000, embedding_dim=16, feature_names=["clicked", "bought"], pooling="mean"
+        ... )
+    """
+
+    pooling: str = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pooling = getattr(self.pooling, "value", self.pooling)
+        pooling = pooling.lower() if isinstance(pooling, str) else pooling
+        if pooling not in _POOLINGS:
+            raise ValueError(f'pooling of table {self.name!r} is {self.pooling!r}; choose "sum", "mean" or "max"')
+        object.__setattr__(self, "pooling", pooling)
+
+
+class GroupKey(NamedTuple):
+    """The properties that tables in one store have in common."""
+
+    embedding_dim: int
+    dtype: torch.dtype
+    stored_dtype: torch.dtype | None
+    state_dtype: torch.dtype | None
+    rounding: str | None
+    storage: str
+    engine: str
+    group: str
+    trainable: bool
+
+    @classmethod
+    def of(cls, config: EmbeddingConfig, storage: str, engine: str) -> GroupKey:
+        """Return the key of a table's group, with the collection's storage and engine where it has none of its own."""
+        return cls(
+            config.embedding_dim,
+            config.dtype or torch.get_default_dtype(),
+            config.stored_dtype,
+            config.state_dtype,
+            config.rounding,
+            config.storage or storage,
+            config.engine or engine,
+            config.group,
+            config.trainable,
+        )
+
+    @property
+    def name(self) -> str:
+        """A name for messages and files: width and dtype, and what else sets the group apart."""
+        words = [str(self.embedding_dim), _word(self.dtype)]
+        words += ["as", _word(self.stored_dtype)] if self.stored_dtype else []
+        words += ["state", _word(self.state_dtype)] if self.state_dtype else []
+        words += [self.group] if self.group else []
+        words += [] if self.trainable else ["frozen"]
+        return "-".join(words)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
+    """Return a collection's configs.
+
+    Raises:
+        TypeError: one is of another kind.
+        ValueError: there is none, or two have one name.
+    """
+    configs = tuple(tables)
+    for config in configs:
+        if type(config) is not kind:
+            raise TypeError(f"tables has {a_kind(config)}; give speedswap.{kind.__name__} objects")
+    if not configs:
+        raise ValueError(f"tables is empty; give a speedswap.{kind.__name__} for each table")
+    for name, times in Counter(config.name for config in configs).items():
+        if times > 1:
+            raise ValueError(f"tables has {name!r} {times} times; give each table a name of its own")
+    return configs
+
+
+def grouped(
+    configs: Sequence[EmbeddingConfig], storage: str, engine: str
+) -> list[tuple[GroupKey, str, list[EmbeddingConfig]]]:
+    """Return the groups of tables that lie in one store each: their properties, a name, and the tables."""
+    found: dict[GroupKey, list[EmbeddingConfig]] = {}
+    for config in configs:
+        found.setdefault(GroupKey.of(config, storage, engine), []).append(config)
+    groups, names = [], Counter[str]()
+    for key, some in found.items():
+        names[key.name] += 1
+        groups.append((key, key.name if names[key.name] == 1 else f"{key.name}-{names[key.name]}", some))
+    return groups

@@ -1,0 +1,141 @@
+"""Pooled lookups in several tables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedswap.swapping.collections.collection import TableCollection
+from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
+from speedswap.swapping.collections.keyed_tensor import KeyedTensor
+from speedswap.swapping.collections.modules import require_plain, settings_of
+from speedswap.swapping.collections.pooling import Layout
+from speedswap.swapping.graphs import outside_graphs
+
+__all__ = ["EmbeddingBagCollection"]
+
+
+class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
+    """Sums, means or maxima over bags of rows of several tables at once, with TorchRec's names.
+
+    Tables of one width, dtype and storage lie in one store, each in its own range of rows. A step checks, sorts,
+    gathers, trains and scatters their rows together, whatever the number of tables. Optimizers, ``attach``,
+    ``lookahead``, the splitter and ``state_dict`` work as with a :class:`speedswap.EmbeddingBag` for each table, and
+    the results are the same, bit for bit.
+
+    Args:
+        tables: a config for each.
+        is_weighted: True if every id has a weight, for tables with pooling ``"sum"``.
+        device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
+        storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
+        path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
+        local_to_rank: as for :class:`speedswap.Embedding`.
+
+    Attributes:
+        embedding_bags: the tables by name: ``embedding_bags["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be
+            filled in place; each is an entry of ``state_dict``.
+        groups: the tables of one store each, with the ``weight`` that an optimizer trains.
+
+    Shape:
+        features, one of:
+
+        - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
+          with the table's ``padding_idx``; (ids, offsets) or (ids, offsets, weights), as ``nn.EmbeddingBag`` has them;
+          or a jagged tensor, of torch.nested or with the methods of TorchRec's;
+        - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
+
+        → a :class:`speedswap.KeyedTensor` with values of shape (batch, sum of the features' widths), table after table;
+        zeros for a bag without ids.
+
+    Raises:
+        IdError: in the forward pass, for an id outside of its table. Nothing was read.
+        ValueError, TypeError: in the forward pass, for a feature that is missing, unknown or does not fit.
+        LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
+
+    Example:
+        >>> import torch, speedswap
+        >>> user = speedswap.EmbeddingBagConfig(name="user", num_embeddings=100, embedding_dim=8)
+        >>> page = speedswap.EmbeddingBagConfig(
+        ...     name="page", num_embeddings=500, embedding_dim=8, feature_names=["seen", "liked"], pooling="mean"
+        ... )
+        >>> tables = speedswap.EmbeddingBagCollection([user, page])
+        >>> optimizer = torch.optim.Adagrad(tables.parameters(), lr=0.1)
+        >>> pooled = tables(
+        ...     {
+        ...         "user": torch.tensor([7, 99]),
+        ...         "seen": torch.tensor([[4, 5, 6], [400, 401, 402]]),
+        ...         "liked": (torch.tensor([5]), torch.tensor([0, 1])),
+        ...     }
+        ... )
+        >>> pooled.keys(), pooled.values().shape, pooled["liked"].shape
+        (['user', 'seen', 'liked'], torch.Size([2, 24]), torch.Size([2, 8]))
+    """
+
+    config_type = EmbeddingBagConfig
+    tables_name = "embedding_bags"
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingBagConfig],
+        *,
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        storage: str = "auto",
+        engine: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        local_to_rank: bool = False,
+    ) -> None:
+        self._build(
+            tables,
+            is_weighted=is_weighted,
+            device=device,
+            storage=storage,
+            engine=engine,
+            path=path,
+            local_to_rank=local_to_rank,
+        )
+
+    def _build(self, *args: Any, **settings: Any) -> None:
+        super()._build(*args, **settings)
+        self._layout = Layout(self._slots, self.configs)
+
+    def _check_configs(self) -> None:
+        for config in self.configs if self._is_weighted else ():
+            if config.pooling != "sum":
+                raise ValueError(
+                    f"is_weighted is True, but pooling of table {config.name!r} is {config.pooling!r}; weights go with "
+                    'pooling="sum"'
+                )
+
+    @staticmethod
+    def _comes_last(config: EmbeddingConfig) -> bool:
+        assert isinstance(config, EmbeddingBagConfig)
+        return config.pooling == "max"
+
+    @outside_graphs
+    def forward(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
+        """Pool all features; the arguments' shapes and the errors are those of the class."""
+        found = self._given(features)
+        gathered = [self._gather(found, index) for index in range(len(self.groups))]
+        paddings = [group._step.padding for group in self._groups()]
+        layout = self._layout
+        pooled = [each.pooled(found, *gathered[each.group], paddings[each.group]) for each in layout.passes]
+        return KeyedTensor(layout.keys, layout.widths, layout.joined(pooled))
+
+    def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:
+        """Return the description of each table."""
+        return self.configs
+
+    def is_weighted(self) -> bool:
+        """Return whether every id has a weight."""
+        return self._is_weighted
+
+    @classmethod
+    def _config_of(cls, name: str, module: nn.Module, feature_names: Sequence[str]) -> EmbeddingBagConfig:
+        require_plain(name, module, (nn.EmbeddingBag, nn.Embedding))
+        pooling = module.mode if isinstance(module, nn.EmbeddingBag) else "sum"
+        return EmbeddingBagConfig(**settings_of(name, module, feature_names), pooling=pooling)

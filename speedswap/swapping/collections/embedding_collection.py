@@ -1,0 +1,117 @@
+"""Lookups in several tables, without pooling."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedswap.swapping.collections.collection import TableCollection
+from speedswap.swapping.collections.configs import EmbeddingConfig
+from speedswap.swapping.collections.jagged import JaggedTensor
+from speedswap.swapping.collections.modules import require_plain, settings_of
+from speedswap.swapping.graphs import outside_graphs
+from speedswap.swapping.lookup import look_up
+
+__all__ = ["EmbeddingCollection"]
+
+
+class EmbeddingCollection(TableCollection[EmbeddingConfig]):
+    """Lookups in several tables at once, with TorchRec's names.
+
+    Tables of one width, dtype and storage lie in one store, each in its own range of rows. A step checks, sorts,
+    gathers, trains and scatters their rows together, whatever the number of tables. Optimizers, ``attach``,
+    ``lookahead``, the splitter and ``state_dict`` work as with a :class:`speedswap.Embedding` for each table, and the
+    results are the same, bit for bit.
+
+    Args:
+        tables: a config for each.
+        device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
+        storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
+        path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
+        local_to_rank: as for :class:`speedswap.Embedding`.
+
+    Attributes:
+        embeddings: the tables by name: ``embeddings["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be filled
+            in place; each is an entry of ``state_dict``.
+        groups: the tables of one store each, with the ``weight`` that an optimizer trains.
+
+    Shape:
+        features, one of:
+
+        - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
+          with the table's ``padding_idx``; (ids, offsets), as ``nn.EmbeddingBag`` has them; or a jagged tensor, of
+          torch.nested or with the methods of TorchRec's;
+        - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
+
+        → a dict from each feature to a :class:`speedswap.JaggedTensor` with ``values()`` of shape (ids, embedding_dim).
+
+    Raises:
+        IdError: in the forward pass, for an id outside of its table. Nothing was read.
+        ValueError, TypeError: in the forward pass, for a feature that is missing, unknown or does not fit.
+        LostUpdateError, RanksError: as for :class:`speedswap.Embedding`.
+
+    Example:
+        >>> import torch, speedswap
+        >>> user = speedswap.EmbeddingConfig(name="user", num_embeddings=100, embedding_dim=8)
+        >>> page = speedswap.EmbeddingConfig(
+        ...     name="page", num_embeddings=500, embedding_dim=8, feature_names=["seen", "liked"]
+        ... )
+        >>> tables = speedswap.EmbeddingCollection([user, page])
+        >>> optimizer = torch.optim.Adam(tables.parameters())
+        >>> found = tables(
+        ...     {
+        ...         "user": torch.tensor([7, 99]),
+        ...         "seen": torch.tensor([[4, 5, 6], [400, 401, 402]]),
+        ...         "liked": (torch.tensor([5]), torch.tensor([0, 1])),
+        ...     }
+        ... )
+        >>> found["seen"].to_padded_dense().shape, found["liked"].lengths().tolist()
+        (torch.Size([2, 3, 8]), [1, 0])
+    """
+
+    config_type = EmbeddingConfig
+    tables_name = "embeddings"
+
+    def __init__(
+        self,
+        tables: Iterable[EmbeddingConfig],
+        *,
+        device: torch.device | str | None = None,
+        storage: str = "auto",
+        engine: str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        local_to_rank: bool = False,
+    ) -> None:
+        self._build(tables, device=device, storage=storage, engine=engine, path=path, local_to_rank=local_to_rank)
+
+    def _build(self, *args: Any, **settings: Any) -> None:
+        super()._build(*args, **settings)
+        self._order = self._slots.in_order_of(self.configs)
+
+    @outside_graphs
+    def forward(self, features: Mapping[str, Any] | Any) -> dict[str, JaggedTensor]:
+        """Look all features up; the arguments' shapes and the errors are those of the class."""
+        found = self._given(features)
+        slots, stride = found.slots, found.stride
+        counts = found.counts.tolist()
+        lengths = found.offsets.diff().view(len(slots), stride).unbind(0)
+        results: dict[int, JaggedTensor] = {}
+        for index, some in enumerate(slots.of_group):
+            weight, local = self._gather(found, index)
+            vectors = torch.split(look_up(weight, local), counts[some.start : some.stop])
+            for own, slot in zip(vectors, some, strict=True):
+                results[slot] = JaggedTensor(own, lengths=lengths[slot])
+        return {slots.keys[slot]: results[slot] for slot in self._order}
+
+    def embedding_configs(self) -> tuple[EmbeddingConfig, ...]:
+        """Return the description of each table."""
+        return self.configs
+
+    @classmethod
+    def _config_of(cls, name: str, module: nn.Module, feature_names: Sequence[str]) -> EmbeddingConfig:
+        require_plain(name, module, (nn.Embedding,))
+        return EmbeddingConfig(**settings_of(name, module, feature_names))

@@ -1,0 +1,274 @@
+"""Lists of different lengths, of one feature or of several: what collections take, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+__all__ = ["JaggedTensor", "KeyedJaggedTensor"]
+
+
+class _Jagged:
+    """Values in segments, with a length or an offset for each; the other of the two is computed when asked for."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        if lengths is None and offsets is None:
+            raise ValueError("lengths and offsets are None; give one of them")
+        if weights is not None and len(weights) != len(values):
+            raise ValueError(f"weights has {len(weights)} items, but there are {len(values)} values; give one of each")
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths
+        self._offsets = offsets
+
+    def values(self) -> Tensor:
+        """Return the values of all segments, one after the other."""
+        return self._values
+
+    def weights(self) -> Tensor:
+        """Return a weight per value.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if self._weights is None:
+            raise ValueError("weights is None; give weights when it is made, or ask weights_or_none()")
+        return self._weights
+
+    def weights_or_none(self) -> Tensor | None:
+        """Return a weight per value; None if there are none."""
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """Return the number of values in each segment."""
+        if self._lengths is None:
+            assert self._offsets is not None
+            self._lengths = self._offsets.diff()
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """Return the position of each segment's first value, and the number of values."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            self._offsets = offsets_of(self._lengths)
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Return the device of the values."""
+        return self._values.device
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Return the offsets of segments, int64, from their lengths."""
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths.reshape(-1), 0, out=offsets[1:])
+    return offsets
+
+
+class JaggedTensor(_Jagged):
+    """A list of values per sample, of one feature, with the methods of TorchRec's ``JaggedTensor``.
+
+    Args:
+        values: all samples' values, one after the other: shape (count,), or (count, dim).
+        weights: one per value.
+        lengths: values of each sample, shape (batch,).
+        offsets: position of each sample's first value, and count: shape (batch + 1,).
+
+    Example:
+        >>> import torch, speedswap
+        >>> words = speedswap.JaggedTensor(torch.tensor([5, 6, 7]), lengths=torch.tensor([2, 0, 1]))
+        >>> words.offsets().tolist()
+        [0, 2, 2, 3]
+        >>> words.to_padded_dense(padding_value=-1).tolist()
+        [[5, 6], [-1, -1], [7, -1]]
+    """
+
+    def to_dense(self) -> list[Tensor]:
+        """Return the values of each sample, as views. On a GPU this waits for the lengths."""
+        return list(torch.split(self._values, self.lengths().tolist()))
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """Return the values with one row per sample.
+
+        Args:
+            desired_length: values of each row, cut off or padded; by default those of the longest sample.
+            padding_value: what fills a row up.
+
+        Returns:
+            Shape (batch, desired_length), or (batch, desired_length, dim).
+        """
+        lengths, offsets = self.lengths().long(), self.offsets().long()
+        if desired_length is None:
+            desired_length = int(lengths.max()) if len(lengths) else 0
+        columns = torch.arange(desired_length, device=lengths.device)
+        is_value = columns < lengths.unsqueeze(1)
+        places = torch.where(is_value, offsets[:-1].unsqueeze(1) + columns, 0)
+        if not len(self._values):
+            return self._values.new_full((*places.shape, *self._values.shape[1:]), padding_value)
+        mask = is_value.view(*is_value.shape, *[1] * (self._values.ndim - 1))
+        return torch.where(mask, self._values[places], padding_value).to(self._values.dtype)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
+        """Return the same lists on another device."""
+        moved = [
+            None if each is None else each.to(device, non_blocking=non_blocking)
+            for each in (self._values, self._weights, self._lengths, self._offsets)
+        ]
+        assert moved[0] is not None
+        return JaggedTensor(moved[0], *moved[1:])
+
+    def __repr__(self) -> str:
+        return f"JaggedTensor(values of shape {tuple(self._values.shape)}, lengths {self.lengths().tolist()})"
+
+
+class KeyedJaggedTensor(_Jagged):
+    """A list of ids per key and sample, with the methods of TorchRec's ``KeyedJaggedTensor``.
+
+    Args:
+        keys: names of the features.
+        values: all ids, key after key, and sample after sample within a key: shape (count,).
+        weights: one per id.
+        lengths: ids of each list, key after key: shape (keys · stride,).
+        offsets: position of each list's first id, and count: shape (keys · stride + 1,).
+        stride: samples; needed only if there is no key.
+
+    Attributes:
+        is_checked: True if the offsets are known to ascend to the number of ids.
+
+    Raises:
+        ValueError: the numbers do not go together.
+
+    Example:
+        >>> import torch, speedswap
+        >>> batch = speedswap.KeyedJaggedTensor.from_lengths_sync(
+        ...     keys=["user", "words"], values=torch.tensor([3, 4, 70, 71, 72]), lengths=torch.tensor([1, 1, 0, 3])
+        ... )
+        >>> batch.stride(), batch["words"].to_dense()
+        (2, [tensor([], dtype=torch.int64), tensor([70, 71, 72])])
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        stride: int | None = None,
+    ) -> None:
+        super().__init__(values, weights, lengths, offsets)
+        self._keys = list(keys)
+        segments = lengths.numel() if lengths is not None else len(offsets) - 1 if offsets is not None else 0
+        if stride is None:
+            if segments % max(len(self._keys), 1):
+                raise ValueError(
+                    f"there are {len(self._keys)} keys and {segments} lists; give one for each key and sample"
+                )
+            stride = segments // max(len(self._keys), 1)
+        elif segments != stride * len(self._keys):
+            raise ValueError(f"there are {len(self._keys)} keys and {segments} lists, but stride is {stride}")
+        self._stride = stride
+        self._offset_per_key: list[int] | None = None
+        self.is_checked = False
+
+    @classmethod
+    def from_lengths_sync(
+        cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """Return one with these lengths, as TorchRec's method of this name does."""
+        return cls(keys, values, weights, lengths=lengths)
+
+    @classmethod
+    def from_offsets_sync(
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """Return one with these offsets, as TorchRec's method of this name does."""
+        return cls(keys, values, weights, offsets=offsets)
+
+    def keys(self) -> list[str]:
+        """Return the names of the features."""
+        return self._keys
+
+    def stride(self) -> int:
+        """Return the number of samples."""
+        return self._stride
+
+    def offset_per_key(self) -> list[int]:
+        """Return the position of each key's first id, and the number of ids. On a GPU this waits for the offsets."""
+        if self._offset_per_key is None:
+            if self._stride:
+                self._offset_per_key = self.offsets()[:: self._stride].tolist()
+            else:
+                self._offset_per_key = [0] * (len(self._keys) + 1)
+        return self._offset_per_key
+
+    def length_per_key(self) -> list[int]:
+        """Return the number of each key's ids. On a GPU this waits for the offsets."""
+        offsets = self.offset_per_key()
+        return [stop - start for start, stop in pairwise(offsets)]
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """Return the lists of one key.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        if key not in self._keys:
+            raise KeyError(f"{key!r} is not a key; there are {', '.join(self._keys)}")
+        return self._jagged(self._keys.index(key))
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """Return the lists of each key."""
+        return {key: self._jagged(index) for index, key in enumerate(self._keys)}
+
+    def _jagged(self, index: int) -> JaggedTensor:
+        start, stop = self.offset_per_key()[index : index + 2]
+        lists = slice(index * self._stride, (index + 1) * self._stride)
+        weights = None if self._weights is None else self._weights[start:stop]
+        if self._lengths is not None:
+            return JaggedTensor(self._values[start:stop], weights, self._lengths.reshape(-1)[lists])
+        offsets = self.offsets()[lists.start : lists.stop + 1]
+        return JaggedTensor(self._values[start:stop], weights, offsets=offsets - start)
+
+    def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
+        """Return some of the keys, in another order, by their places in ``keys()``."""
+        offsets = self.offset_per_key()
+        pieces = [slice(offsets[index], offsets[index + 1]) for index in indices]
+        lengths = self.lengths().reshape(len(self._keys), self._stride)[list(indices)].reshape(-1)
+        weights = None if self._weights is None else torch.cat([self._weights[piece] for piece in pieces])
+        values = torch.cat([self._values[piece] for piece in pieces])
+        return KeyedJaggedTensor([self._keys[index] for index in indices], values, weights, lengths)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """Return the same lists on another device."""
+        return self._moved(lambda each: each.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> KeyedJaggedTensor:
+        """Return the same lists in pinned memory, as a ``DataLoader`` with ``pin_memory=True`` asks for."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
+        if self._values.device.type == "cpu":  # so that a GPU is not waited for
+            known = self.offsets()
+            ascend = int(known[0]) == 0 and bool((known[1:] >= known[:-1]).all())
+            self.is_checked = ascend and int(known[-1]) == len(self._values)
+            self.offset_per_key()
+        weights, lengths, offsets = (
+            None if each is None else move(each) for each in (self._weights, self._lengths, self._offsets)
+        )
+        moved = KeyedJaggedTensor(self._keys, move(self._values), weights, lengths, offsets, self._stride)
+        moved._offset_per_key, moved.is_checked = self._offset_per_key, self.is_checked
+        return moved
+
+    def __repr__(self) -> str:
+        lists = {key: each.to_dense() for key, each in self.to_dict().items()}
+        return f"KeyedJaggedTensor({lists})"

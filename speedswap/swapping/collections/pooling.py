@@ -1,0 +1,136 @@
+"""The bags of several tables, pooled in as few passes as possible, and their order in the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.swapping.collections.configs import EmbeddingBagConfig
+from speedswap.swapping.collections.given import Given, near
+from speedswap.swapping.collections.slots import Slots
+from speedswap.swapping.lookup import pool
+from speedswap.swapping.padding import Padding
+
+__all__ = ["Layout", "Pass"]
+
+
+class Pass(NamedTuple):
+    """Slots of one group whose bags are pooled together: sums and means in one pass, maxima in another.
+
+    Attributes:
+        group: its index.
+        start, stop: the slots.
+        mode: "sum", "mean" or "max".
+        is_mean: where there are sums and means, bool, shape (slots, 1): True for a mean.
+    """
+
+    group: int
+    start: int
+    stop: int
+    mode: str
+    is_mean: Tensor | None = None
+
+    def pooled(self, found: Given, weight: Tensor, local: Tensor, padding: Padding) -> Tensor:
+        """Return the slots' bags, shape (batch, slots · dim).
+
+        Args:
+            found: the batch.
+            weight: the group's rows.
+            local: each id's place among them, for all ids of the group.
+            padding: rows that count in no bag.
+        """
+        features = self.stop - self.start
+        begin, end = found.bounds(self.group)
+        first, last = found.starts[self.start], found.starts[self.stop]
+        offsets = found.offsets[self.start * found.stride : self.stop * found.stride + 1]
+        offsets = offsets - first if first else offsets
+        local = local.reshape(-1)
+        local = local if (first, last) == (begin, end) else local[first - begin : last - begin]
+        factors = None if found.weights is None else found.weights[first:last]
+        if factors is not None and factors.dtype != weight.dtype:
+            raise TypeError(f"weights are {factors.dtype}, but rows {weight.dtype}; convert them with .to(…)")
+        counts = before = None
+        if padding:
+            counts = ~padding.among(found.rows(self.group)[first - begin : last - begin])
+            # Of the ids before a bag, those that count.
+            before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])[offsets]
+            if counts.device.type == "cpu":
+                local, factors = local[counts], None if factors is None else factors[counts]
+                offsets, counts = before, None
+        mode, divisors = self.mode, None
+        if found.is_single and not padding and mode == "mean":
+            mode = "sum"
+        elif self.is_mean is not None and mode == "mean":
+            sizes = (offsets if before is None else before).diff().view(features, found.stride).clamp(min=1)
+            divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1).to(weight.dtype)
+            mode = "sum"
+        return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
+
+
+class Layout:
+    """The passes of a collection, and the columns of its output.
+
+    Args:
+        slots: the lookups.
+        configs: the tables, in the order of the output.
+
+    Attributes:
+        keys: of the output, in their order.
+        widths: columns of each.
+        passes: in the order of the groups.
+    """
+
+    def __init__(self, slots: Slots, configs: Sequence[EmbeddingBagConfig]) -> None:
+        self.passes = [each for group in range(len(slots.of_group)) for each in _passes(group, slots)]
+        order = slots.in_order_of(configs)
+        self.keys = [slots.keys[slot] for slot in order]
+        self.widths = [slots.configs[slot].embedding_dim for slot in order]
+        # Columns of one pass that stay together: its index, and their place among such of this pass.
+        self._runs: list[tuple[int, int]] = []
+        self._run_widths: list[list[int]] = [[] for _ in self.passes]
+        which_of = [index for index, each in enumerate(self.passes) for _ in range(each.start, each.stop)]
+        before = -1
+        for slot in order:
+            which, width = which_of[slot], slots.configs[slot].embedding_dim
+            if which == before:
+                self._run_widths[which][-1] += width
+            else:
+                self._runs.append((which, len(self._run_widths[which])))
+                self._run_widths[which].append(width)
+            before = which
+
+    def joined(self, pooled: Sequence[Tensor]) -> Tensor:
+        """Return the output: all columns in their order; without a copy if there was one pass.
+
+        Args:
+            pooled: what each pass has returned.
+        """
+        if len(self._runs) == 1:
+            return pooled[0]
+        pieces = [torch.split(each, widths, dim=1) for each, widths in zip(pooled, self._run_widths, strict=True)]
+        return torch.cat([pieces[which][place] for which, place in self._runs], dim=1)
+
+
+def _passes(group: int, slots: Slots) -> list[Pass]:
+    """Return the passes of one group, whose maxima come last."""
+    some = slots.of_group[group]
+    modes = [_pooling(slots, slot) for slot in some]
+    sums = len(modes) - modes.count("max")
+    passes = []
+    if sums:
+        means = [mode == "mean" for mode in modes[:sums]]
+        is_mixed = any(means) and not all(means)
+        is_mean = torch.tensor(means).unsqueeze(1) if is_mixed else None
+        passes.append(Pass(group, some.start, some.start + sums, "mean" if any(means) else "sum", is_mean))
+    if sums < len(modes):
+        passes.append(Pass(group, some.start + sums, some.stop, "max"))
+    return passes
+
+
+def _pooling(slots: Slots, slot: int) -> str:
+    config = slots.configs[slot]
+    assert isinstance(config, EmbeddingBagConfig)
+    return config.pooling

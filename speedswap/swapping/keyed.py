@@ -1,0 +1,119 @@
+"""The rows that an id map gives the keys of a module's lookups, also ahead of their turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedswap.swapping.prefetched import Given
+from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
+
+if TYPE_CHECKING:
+    from speedswap.swapping.row_step import RowStep
+
+__all__ = ["AskedLookup", "KeyedRows", "require_map"]
+
+
+class AskedLookup:
+    """A training lookup whose keys were given to the map ahead of its turn.
+
+    Args:
+        asked: the map's answer.
+        given: the keys as they were given.
+        device: where the rows are needed.
+    """
+
+    def __init__(self, asked: AskedAhead, given: Any, device: torch.device) -> None:
+        self.asked = asked
+        self.rows = asked.rows.to(device)
+        self._given = Given(given, device) if isinstance(given, Tensor) else None
+
+    def matches(self, given: Any, kind: str) -> bool:
+        """Return whether a lookup is of these keys."""
+        if self._given is not None:
+            return isinstance(given, Tensor) and self._given.equals(given)
+        return _equal(as_keys(given, kind), self.asked.keys)
+
+
+class KeyedRows:
+    """The id map of a module's table.
+
+    Args:
+        id_map: keys to rows.
+        table: its rows.
+        step: the module's training step, which rows that start anew leave.
+    """
+
+    def __init__(self, id_map: IdMap, table: Table, step: RowStep) -> None:
+        self.id_map = id_map
+        self._table = table
+        self._step = step
+        self.turn: list[AskedLookup] = []  # of the present batch, inside a lookahead
+
+    def ask(self, given: Any, device: torch.device) -> AskedLookup:
+        """Add the keys of a training lookup ahead of its turn."""
+        return AskedLookup(self.id_map.ask(given), given, device)
+
+    def rows(self, given: Any, device: torch.device, *, adds: bool) -> Tensor:
+        """Return the rows of a lookup's keys, on a device.
+
+        Args:
+            given: keys, as :meth:`speedswap.IdMap.lookup` takes them.
+            device: where the rows are needed.
+            adds: True for a training lookup. Rows that go to another key then start anew in the table.
+        """
+        if not adds:
+            return self.id_map.lookup(given).to(device)
+        for lookup in self.turn:
+            if lookup.matches(given, self.id_map.keys):
+                self.renew(self.id_map.begin(lookup.asked), device)
+                return lookup.rows.to(device)
+        rows, renewed = self.id_map.add(given)
+        self.renew(renewed, device)
+        return rows.to(device)
+
+    def begin(self, lookups: Sequence[AskedLookup]) -> None:
+        """Let a batch have its turn; what the batch before did not look up has its rows nevertheless."""
+        for lookup in self.turn:
+            self.renew(self.id_map.begin(lookup.asked), lookup.rows.device)
+        self.turn = [*lookups]
+
+    def end(self) -> None:
+        """Leave the lookahead: batches that did not have their turn never came."""
+        self.turn = []
+        self.id_map.take_back()
+
+    def renew(self, rows: Tensor, device: torch.device) -> None:
+        """Let rows start anew: in the table, and without the gradient of lookups before."""
+        if not len(rows):
+            return
+        try:
+            with Commit() as commit:
+                self._table.reset_rows(rows, device=device, pending=commit if self._step.lookaheads else None)
+        except BaseException:
+            self.id_map.renew_later(rows)
+            raise
+        self._step.drop_gradient(rows)
+
+
+def require_map(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> None:
+    """Raise ValueError unless a table of so many rows, with this padding row, can be an id map's."""
+    if num_embeddings != id_map.num_rows:
+        raise ValueError(
+            f"num_embeddings is {num_embeddings}, but the id map has rows 0 to {id_map.capacity}; give id_map.num_rows"
+        )
+    if padding_idx not in (None, 0):
+        raise ValueError(
+            f"padding_idx is {padding_idx}, but the row of keys without a row of their own is 0; leave it out"
+        )
+
+
+def _equal(ours: Keys, theirs: Keys) -> bool:
+    if not torch.equal(ours.numbers, theirs.numbers):
+        return False
+    if ours.texts is None or theirs.texts is None:
+        return True
+    return all(torch.equal(mine, other) for mine, other in zip(ours.texts, theirs.texts, strict=True))

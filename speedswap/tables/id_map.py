@@ -1,0 +1,352 @@
+"""Ids that grow: keys of any 64 bits, or strings, to the rows of a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap._locks import Locked
+from speedswap.errors import IdMapError, IdMapFullError
+from speedswap.tables.asked_ahead import AskedAhead, BatchesAhead
+from speedswap.tables.files import keys_file
+from speedswap.tables.keys import KINDS, Keys, as_keys
+from speedswap.tables.record import count
+
+__all__ = ["IdMap"]
+
+_EVICTS = (None, "lru", "lfu")
+_MOST_ROWS = 2**31 - 1
+
+
+class IdMap(Locked):
+    """Rows for keys that are not known beforehand: 64-bit numbers, or strings.
+
+    Keys get rows 1 to ``capacity`` in the order of their first occurrence, so that early and frequent ones lie
+    together. Row 0 is that of every key without a row: give the map to an embedding, ``Embedding(map.num_rows, dim,
+    id_map=map)``, and it is the padding row: zeros, without a gradient. A training lookup adds keys; every other one
+    only looks them up. A row that goes from one key to another starts anew in the table, weight and optimizer state,
+    from its initial values.
+
+    What a map does depends on the batches and their order alone, not on the number of threads. It is saved and restored
+    with its table. It takes at most 24 bytes per key, on probation or not, and for ``"exact"`` 17 more and the string,
+    and grows with the number of keys. Any number of threads may use it. A copy in another process, such as a
+    ``DataLoader``'s worker, is frozen: it looks up and does not add.
+
+    Args:
+        capacity: rows for keys, 1 to 2**31 - 1.
+        keys: ``"int64"``: tensors of integers, any values. ``"hashed"``: strings, kept as 64-bit hashes (XXH64): among
+            n of them two share a row with odds of n² / 2**65: 1 in 370,000 for 10 million keys. ``"exact"``: strings,
+            kept as they are.
+        admit_after: sightings before a key gets a row; until then it has row 0. As many keys as there are rows are kept
+            on probation; when one more comes, the one that came first is forgotten, and its sightings count anew.
+        evict: for a key that comes when every row is taken: None raises; ``"lru"`` takes the row whose key was last
+            seen by the earliest batch; ``"lfu"`` the one whose key was seen least often since it was admitted, and
+            among those the least recently. Equal ones in the order of rows. A row of the same lookup is never taken.
+
+    Attributes:
+        num_rows: ``capacity + 1``: rows of the table.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import torch, speedswap
+        >>> users = speedswap.IdMap(1000)
+        >>> users.add(torch.tensor([-7, 2**60, -7]))[0]
+        tensor([1, 2, 1])
+        >>> users.lookup(torch.tensor([2**60, 5]))
+        tensor([2, 0])
+    """
+
+    def __init__(self, capacity: int, *, keys: str = "int64", admit_after: int = 1, evict: str | None = None) -> None:
+        super().__init__()
+        self.capacity = count("capacity", capacity)
+        self.admit_after = count("admit_after", admit_after)
+        for name, value in (("capacity", self.capacity), ("admit_after", self.admit_after)):
+            if value > _MOST_ROWS:
+                raise ValueError(f"{name} is {value}; give at most 2**31 - 1")
+        if keys not in KINDS:
+            raise ValueError(f"keys is {keys!r}; choose one of {', '.join(map(repr, KINDS))}")
+        if evict not in _EVICTS:
+            raise ValueError(f"evict is {evict!r}; choose None, 'lru' or 'lfu'")
+        self.keys = keys
+        self.evict = evict
+        self.num_rows = self.capacity + 1
+        self.version = 0
+        self.holder: Callable[[], object] = lambda: None  # the store that the map is kept with
+        self._map = self._empty()
+        self._ahead = BatchesAhead()
+        self._stale = torch.empty(0, dtype=torch.int64)  # rows that start anew when the next keys are added
+        self._free_rows_are_stale = False
+        self._is_frozen = False
+        self._is_changing = False
+        self._owner_pid = os.getpid()
+
+    def _empty(self) -> kernels.KeyMap:
+        return kernels.KeyMap(self.capacity, self.keys == "exact", self.admit_after, self.evict)
+
+    # ------------------------------------------------------------------ description
+
+    def __len__(self) -> int:
+        """Return the number of keys that have a row."""
+        with self.lock, self._as_of_now():
+            return self._map.cursor.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the map takes now."""
+        return self._map.nbytes
+
+    @property
+    def frozen(self) -> bool:
+        """True if keys can only be looked up: in a copy that another process was given, and after a fork."""
+        return self._is_frozen or os.getpid() != self._owner_pid
+
+    def __repr__(self) -> str:
+        return (
+            f"IdMap({self.capacity}, keys={self.keys!r}, admit_after={self.admit_after}, evict={self.evict!r}, "
+            f"{len(self)} keys{', frozen' if self.frozen else ''})"
+        )
+
+    # ------------------------------------------------------------------ keys to rows
+
+    def lookup(self, keys: Any) -> Tensor:
+        """Return the row of each key, 0 for a key without one. Nothing is added or counted.
+
+        Args:
+            keys: a tensor of integers, any shape, on any device, or an array of NumPy's; or strings: a list of str or
+                bytes, an array of them of NumPy or pyarrow, whose memory is read without a copy per key.
+
+        Returns:
+            int64, of the keys' shape, on their device; on the CPU for strings.
+
+        Raises:
+            TypeError, ValueError: ``keys`` is something else.
+        """
+        found = as_keys(keys, self.keys)
+        with self._unbroken(), self._as_of_now():
+            return _shaped(self._map.find(found.numbers, found.texts), found)
+
+    def add(self, keys: Any) -> tuple[Tensor, Tensor]:
+        """Return the row of each key, after new ones were given theirs.
+
+        Args:
+            keys: as for :meth:`lookup`.
+
+        Returns:
+            rows: int64, of the keys' shape, on their device; on the CPU for strings.
+            renewed: rows that start anew, since they belonged to another key, for :meth:`Table.reset_rows`; int64,
+                shape (n,), on the CPU. An embedding with ``id_map`` does that itself.
+
+        Raises:
+            IdMapFullError: there are not as many rows as keys that need one. Nothing was added or counted.
+            IdMapError: the map is frozen.
+            TypeError, ValueError: ``keys`` is something else.
+        """
+        found = as_keys(keys, self.keys)
+        with self._changing():
+            if not len(found):
+                return _shaped(found.numbers, found), self._with_stale(found.numbers)
+            rows, renewed, _ = self._add(found, kept=len(self._ahead))
+            self._ahead.settle()
+            return rows, self._with_stale(renewed)
+
+    def ask(self, keys: Any) -> AskedAhead:
+        """Add the keys of a batch ahead of its turn. Until then every other call sees the map without them.
+
+        Batches are asked for in the order of their turns; :meth:`begin` says that a turn has come, :meth:`take_back`
+        that it never will.
+
+        Raises:
+            IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`add`.
+        """
+        found = as_keys(keys, self.keys)
+        with self._changing():
+            if not len(found):
+                return AskedAhead(found, _shaped(found.numbers, found), found.numbers, None)
+            asked = AskedAhead(found, *self._add(found, undoable=True))
+            self._ahead.add(asked)
+            return asked
+
+    def begin(self, asked: AskedAhead) -> Tensor:
+        """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending."""
+        with self._changing():
+            return self._with_stale(asked.renewed) if self._ahead.begin(asked) else asked.renewed[:0]
+
+    def take_back(self) -> None:
+        """Forget the batches that were asked for ahead and have not had their turn, as if they had not come."""
+        with self._changing():
+            for rows in self._ahead.take_back(self._map):
+                self.renew_later(rows)
+
+    def renew_later(self, rows: Tensor) -> None:
+        """Let rows that could not be reset now start anew when the next keys are added."""
+        with self.lock:
+            self._stale = _ascending([self._stale, rows])
+            self.version += 1
+
+    def _add(self, keys: Keys, *, undoable: bool = False, kept: int = 0) -> tuple[Tensor, Tensor, Any]:
+        used = self._map.cursor.used
+        found = self._map.add(keys.numbers, keys.texts, undoable=undoable, kept=kept)
+        if found is None:
+            self._raise_full(keys)
+        rows, renewed, undo = found
+        if self._free_rows_are_stale:
+            renewed = torch.cat([renewed, torch.arange(used + 1, self._map.cursor.used + 1)])
+        return _shaped(rows, keys), renewed.sort().values, undo
+
+    def _with_stale(self, renewed: Tensor) -> Tensor:
+        if len(self._stale):
+            renewed = _ascending([self._stale, renewed])
+            self._stale = self._stale[:0]
+        return renewed
+
+    def _raise_full(self, keys: Keys) -> NoReturn:
+        used = self._map.cursor.used
+        if self.evict is None:
+            raise IdMapFullError(
+                f"keys has more new keys than the {self.capacity - used} rows that are left of {self.capacity}; make "
+                'the map with a greater capacity, or with evict="lru" or "lfu"; nothing was added'
+            )
+        others = f" and {len(self._ahead)} batches were asked for ahead of them" if len(self._ahead) else ""
+        raise IdMapFullError(
+            f"keys has {len(keys)} keys{others}, more distinct ones than the {self.capacity} rows can hold at once; "
+            "make the map with a greater capacity, or the batch smaller; nothing was added"
+        )
+
+    # ------------------------------------------------------------------ one caller at a time
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Hold the lock, of a map that was not being changed when this process was forked."""
+        with self.lock:
+            if self._is_changing and os.getpid() != self._owner_pid:
+                raise IdMapError(
+                    f"the id map was being changed by process {self._owner_pid} when this one was forked from it; fork "
+                    "at another time, or start workers with the method 'spawn'"
+                )
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._unbroken():
+            if self.frozen:
+                whose = "is a frozen copy" if self._is_frozen else f"belongs to process {self._owner_pid}"
+                raise IdMapError(
+                    f"the id map {whose} and only looks up here; add keys in the process that trains, or to "
+                    "copy.deepcopy(map)"
+                )
+            self._is_changing = True
+            try:
+                yield
+            finally:
+                self._is_changing = False
+                self.version += 1
+
+    @contextmanager
+    def _as_of_now(self) -> Iterator[None]:
+        """Leave out the batches that have not had their turn."""
+        if not len(self._ahead):
+            yield
+            return
+        self._is_changing = True
+        try:
+            with self._ahead.left_out(self._map):
+                yield
+        finally:
+            self._is_changing = False
+
+    # ------------------------------------------------------------------ saving
+
+    def to_bytes(self) -> Tensor:
+        """Return the map as bytes, uint8, shape (n,): without the batches that have not had their turn."""
+        with self._unbroken(), self._as_of_now():
+            stale = _ascending([self._stale, *self._ahead.renewed()])
+            settings = {name: getattr(self, name) for name in ("capacity", "keys", "admit_after", "evict")}
+            rows, probation = self._map.save(False), self._map.save(True)
+            return keys_file.encode(
+                keys_file.SavedMap(settings, self._map.cursor, rows, probation, stale, self._free_rows_are_stale)
+            )
+
+    @classmethod
+    def from_bytes(
+        cls, raw: Tensor, *, frozen: bool = False, left_open: bool = False, what: str = "the id map"
+    ) -> IdMap:
+        """Return the map that :meth:`to_bytes` described.
+
+        Args:
+            raw: uint8, shape (n,).
+            frozen: True for one that only looks up.
+            left_open: True if rows that have no key may hold values in the table, whose process did not close it.
+            what: the bytes' place, for messages.
+
+        Raises:
+            TableFormatError: they are damaged.
+
+        Example:
+            >>> import torch, speedswap
+            >>> users = speedswap.IdMap(10, keys="exact")
+            >>> rows, _ = users.add(["ann", "bob"])
+            >>> speedswap.IdMap.from_bytes(users.to_bytes()).lookup(["bob", "eve"])
+            tensor([2, 0])
+        """
+        saved = keys_file.decode(raw.detach().cpu().contiguous(), what)
+        found = cls(**saved.settings)
+        found._adopt(saved, what)
+        found._is_frozen = frozen
+        found._free_rows_are_stale |= left_open
+        return found
+
+    def restore(self, raw: Tensor, *, what: str = "the id map") -> None:
+        """Replace the map's keys by those that :meth:`to_bytes` described.
+
+        Args:
+            raw: uint8, shape (n,).
+            what: the bytes' place, for messages.
+
+        Raises:
+            TableFormatError: they are damaged.
+            ValueError: they are those of a map with other settings. In both cases nothing has changed.
+        """
+        saved = keys_file.decode(raw.detach().cpu().contiguous(), what)
+        with self._unbroken():
+            for name, value in saved.settings.items():
+                if value != getattr(self, name):
+                    raise ValueError(
+                        f"{what} was made with {name}={value!r}, and this map with {getattr(self, name)!r}; make the "
+                        "map with the same settings"
+                    )
+            self._adopt(saved, what)
+
+    def _adopt(self, saved: keys_file.SavedMap, what: str) -> None:
+        self._map = keys_file.restored(saved, what)
+        self._ahead = BatchesAhead()
+        self._stale = saved.stale.clone()
+        self._free_rows_are_stale = saved.free_rows_are_stale
+        self.version += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
+        return type(self).from_bytes(self.to_bytes())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_frozen, (self.to_bytes().numpy().tobytes(),))
+
+
+def _ascending(rows: list[Tensor]) -> Tensor:
+    """Return several rows as one tensor, each once."""
+    return kernels.unique(torch.cat(rows))[0]
+
+
+def _shaped(rows: Tensor, keys: Keys) -> Tensor:
+    return rows.view(keys.shape).to(keys.device)
+
+
+def _frozen(raw: bytes) -> IdMap:
+    """Rebuild an unpickled map."""
+    return IdMap.from_bytes(torch.frombuffer(bytearray(raw), dtype=torch.uint8), frozen=True)

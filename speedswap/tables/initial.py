@@ -1,0 +1,64 @@
+"""The initial values of any rows of a table, computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from speedswap.tables.init import ColumnMemory, CopyOf
+from speedswap.tables.record import Column
+
+__all__ = ["initial_values", "require_functions_of_row"]
+
+_CPU = torch.device("cpu")
+
+
+def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
+    """Raise ValueError if a column's initial values cannot be computed again."""
+    for name, column in columns.items():
+        if not column.init.is_function_of_row:
+            kind = column.init.to_json().get("kind")
+            raise ValueError(
+                f"column {name!r} of table {table!r} has initial values of kind {kind!r}, which cannot be computed "
+                "again for rows that start anew; make the table with one of speedswap.init"
+            )
+
+
+def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_embeddings: int) -> dict[str, Tensor]:
+    """Return the values that rows had when their columns were made.
+
+    Args:
+        columns: every column of the table; one that began as a copy of another gets that one's initial values.
+        rows: int64, shape (n,), ascending, in host memory.
+        seed: the table's.
+        num_embeddings: the table's.
+
+    Returns:
+        Tensors (n, ...) in host memory by column, of the dtype of blocks. Those that are stored in fewer bytes are
+        rounded to nearest already, so that no rounding changes them.
+    """
+    values: dict[str, Tensor] = {}
+
+    def of(name: str) -> Tensor:
+        if name not in values:
+            values[name] = _of_column(columns[name])
+        return values[name]
+
+    def _of_column(column: Column) -> Tensor:
+        if isinstance(column.init, CopyOf):
+            found = of(column.init.column).to(column.dtype, copy=True)
+        else:
+            memory = ColumnMemory.chunk(
+                0, len(rows), column.row_shape, num_embeddings, seed, column.key, _CPU, column.dtype
+            )
+            column.init.fill_rows(memory, rows)
+            found = memory.view
+        if column.zero_row is not None:
+            found[rows == column.zero_row] = 0
+        if column.compact and column.stored_dtype.is_floating_point:
+            found = found.to(column.stored_dtype).to(column.dtype)
+        return found
+
+    return {name: of(name) for name in columns}

@@ -1,0 +1,210 @@
+"""Some rows of a store, as the store of a table of their own."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedswap.tables.block import Block
+from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.groups import RecordGroups
+from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf
+from speedswap.tables.local import LocalStore
+from speedswap.tables.memory import host as storages
+from speedswap.tables.ranges import InRanges
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore, WrappedStore
+
+if TYPE_CHECKING:
+    from speedswap.kernels import Transfers
+
+__all__ = ["PartStore"]
+
+
+class PartStore(WrappedStore):
+    """Rows ``first_row`` to ``first_row + num_rows - 1`` of another store, numbered from 0.
+
+    Several tables lie in one store so, and are one table for a training step. What is written here is written there:
+    the lock and the version are the other store's. A copy, in memory or in files, is a table of these rows alone.
+    Closing this store leaves the other one open.
+
+    Args:
+        inner: the store that holds the rows.
+        first_row: the row that is number 0 here.
+        num_rows: rows, at least 1.
+        name: for messages.
+    """
+
+    # Rows that another table trains are looked up when they are needed.
+    prefetch: Any = RowStore.prefetch
+    nbytes: Any = RowStore.nbytes
+    path: Any = RowStore.path
+    map_name = ""
+    initial_rows: Any = RowStore.initial_rows
+
+    def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
+        super().__init__(inner)
+        self.first_row = first_row
+        self.num_embeddings = num_rows
+        self.name = self.map_name = name
+        self._closed = False
+        self._columns: tuple[dict[str, Column], dict[str, Column]] = {}, {}
+        weight = inner.columns["weight"].init
+        own = weight.at(first_row) if isinstance(weight, InRanges) else None
+        if own is not None:
+            self.seed = own.seed
+
+    # ------------------------------------------------------------------ description
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        whole, columns = self._columns
+        if whole is not self.inner.columns:
+            whole = self.inner.columns
+            columns = {name: self._own(column) for name, column in whole.items()}
+            self._columns = whole, columns
+        return columns
+
+    def _own(self, column: Column) -> Column:
+        """Return a column with the initial values of these rows."""
+        init, zero_row = column.init, column.zero_row
+        if isinstance(init, InRanges):
+            own = init.at(self.first_row)
+            return column if own is None else replace(column, init=own.init, zero_row=own.zero_row)
+        if zero_row is not None:
+            zero_row -= self.first_row
+        return replace(column, zero_row=zero_row if zero_row in range(self.num_embeddings) else None)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or self.inner.closed
+
+    # ------------------------------------------------------------------ batches of rows
+
+    def gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        block = self.inner.gather(self._there(rows), columns, device, out)
+        return Block(rows, block.columns)
+
+    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        self.inner.scatter(self._there(rows), values, transfers)
+
+    def _there(self, rows: Tensor) -> Tensor:
+        """Return the rows' numbers in the other store."""
+        return rows.long() + self.first_row
+
+    # ------------------------------------------------------------------ whole columns
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        found: Tensor = self.inner.read(column, self.first_row + start, self.first_row + stop, device)
+        return found
+
+    def write(self, column: str, start: int, values: Tensor) -> None:
+        self.inner.write(column, self.first_row + start, values)
+
+    def view(self, column: str) -> Tensor:
+        view: Tensor = self.inner.view(column)
+        return view[self.first_row : self.first_row + self.num_embeddings]
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        names = ", ".join(column.name for column in columns)
+        raise TypeError(
+            f"table {self.name!r} lies in a store with others and cannot have columns of its own ({names}); train it "
+            "through the collection that it belongs to, or copy it with Table.save(path)"
+        )
+
+    def reset_columns(self, columns: Sequence[Column]) -> None:
+        for column in columns:
+            for start in range(0, self.num_embeddings, CHUNK_ROWS):
+                self.write(column.name, start, self._initial(column, start))
+
+    def _initial(self, column: Column, start: int) -> Tensor:
+        """Return the initial values of a chunk of rows."""
+        num_rows = min(CHUNK_ROWS, self.num_embeddings - start)
+        if isinstance(column.init, CopyOf):
+            return self.read(column.init.column, start, start + num_rows)
+        chunk = ColumnMemory.chunk(
+            start,
+            num_rows,
+            column.row_shape,
+            self.num_embeddings,
+            self.seed,
+            column.key,
+            torch.device("cpu"),
+            column.dtype,
+        )
+        column.init.fill(chunk, start, num_rows)
+        if column.zero_row is not None and start <= column.zero_row < start + num_rows:
+            chunk.rows(column.zero_row, 1).zero_()
+        return chunk.view
+
+    # ------------------------------------------------------------------ lifetime
+
+    def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
+        if storage is None:
+            storage, engine = "auto" if self.storage == "memmap" else self.storage, self.engine
+            kind = storages.resolve_storage(storage, None)
+        else:
+            kind = storages.resolve_storage(storage, None)
+            engine = storages.resolve_engine(engine, storage, kind)
+        groups = self._copied_to(RecordGroups(self.num_embeddings, kind, self.seed, self.name, None, engine=engine))
+        copied = LocalStore(groups, self._attributes_now(), attributes_lag=self.attributes_lag)
+        if self.name in self.id_maps:
+            copied.id_maps[""] = copy.deepcopy(self.id_maps[self.name])
+        return copied
+
+    def save_to(self, directory: TableDirectory) -> None:
+        groups = self._copied_to(RecordGroups(self.num_embeddings, "memmap", self.seed, self.name, directory))
+        try:
+            for group in groups:
+                group.memory.flush()
+            if self.name in self.id_maps:
+                groups.key_files = {"": directory.save_keys(self.id_maps[self.name].to_bytes())}
+            directory.sync()
+            groups.save_manifest(self._attributes_now())
+        finally:
+            for group in groups:
+                group.close()
+
+    def _copied_to(self, groups: RecordGroups) -> RecordGroups:
+        """Fill memory with these rows, and return it."""
+        groups.writes = self.writes
+        groups.add_unfilled(list(self.columns.values()))
+        for name in self.columns:
+            group = groups.of(name)
+            group.memory.reserve(slice(0, self.num_embeddings), group.layout.stride)
+            for rows in group.chunks(0, self.num_embeddings):
+                group.write(name, rows.start, self.read(name, rows.start, rows.stop))
+        return groups
+
+    def _attributes_now(self) -> dict[str, Any]:
+        """Return a copy of the attributes, such as the optimizer's step count, as they are now."""
+        live = {name: value for name, source in self.live_attributes.items() if (value := source()) is not None}
+        return copy.deepcopy({**self.attributes, **live})
+
+    def flush_at_end(self) -> None:
+        return None  # the other store's table does
+
+    def close(self) -> None:
+        if not self.closed:
+            self.inner.flush()
+        self._closed = True
+
+    def remove(self) -> None:
+        raise TypeError(f"table {self.name!r} lies in a store with others and has no files of its own to remove")
+
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        found: bool = self.inner.lives_at(Path(path))
+        return found

@@ -1,0 +1,102 @@
+"""The benchmark of many tables: every trainer agrees with torch, and the figures are those of the run."""
+
+from __future__ import annotations
+
+import json
+
+import bench_many_tables
+import pytest
+import torch
+from bench_many_tables import Plan, main, measure
+from many_tables.trainers import Contestant, Ours, Separate, Shape, contestants, draw, verify
+
+from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
+from speedswap.apps.errors import WrongResultError
+
+SMALL = Plan(Shape(3, 400, 8, 32), ("uniform",), (1, 4), 400, 64, steps=4, repeats=1)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_contestant_trains_many_tables_as_torch_does(optimizer):
+    peers = step_peers("cpu")
+    everyone = [one for one in contestants(optimizer) if one.package not in peers or peers[one.package].present]
+    assert [one.package for one in everyone].count("speedswap") == 3
+    for one in everyone:
+        verify(optimizer, one)
+
+
+class Shifted(Ours):
+    """Gives each table the ids of the next one."""
+
+    def steps(self, batches, grad):
+        yield from super().steps([batch.roll(1, 0) for batch in batches], grad)
+
+
+class Late(Separate):
+    """Leaves the last batch out."""
+
+    def steps(self, batches, grad):
+        yield from super().steps(batches[:-1], grad)
+
+
+@pytest.mark.parametrize("trainer", [Shifted, Late])
+def test_a_trainer_of_many_tables_that_is_wrong_is_found(trainer):
+    with pytest.raises(WrongResultError, match=r"broken trains .* of 6000 wrongly with adagrad: row "):
+        verify("adagrad", Contestant("broken", "broken", trainer))
+
+
+@pytest.mark.parametrize("ids", ["zipf", "uniform"])
+def test_the_ids_of_each_table_are_rows_of_it(ids):
+    first, second = draw(Shape(3, 50, 8, 2000), 2, ids)
+    assert first.shape == (3, 2000)
+    assert first.min() >= 0
+    assert first.max() < 50
+    assert not torch.equal(first, second)
+    counts = torch.bincount(first.flatten(), minlength=50)
+    assert (counts.max() > 5 * counts.median()) == (ids == "zipf")
+
+
+def test_figures_of_many_tables_say_what_was_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Plan, "of", lambda quick: SMALL)
+    report = tmp_path / "many.json"
+    assert main(["--json", str(report)]) == 0
+    document = json.loads(report.read_text())
+    found = document["results"]
+    assert document["benchmark"] == "many_tables-cpu"
+    assert found["workload"] == {"tables": 3, "rows": 400, "dim": 8, "batch": 32, "zipf_exponent": 1.05}
+    drawn = draw(SMALL.shape, 1, "uniform")[0]
+    assert found["ids"]["uniform"]["unique_rows"] == sum(ids.unique().numel() for ids in drawn)
+    for optimizer in OPTIMIZERS:
+        result = found["ids"]["uniform"]["optimizers"][optimizer]
+        for ours, over in result["time_over"].items():
+            for peer, ratio in over.items():
+                seconds = [result["trainers"][name]["seconds"] for name in (ours, peer)]
+                assert ratio == pytest.approx(seconds[0] / seconds[1])
+    for line in found["acceptance"]:
+        reached = found["ids"]["uniform"]["optimizers"][line["optimizer"]]["time_over"]["speedswap"][line["peer"]]
+        assert (line["reached"], line["met"]) == (reached, reached <= line["goal"])
+    assert {(line["optimizer"], line["goal"]) for line in found["acceptance"]} >= {
+        ("sgd", 0.4),
+        ("adagrad", 0.3),
+        ("adam", 0.3),
+    }
+    numbers = found["tables"]["numbers"]
+    assert [(each["tables"], each["rows"], each["batch"]) for each in numbers] == [(1, 400, 64), (4, 100, 16)]
+    seconds = [each["seconds"] for each in numbers]
+    assert found["tables"]["longest_over_shortest"] == pytest.approx(max(seconds) / min(seconds))
+    assert "speedswap, separate modules" in capsys.readouterr().out
+
+
+def test_many_tables_are_measured_on_the_cpu_alone(capsys):
+    assert main(["--device", "cuda"]) == 2
+    assert "this benchmark measures the CPU" in capsys.readouterr().err
+
+
+def test_a_wrong_trainer_ends_the_measurement(monkeypatch):
+    monkeypatch.setattr(
+        bench_many_tables, "contestants", lambda optimizer: [Contestant("speedswap", "speedswap", Shifted)]
+    )
+    with pytest.raises(WrongResultError, match="speedswap trains"):
+        measure(SMALL)

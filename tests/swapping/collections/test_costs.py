@@ -1,0 +1,209 @@
+"""The costs of a step do not depend on the number of tables: launches, waits and allocations; calls of Python."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import simulated_gpu
+import simulated_gpu.device
+import torch
+from torch import Tensor
+
+import speedswap
+from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, kernels
+
+ROWS, LOOKUPS = 20, 240
+# They launch nothing, or are parts of others.
+VIEWS = """
+    view as_strided reshape _reshape_alias slice select unsqueeze expand detach alias transpose t unbind split narrow to
+    squeeze split_with_sizes lift_fresh result_type item is_nonzero resolve_conj resolve_neg _local_scalar_dense empty
+    empty_strided empty_like
+"""
+NO_LAUNCH = {f"aten::{name}" for name in VIEWS.split()}
+
+
+def launches_kernels(name: str) -> bool:
+    """Return whether an event of torch's profiler may be a launch."""
+    return name.startswith("aten::") and name not in NO_LAUNCH
+
+
+class Costs(NamedTuple):
+    """The costs of one step: launches of the package's kernels, and of torch's by name."""
+
+    launches: int
+    operations: Counter[str]
+    round_trips: int
+    allocations: int
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], Costs]]:
+    """Count until the block's end; the function returns the costs then."""
+    launches = 0
+    call = simulated_gpu.device.call
+
+    def counting(name: str, *args: Any) -> Any:
+        nonlocal launches
+        launches += name == "launch"
+        return call(name, *args)
+
+    gc.collect()
+    gc.disable()
+    simulated_gpu.device.call = counting
+    try:
+        with simulated_gpu.counted() as counts, torch.autograd.profiler.profile() as profiled:
+            yield lambda: Costs(
+                launches,
+                Counter(each.name for each in profiled.function_events if launches_kernels(each.name)),
+                len(counts.round_trips),
+                counts.allocations,
+            )
+            kernels.finish_transfers()
+    finally:
+        simulated_gpu.device.call = call
+        gc.enable()
+
+
+def collection_of(kind: str, num_tables: int, device: str, dims: tuple[int, ...] = (4,)) -> Any:
+    settings = {"storage": "pinned" if device == "cuda" else "pageable", "device": device}
+    named = [
+        {
+            "name": f"t{i}",
+            "num_embeddings": ROWS,
+            "embedding_dim": dims[i % len(dims)],
+            "padding_idx": 0 if i % 2 else None,
+        }
+        for i in range(num_tables)
+    ]
+    if kind == "rows":
+        return speedswap.EmbeddingCollection([EmbeddingConfig(**each) for each in named], **settings)
+    poolings = ("sum", "mean", "max")
+    configs = [EmbeddingBagConfig(**each, pooling=poolings[i % 3]) for i, each in enumerate(named)]
+    return speedswap.EmbeddingBagCollection(configs, **settings)
+
+
+def one(num_tables: int, seed: int, device: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(ROWS, (num_tables, LOOKUPS // num_tables), generator=generator).to(device)
+    return {f"t{i}": ids for i, ids in enumerate(drawn)}
+
+
+def pairs(num_tables: int, seed: int, device: str) -> dict[str, tuple[Tensor, Tensor]]:
+    given = one(num_tables, seed, device)
+    return {name: (ids, torch.arange(0, len(ids), 2, device=device)) for name, ids in given.items()}
+
+
+def keyed(num_tables: int, seed: int, device: str) -> KeyedJaggedTensor:
+    given = pairs(num_tables, seed, device)
+    offsets = torch.arange(0, LOOKUPS + 1, 2, device=device)
+    return KeyedJaggedTensor.from_offsets_sync(list(given), torch.cat([ids for ids, _ in given.values()]), offsets)
+
+
+FORMS: dict[str, Callable[[int, int, str], Any]] = {
+    "one": one,
+    "narrow": lambda *args: {name: ids.int() for name, ids in one(*args).items()},
+    "pairs": pairs,
+    "keyed": keyed,
+    "otherwise": lambda *args: keyed(*args).permute([1, 0, *range(2, args[0])]),
+}
+
+
+@pytest.fixture
+def gpu(device: str) -> str:
+    if not simulated_gpu.is_on():
+        pytest.skip("costs are counted on the simulated GPU: SPEEDSWAP_TEST_DEVICE=simulated")
+    return device
+
+
+def step(collection: Any, optimizer: torch.optim.Optimizer, features: Any) -> None:
+    optimizer.zero_grad()
+    found = collection(features)
+    if isinstance(found, dict):
+        torch.cat([each.values().reshape(-1) for each in found.values()]).sum().backward()
+    else:
+        found.values().sum().backward()
+    optimizer.step()
+
+
+CASES = [("bags", form, False) for form in FORMS] + [("rows", "one", False), ("rows", "keyed", False)]
+CASES += [("bags", "one", True), ("bags", "keyed", True)]
+
+
+@pytest.mark.parametrize(("kind", "form", "ahead"), CASES, ids=str)
+def test_a_step_costs_the_same_for_any_number_of_tables(kind: str, form: str, ahead: bool, gpu: str) -> None:
+    """Two widths, padding in half of the tables, and sums, means and maxima among the bags."""
+    costs = []
+    for num_tables in (12, 60):
+        collection = collection_of(kind, num_tables, gpu, dims=(4, 6))
+        optimizer = torch.optim.Adam(collection.parameters(), lr=0.1, foreach=True)
+        batches = [FORMS[form](num_tables, seed, gpu) for seed in range(8)]
+        loop = iter(speedswap.lookahead(batches, {collection: lambda features: features}) if ahead else batches)
+        for _ in range(4):
+            step(collection, optimizer, next(loop))
+        kernels.finish_transfers()
+        with counted() as so_far:
+            for _ in range(2):
+                step(collection, optimizer, next(loop))
+        costs.append(so_far())
+    few, many = costs
+    assert few.round_trips == many.round_trips > 0 < few.launches
+    if not ahead:  # where the number of pending writes that forward their rows depends on the threads' time
+        assert few.operations == many.operations
+        assert few == many
+
+
+@pytest.mark.parametrize("form", ["one", "keyed"])
+def test_the_host_waits_once_for_each_store(form: str, gpu: str) -> None:
+    """For the number of rows; ids of several stores are also checked before any are read, and offsets on a GPU."""
+    for dims in ((4,), (4, 6)):
+        collection = collection_of("bags", 6, gpu, dims)
+        optimizer = torch.optim.SGD(collection.parameters(), lr=0.1)
+        batches = [FORMS[form](6, seed, gpu) for seed in range(3)]
+        for features in batches[:2]:
+            step(collection, optimizer, features)
+        with simulated_gpu.counted() as counts:
+            step(collection, optimizer, batches[2])
+        assert len(counts.round_trips) == len(dims) + (len(dims) > 1) + (form == "keyed")
+
+
+@pytest.mark.parametrize("kind", ["bags", "rows"])
+def test_reading_a_keyed_batch_takes_no_python_for_each_key(kind: str) -> None:
+    """The calls of functions in a forward pass with 20 keys and with 200; a dictionary of results is made of calls."""
+    calls = []
+    for num_tables in (20, 200):
+        collection = collection_of(kind, num_tables, "cpu")
+        features = (
+            keyed(num_tables, 0, "cpu")
+            if num_tables == 20
+            else KeyedJaggedTensor.from_lengths_sync(
+                [f"t{i}" for i in range(num_tables)], torch.zeros(400, dtype=torch.int64), torch.full((num_tables,), 2)
+            )
+        )
+        with torch.no_grad():
+            collection(features)
+            calls.append(calls_of(lambda collection=collection, features=features: collection(features)))
+    results = 0 if kind == "bags" else 180 * 2  # of JaggedTensor and its base class
+    assert calls[1] - calls[0] <= results
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Return how many functions, of Python or C, are called."""
+    count = 0
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count

@@ -1,0 +1,343 @@
+"""Embeddings with an id map: keys to rows as they come, in the plain loop and under a lookahead."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import speedswap
+from speedswap.errors import IdMapError, IdMapFullError
+
+DIM = 4
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+}
+
+
+def drifting(step: int, size: int = 12) -> Tensor:
+    """Return the keys of a batch; every one has new keys."""
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randint(9, (size,), generator=generator) + 3 * step) * 2**40 - 7
+
+
+def model(id_map: speedswap.IdMap, device: str, **arguments: Any) -> speedswap.Embedding:
+    return speedswap.Embedding(id_map.num_rows, DIM, seed=3, id_map=id_map, **arguments).to(device)
+
+
+def loss_of(rows: Tensor) -> Tensor:
+    return (rows * torch.linspace(-1, 1, DIM, device=rows.device) - 0.3).square().sum()
+
+
+def train(items: nn.Module, optimizer: Optimizer, batches: Iterable[Any], steps: int | None = None) -> list[float]:
+    losses = []
+    for step, keys in enumerate(batches):
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        loss = loss_of(items(keys))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def columns(items: speedswap.Embedding) -> dict[str, Tensor]:
+    return {name: items.table.read(column=name) for name in items.table.columns}
+
+
+def assert_same(ours: speedswap.Embedding, theirs: speedswap.Embedding) -> None:
+    mine, others = columns(ours), columns(theirs)
+    assert mine.keys() == others.keys()
+    for name, values in others.items():
+        assert torch.equal(mine[name], values), name
+    assert torch.equal(ours.id_map.to_bytes(), theirs.id_map.to_bytes())
+
+
+# ---- the plain loop --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_map_that_never_evicts_trains_as_keys_numbered_beforehand(name: str, device: str) -> None:
+    batches = [drifting(step).to(device) for step in range(10)]
+    numbers: dict[int, int] = {}
+    numbered = [
+        torch.tensor([numbers.setdefault(key, len(numbers) + 1) for key in keys.tolist()], device=device)
+        for keys in batches
+    ]
+    users = speedswap.IdMap(100)
+    ours = model(users, device)
+    theirs = speedswap.Embedding(101, DIM, seed=3, padding_idx=0).to(device)
+    losses = [
+        train(each, OPTIMIZERS[name](each.parameters()), loop) for each, loop in ((ours, batches), (theirs, numbered))
+    ]
+    assert losses[0] == losses[1]
+    mine, others = columns(ours), columns(theirs)
+    assert all(torch.equal(mine[name], others[name]) for name in others)
+    assert len(users) == len(numbers)
+
+
+def test_only_a_training_lookup_adds(device: str) -> None:
+    users = speedswap.IdMap(10)
+    items = model(users, device)
+    keys = torch.tensor([5, -5], device=device)
+    with torch.no_grad():
+        assert items(keys).eq(0).all()
+    assert items.eval()(keys).eq(0).all()
+    items.train().weight.requires_grad_(False)
+    assert items(keys).eq(0).all()
+    assert len(users) == 0
+    items.weight.requires_grad_(True)
+    assert not items(keys).eq(0).any()
+    assert len(users) == 2
+    with torch.no_grad():
+        found = items(torch.tensor([[-5], [6]], device=device)).cpu()
+    assert torch.equal(found, torch.stack([items.table.read(2, 3), torch.zeros(1, DIM)]))
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_evicted_row_starts_anew(name: str, evict: str, device: str) -> None:
+    """Weight and optimizer state of the key that comes are those of a key that comes to an empty table."""
+    items = model(speedswap.IdMap(2, evict=evict), device)
+    made = items.table.read()
+    optimizer = OPTIMIZERS[name](items.parameters())
+    train(items, optimizer, [torch.tensor([1, 2, 2], device=device)] * 3)
+    fresh = {name: items.table.read(0, 1, column=name) for name in items.table.columns}  # nobody trains row 0
+    assert not torch.equal(items.table.read(1, 2), made[1:2])
+    optimizer.zero_grad()
+    items(torch.tensor([3], device=device))
+    assert items.id_map.lookup(torch.tensor([1, 2, 3])).tolist() == [0, 2, 1]
+    for column in items.table.columns:
+        expected = made[1:2] if column == "weight" else fresh[column]
+        assert torch.equal(items.table.read(1, 2, column=column), expected), column
+
+
+def test_an_evicted_key_leaves_the_step_that_it_was_in(device: str) -> None:
+    """Two lookups in one step: the second takes the first one's row, and the first one's gradient with it."""
+    items = model(speedswap.IdMap(1, evict="lru"), device, init=speedswap.init.constant(1.0))
+    optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
+    first, second = (items(torch.tensor([key], device=device)) for key in (1, 2))
+    (10 * first.sum() + 3 * second.sum()).backward()
+    optimizer.step()
+    assert items.table.read(1, 2).eq(1 - 3).all()
+    optimizer.zero_grad()
+    items(torch.tensor([2], device=device)).sum().backward()
+    (items(torch.tensor([3], device=device)).sum() * 5).backward()  # now after its gradient has come
+    optimizer.step()
+    assert items.table.read(1, 2).eq(1 - 5).all()
+
+
+def test_keys_without_a_row_of_their_own_train_nothing(device: str) -> None:
+    items = model(speedswap.IdMap(5, admit_after=2), device)
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
+    made = items.table.read()
+    train(items, optimizer, [torch.tensor([7, 8, 9], device=device)])
+    assert torch.equal(items.table.read(), made)
+    train(items, optimizer, [torch.tensor([8], device=device)])
+    assert (items.table.read() != made).any(dim=1).tolist() == [False, True, False, False, False, False]
+
+
+def test_strings(device: str) -> None:
+    words = speedswap.IdMap(10, keys="hashed")
+    items = model(words, device)
+    assert items(["a", "b", "a"]).shape == (3, DIM)
+    assert items(["a"]).device.type == torch.device(device).type
+    batches = [["a", "b"], ["b", "c", "c"], ["d", "a"]]
+    plain = model(speedswap.IdMap(10, keys="hashed"), device)
+    plain(["a", "b", "a"])
+    plain(["a"])
+    losses = []
+    for each, loop in ((plain, batches), (items, speedswap.lookahead(batches, {items: lambda batch: batch}))):
+        losses.append(train(each, torch.optim.Adam(each.parameters()), loop))
+    assert losses[0] == losses[1]
+    assert_same(items, plain)
+
+
+def test_bags(device: str) -> None:
+    """Keys without a row of their own count in no bag."""
+    words = speedswap.IdMap(10)
+    bag = speedswap.EmbeddingBag(11, DIM, mode="mean", seed=1, id_map=words).to(device)
+    ids = torch.tensor([5, 500, 5, 5000], device=device)
+    bag(ids[:2], torch.tensor([0], device=device))
+    bag.eval()
+    rows = bag.table.read(0, 3)
+    found = bag(ids, torch.tensor([0, 3], device=device)).cpu()
+    torch.testing.assert_close(found, torch.stack([(2 * rows[1] + rows[2]) / 3, torch.zeros(DIM)]))
+
+
+def test_a_map_and_its_table_must_fit() -> None:
+    users = speedswap.IdMap(10)
+    with pytest.raises(
+        ValueError, match=r"num_embeddings is 10, but the id map has rows 0 to 10; give id_map.num_rows"
+    ):
+        speedswap.Embedding(10, DIM, id_map=users)
+    with pytest.raises(ValueError, match="padding_idx is 3, but the row of keys"):
+        speedswap.Embedding(11, DIM, padding_idx=3, id_map=users)
+    given = speedswap.Embedding.from_pretrained(torch.ones(11, DIM), freeze=False).table
+    with pytest.raises(ValueError, match="kind 'given', which cannot be computed again"):
+        speedswap.Embedding(11, DIM, table=given, id_map=users)
+    table = speedswap.Table.create(11, DIM)
+    assert speedswap.Embedding(11, DIM, table=table, id_map=users).padding_idx == 0
+    assert speedswap.Embedding(11, DIM, table=table).id_map is users
+    with pytest.raises(ValueError, match="has an id map already"):
+        speedswap.Embedding(11, DIM, table=table, id_map=speedswap.IdMap(10))
+
+
+# ---- lookahead -------------------------------------------------------------------------------------------------------
+
+
+def both(device: str, optimizer: str, **settings: Any) -> Iterable[tuple[speedswap.Embedding, Optimizer]]:
+    for _ in range(2):
+        items = model(speedswap.IdMap(**settings), device)
+        yield items, OPTIMIZERS[optimizer](items.parameters())
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+@pytest.mark.parametrize("admit_after", [1, 2])
+def test_lookahead_is_the_plain_loop(depth: int, evict: str, admit_after: int, device: str) -> None:
+    batches = [drifting(step, size=12 if step != 6 else 0).to(device) for step in range(16)]
+    results = []
+    for ahead, (items, optimizer) in enumerate(both(device, "adam", capacity=12, evict=evict, admit_after=admit_after)):
+        loop = speedswap.lookahead(batches, {items: lambda keys: keys}, depth=depth) if ahead else batches
+        results.append((train(items, optimizer, loop), items))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("stop", ["break", "error", "full"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_batches_that_had_no_turn_never_came(depth: int, stop: str, device: str) -> None:
+    """After it the model goes on like one that was trained without a lookahead."""
+    batches = [drifting(step).to(device) for step in range(12)]
+
+    def loader() -> Iterable[Tensor]:
+        for step, keys in enumerate(batches):
+            if step == 5 and stop == "error":
+                raise OSError("the disk is gone")
+            yield torch.arange(50, device=device) if step == 5 and stop == "full" else keys
+
+    results = []
+    for ahead, (items, optimizer) in enumerate(both(device, "adam", capacity=12, evict="lru")):
+        if ahead:
+            loop = speedswap.lookahead(loader(), {items: lambda keys: keys}, depth=depth)
+            if stop == "break":
+                train(items, optimizer, loop, steps=5)
+            else:
+                with pytest.raises((OSError, IdMapFullError)):
+                    train(items, optimizer, loop)
+        else:
+            train(items, optimizer, batches[:5])
+        train(items, optimizer, batches[7:])
+        results.append(items)
+    assert_same(results[1], results[0])
+
+
+def test_evaluation_and_saving_in_between_see_the_present_batch(device: str) -> None:
+    batches = [drifting(step).to(device) for step in range(10)]
+    seen: list[list[Tensor]] = []
+    for ahead, (items, optimizer) in enumerate(both(device, "adam", capacity=14, evict="lru")):
+        looks = []
+        for keys in speedswap.lookahead(batches, {items: lambda keys: keys}, depth=3) if ahead else batches:
+            with torch.no_grad():
+                looks.append(items(keys))
+            train(items, optimizer, [keys])
+            with torch.no_grad():
+                looks += [items(keys), items(keys + 3 * 2**40), *items.state_dict().values()]
+            looks.append(torch.tensor(len(items.id_map)))
+        seen.append(looks)
+    assert len(seen[0]) == len(seen[1]) == 60
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*seen, strict=True))
+
+
+def test_a_batch_that_is_skipped_leaves_whole_rows(device: str) -> None:
+    """Its keys are in the map, and the rows that they took start anew."""
+    items = model(speedswap.IdMap(2, evict="lru"), device, init=speedswap.init.constant(5.0))
+    optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
+    batches = [torch.tensor(keys, device=device) for keys in ([1, 2], [3], [2], [4])]
+    for step, keys in enumerate(speedswap.lookahead(batches, {items: lambda keys: keys})):
+        if step != 1:
+            train(items, optimizer, [keys])
+    assert items.id_map.lookup(torch.tensor([2, 3, 4])).tolist() == [2, 0, 1]
+    assert items.id_map.lookup(torch.tensor([1])).tolist() == [0]
+    fresh = model(speedswap.IdMap(2), device, init=speedswap.init.constant(5.0))
+    train(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0), [torch.tensor([4], device=device)])
+    assert torch.equal(items.table.read(1, 2), fresh.table.read(1, 2))
+
+
+def test_rows_that_could_not_be_reset_start_anew_later(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = model(speedswap.IdMap(1, evict="lru"), device, init=speedswap.init.constant(5.0))
+    optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
+    train(items, optimizer, [torch.tensor([1], device=device)])
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(speedswap.Table, "reset_rows", full)
+        with pytest.raises(OSError, match="no room"):
+            items(torch.tensor([2], device=device))
+    optimizer.zero_grad()
+    assert items(torch.tensor([2], device=device)).eq(5).all()
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def trained(device: str = "cpu") -> tuple[speedswap.Embedding, Optimizer]:
+    items = model(speedswap.IdMap(12, evict="lru"), device)
+    optimizer = torch.optim.Adagrad(items.parameters(), lr=0.1)
+    train(items, optimizer, [drifting(step).to(device) for step in range(6)])
+    return items, optimizer
+
+
+def test_a_state_dict_has_the_map(device: str) -> None:
+    items, _ = trained(device)
+    assert sorted(items.state_dict()) == ["id_map", "weight"]
+    saved = io.BytesIO()
+    torch.save(items.state_dict(), saved)
+    saved.seek(0)
+    other = model(speedswap.IdMap(12, evict="lru"), device)
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    keys = drifting(5).to(device)
+    assert torch.equal(other.eval()(keys), items.eval()(keys))
+    with pytest.raises(RuntimeError, match=r"Missing key.*id_map"):
+        other.load_state_dict({"weight": items.table.read()})
+    assert list(speedswap.Embedding(13, DIM).state_dict()) == ["weight"]
+
+
+def test_a_deep_copy_goes_its_own_way(device: str) -> None:
+    items, _ = trained(device)
+    other = copy.deepcopy(items)
+    assert_same(other, items)
+    other(torch.tensor([10**6], device=device))
+    assert other.id_map.lookup(torch.tensor([10**6])).tolist() != [0]
+    assert items.id_map.lookup(torch.tensor([10**6])).tolist() == [0]
+
+
+# ---- DataLoader workers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_looks_up_and_does_not_add(method: str) -> None:
+    users = speedswap.IdMap(10)
+    users.add(torch.tensor([5, -6]))
+    batches = [torch.tensor([[-6, 7], [5, 5]])] * 2
+    settings: dict[str, Any] = {"batch_size": None, "num_workers": 1, "multiprocessing_context": method}
+    found = list(DataLoader(batches, collate_fn=users.lookup, **settings))  # type: ignore[arg-type]
+    assert [rows.tolist() for rows in found] == [[[2, 0], [1, 1]]] * 2
+    if method == "spawn":  # where adding is refused as in any pickled map
+        return
+    with pytest.raises(IdMapError, match="only looks up here; add keys in the process that trains"):
+        list(DataLoader(batches, collate_fn=users.add, **settings))  # type: ignore[arg-type]
+    assert len(users) == 2

@@ -1,0 +1,423 @@
+"""An id map does what its model in plain Python does, for any batches, settings and number of threads."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from id_map_model import Full, Model
+
+import speedswap
+from speedswap import kernels
+from speedswap.errors import IdMapError, IdMapFullError, TableFormatError
+from speedswap.tables import AskedAhead
+from speedswap.tables.files import keys_file
+
+SETTINGS = [*itertools.product(["int64", "hashed", "exact"], [1, 2, 3], [None, "lru", "lfu"])]
+EXTREMES = [0, -1, 1, 2**63 - 1, -(2**63), 2**32, -(2**32)]
+
+
+def as_given(keys: Sequence[int], kind: str) -> Any:
+    return torch.tensor(keys, dtype=torch.int64) if kind == "int64" else [f"key {key}" for key in keys]
+
+
+class Pair:
+    """A map and its model, in step; batches that were asked for ahead are known to the map alone."""
+
+    def __init__(self, kind: str, admit_after: int, evict: str | None, capacity: int = 12) -> None:
+        self.kind = kind
+        self.map = speedswap.IdMap(capacity, keys=kind, admit_after=admit_after, evict=evict)
+        self.model = Model(capacity, admit_after, evict)
+        self.ahead: list[tuple[AskedAhead, list[int]]] = []
+
+    def add(self, keys: list[int]) -> None:
+        try:
+            expected = self.model.add(keys)
+        except Full:
+            with pytest.raises(IdMapFullError, match="nothing was added"):
+                self.map.add(as_given(keys, self.kind))
+            return
+        rows, renewed = self.map.add(as_given(keys, self.kind))
+        assert (rows.tolist(), renewed.tolist()) == expected
+
+    def ask(self, keys: list[int]) -> None:
+        try:
+            self.ahead.append((self.map.ask(as_given(keys, self.kind)), keys))
+        except IdMapFullError:
+            assert self.kind  # the model says so when it is this batch's turn
+            self.begin_all()
+            with pytest.raises(Full):
+                self.model.add(keys)
+
+    def begin_all(self) -> None:
+        for asked, keys in self.ahead:
+            rows, renewed = self.model.add(keys)
+            assert asked.rows.tolist() == rows
+            assert self.map.begin(asked).tolist() == renewed
+        self.ahead.clear()
+
+    def take_back(self) -> None:
+        self.map.take_back()
+        self.ahead.clear()
+
+    def lookup(self, keys: list[int]) -> None:
+        assert self.map.lookup(as_given(keys, self.kind)).tolist() == self.model.lookup(keys)
+        assert len(self.map) == len(self.model.rows)
+
+    def reload(self) -> None:
+        self.take_back()
+        self.map = speedswap.IdMap.from_bytes(self.map.to_bytes())
+
+
+@pytest.mark.parametrize(("kind", "admit_after", "evict"), SETTINGS)
+def test_any_batches_do_what_the_model_does(kind: str, admit_after: int, evict: str | None) -> None:
+    """27 settings × 200 calls of up to 40 keys: about 100,000 operations."""
+    draw = random.Random(f"{kind} {admit_after} {evict}")
+    pair = Pair(kind, admit_after, evict)
+    for _ in range(200):
+        most = 15 if evict is None and len(pair.model.rows) < 12 else 40
+        keys = [int(draw.paretovariate(0.7)) for _ in range(draw.randrange(most))]
+        act = draw.choices(["add", "ask", "begin", "back", "lookup", "reload"], [6, 4, 3, 1, 3, 1])[0]
+        if act == "ask":
+            pair.ask(keys)
+        elif act == "begin":
+            pair.begin_all()
+        elif act == "back":
+            pair.take_back()
+        elif act == "lookup":
+            pair.lookup(keys)
+        elif act == "reload":
+            pair.reload()
+        elif not pair.ahead:
+            pair.add(keys)
+
+
+@given(
+    batches=st.lists(st.lists(st.one_of(st.integers(-5, 30), st.sampled_from(EXTREMES)), max_size=25), max_size=12),
+    admit_after=st.integers(1, 3),
+    evict=st.sampled_from([None, "lru", "lfu"]),
+    capacity=st.integers(1, 12),
+)
+def test_any_small_map(batches: list[list[int]], admit_after: int, evict: str | None, capacity: int) -> None:
+    pair = Pair("int64", admit_after, evict, capacity)
+    for keys in batches:
+        pair.add(keys)
+        pair.lookup([key + 1 if key < 2**63 - 1 else key for key in keys])
+
+
+def test_a_literal_map() -> None:
+    users = speedswap.IdMap(3, admit_after=2, evict="lru")
+    rows, renewed = users.add(torch.tensor([[7, 7], [-9, 7]]))
+    assert rows.tolist() == [[0, 1], [0, 1]]  # the second 7 is its second sighting
+    assert users.add(torch.tensor([-9, 0, 0, 5]))[0].tolist() == [2, 0, 3, 0]
+    rows, renewed = users.add(torch.tensor([5, -9]))
+    assert (rows.tolist(), renewed.tolist()) == ([1, 2], [1])  # 7 was seen by the earliest batch
+    assert users.lookup(torch.tensor([7, 5, -9, 0])).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("evict", [None, "lru", "lfu"])
+def test_any_number_of_threads_gives_the_same_rows(evict: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    batches = [(50_000 ** torch.rand(30_000, generator=generator)).long() for _ in range(6)]
+    found = []
+    for threads in (1, 4):
+        kernels.set_num_threads(threads)
+        try:
+            users = speedswap.IdMap(50_000 if evict is None else 12_000, evict=evict)
+            found.append([[each.tolist() for each in users.add(keys)] for keys in batches])
+        finally:
+            kernels.set_num_threads(None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_large_maps_evict_as_the_model_does(evict: str) -> None:
+    """With more rows than are chosen for eviction at a time."""
+    generator = torch.Generator().manual_seed(1)
+    users, model = speedswap.IdMap(1500, evict=evict), Model(1500, 1, evict)
+    for _ in range(8):
+        keys = torch.randint(3000, (900,), generator=generator)
+        rows, renewed = users.add(keys)
+        assert (rows.tolist(), renewed.tolist()) == model.add(keys.tolist())
+
+
+def test_a_batch_of_more_keys_than_rows_changes_nothing() -> None:
+    users = speedswap.IdMap(10, evict="lru")
+    users.add(torch.arange(8))
+    before = users.to_bytes()
+    with pytest.raises(IdMapFullError, match=r"keys has 12 keys, more distinct ones than the 10 rows"):
+        users.add(torch.arange(5, 17))
+    assert torch.equal(users.to_bytes(), before)
+    full = speedswap.IdMap(10)
+    full.add(torch.arange(8))
+    with pytest.raises(IdMapFullError, match=r"the 2 rows that are left of 10; .*evict="):
+        full.add(torch.arange(5, 17))
+    assert full.add(torch.arange(5, 10))[0].tolist() == [6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_an_unexpected_batch_takes_no_row_of_one_that_was_asked_for_ahead(evict: str) -> None:
+    users = speedswap.IdMap(6, evict=evict)
+    users.add(torch.tensor([1, 1, 2, 2]))
+    asked = [users.ask(torch.tensor(keys)) for keys in ([11, 12], [13])]
+    rows, renewed = users.add(torch.tensor([21, 22, 23]))
+    assert (rows.tolist(), renewed.tolist()) == ([6, 1, 2], [1, 2])
+    with pytest.raises(
+        IdMapFullError, match="keys has 4 keys and 2 batches were asked for ahead of them, more distinct"
+    ):
+        users.add(torch.tensor([31, 32, 33, 34]))
+    assert [users.begin(each).tolist() for each in asked] == [[], []]
+    assert users.lookup(torch.tensor([11, 12, 13, 21, 22, 23, 1, 2])).tolist() == [3, 4, 5, 6, 1, 2, 0, 0]
+
+
+def test_rows_of_batches_that_cannot_be_taken_back_start_anew() -> None:
+    users = speedswap.IdMap(2, evict="lru")
+    users.add(torch.tensor([1, 2]))
+    users.ask(torch.tensor([3]))
+    users.add(torch.tensor([2]))
+    users.take_back()
+    assert users.lookup(torch.tensor([1, 2, 3])).tolist() == [0, 2, 1]
+    users = speedswap.IdMap.from_bytes(users.to_bytes())
+    assert users.add(torch.tensor([3]))[1].tolist() == [1]
+    assert users.add(torch.tensor([3]))[1].tolist() == []
+
+
+# ---- strings ---------------------------------------------------------------------------------------------------------
+
+WORDS = ["", "a", "abc", "äöü", "日本語", "😀 smile", "x" * 100, "a", "abc\x00d"]
+
+
+@pytest.mark.parametrize("kind", ["hashed", "exact"])
+def test_strings_of_every_source_are_the_same_keys(kind: str) -> None:
+    words = speedswap.IdMap(100, keys=kind)
+    expected = [1, 2, 3, 4, 5, 6, 7, 2, 8]
+    assert words.add(WORDS)[0].tolist() == expected
+    same: list[Any] = [
+        tuple(WORDS),
+        [word.encode() for word in WORDS],
+        np.array(WORDS),
+        np.array(WORDS, dtype=object),
+        np.array([word.encode() for word in WORDS]),
+        np.array(["?", *WORDS])[1:],
+        np.repeat(np.array(WORDS), 2)[::2],
+    ]
+    for each in same:
+        assert words.lookup(each).tolist() == expected
+    assert words.lookup(np.array(WORDS[:4]).reshape(2, 2)).tolist() == [[1, 2], [3, 4]]
+    assert words.lookup([]).tolist() == []
+
+
+class Arrow:
+    """The interface of a pyarrow array of strings, of which this is items 2 to 4."""
+
+    type = "large_string"
+    offset, null_count = 2, 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def buffers(self) -> list[Any]:
+        text = "skipabcäöüzz".encode()
+        return [None, np.array([0, 2, 4, 7, 13, 15], dtype=np.int64), np.frombuffer(text, dtype=np.uint8).copy()]
+
+
+def test_arrow_arrays_are_read_where_they_are() -> None:
+    words = speedswap.IdMap(10, keys="exact")
+    assert words.add(Arrow())[0].tolist() == [1, 2, 3]
+    assert words.lookup(["abc", "äöü", "zz", "skip"]).tolist() == [1, 2, 3, 0]
+    with pytest.raises(TypeError, match="pyarrow array of int64; cast it to string"):
+        words.lookup(type("Numbers", (Arrow,), {"type": "int64"})())
+    with pytest.raises(ValueError, match="keys has 2 nulls; replace them"):
+        words.lookup(type("Nulls", (Arrow,), {"null_count": 2})())
+
+
+def test_hashes_are_those_of_xxh64() -> None:
+    """Values of the reference implementation, below, at and above its stripes of 32 bytes."""
+    expected = {
+        "": 0xEF46DB3751D8E999,
+        "a": 0xD24EC4F1A98C6E5B,
+        "abc": 0x44BC2CF5AD770999,
+        "Nobody inspects the spammish repetition": 0xFBCEA83C8A378BF1,
+    }
+    found = kernels.hash_texts(kernels.texts_of(list(expected)))
+    assert [number % 2**64 for number in found.tolist()] == list(expected.values())
+
+
+def test_exact_strings_of_one_hash_are_two_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "hash_texts", lambda texts: torch.zeros(len(texts[1]) - 1, dtype=torch.int64))
+    assert speedswap.IdMap(10, keys="exact").add(["a", "b", "a"])[0].tolist() == [1, 2, 1]
+    assert speedswap.IdMap(10, keys="hashed").add(["a", "b", "a"])[0].tolist() == [1, 1, 1]
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": 0}, "capacity is 0; give a whole number"),
+        ({"capacity": 2**31}, "capacity is 2147483648; give at most"),
+        ({"capacity": 5, "admit_after": 0}, "admit_after is 0"),
+        ({"capacity": 5, "keys": "str"}, "keys is 'str'; choose one of 'int64', 'hashed', 'exact'"),
+        ({"capacity": 5, "evict": "fifo"}, "evict is 'fifo'; choose None, 'lru' or 'lfu'"),
+    ],
+)
+def test_settings_out_of_range(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        speedswap.IdMap(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        ("int64", ["a"], 'keys is a list; give a tensor of integers, or make the map with keys="hashed"'),
+        ("int64", torch.tensor([1.5]), "keys has dtype torch.float32; give integers"),
+        ("hashed", torch.tensor([1]), "keys is a Tensor; give a list of strings"),
+        ("exact", ["a", 3], r"keys\[1\] is of type int; give strings"),
+        ("exact", np.array([1, 2]), "give a list of strings, or an array of them"),
+    ],
+)
+def test_keys_of_another_kind(kind: str, keys: Any, message: str) -> None:
+    users = speedswap.IdMap(5, keys=kind)
+    for call in (users.add, users.lookup, users.ask):
+        with pytest.raises(TypeError, match=message):
+            call(keys)
+    assert len(users) == 0
+
+
+# ---- saving ----------------------------------------------------------------------------------------------------------
+
+
+def filled(kind: str = "exact") -> speedswap.IdMap:
+    users = speedswap.IdMap(6, keys=kind, admit_after=2, evict="lfu")
+    for step in range(5):
+        users.add(as_given([step, step + 1, step], kind))
+    return users
+
+
+def test_a_saved_map_goes_on_as_if_it_had_not_been() -> None:
+    ours = filled()
+    theirs = speedswap.IdMap.from_bytes(ours.to_bytes())
+    for keys in ([4, 4, 9, 9], [11, 11, 0, 1], [12, 12, 13, 13, 14, 14]):
+        given = as_given(keys, "exact")
+        assert [each.tolist() for each in ours.add(given)] == [each.tolist() for each in theirs.add(given)]
+
+
+@pytest.mark.parametrize("kind", ["int64", "exact"])
+def test_damaged_bytes_are_refused(kind: str) -> None:
+    raw = filled(kind).to_bytes()
+    for place in range(len(raw)):
+        hostile = raw.clone()
+        hostile[place] ^= 0x11
+        with pytest.raises(TableFormatError, match="the file is damaged"):
+            speedswap.IdMap.from_bytes(hostile, what="the file")
+    for length in range(0, len(raw), 7):
+        with pytest.raises(TableFormatError, match="damaged"):
+            speedswap.IdMap.from_bytes(raw[:length])
+
+
+def with_checksum(raw: torch.Tensor, change: Callable[[bytes], bytes]) -> torch.Tensor:
+    """Return bytes that were changed by somebody who knows the checksum."""
+    body = change(raw.numpy().tobytes()[26:])
+    return torch.frombuffer(bytearray(b"speedswap-keys 1 %08x\n" % zlib.crc32(body) + body), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"used": 5', b'"used": 9', "used is 9"),
+        (b'"used": 5', b'"used": 4', "damaged"),
+        (b'"capacity": 6', b'"capacity": -', "damaged"),
+        (b'"clock": 5', b'"clock": 1', "a batch is later than the last one"),
+        (b'"evict": "lfu"', b'"evict": "xxx"', "evict is 'xxx'"),
+        (b'"stale": 0', b'"stale": 6', "ends at byte"),
+        (b'"last_place"', b'"last_plane"', "KeyError"),
+    ],
+)
+def test_hostile_headers_are_refused(old: bytes, new: bytes, message: str) -> None:
+    hostile = with_checksum(filled("int64").to_bytes(), lambda body: body.replace(old, new))
+    with pytest.raises(TableFormatError, match=message):
+        speedswap.IdMap.from_bytes(hostile)
+
+
+def test_a_key_that_occurs_twice_is_refused() -> None:
+    users = speedswap.IdMap(5)
+    users.add(torch.tensor([0x4142434445464748, 0x5152535455565758]))
+    hostile = with_checksum(users.to_bytes(), lambda body: body.replace(b"XWVUTSRQ", b"HGFEDCBA"))
+    with pytest.raises(TableFormatError, match="a key occurs twice"):
+        speedswap.IdMap.from_bytes(hostile)
+
+
+def test_other_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="was made with capacity=6, and this map with 7"):
+        speedswap.IdMap(7, keys="exact", admit_after=2, evict="lfu").restore(filled().to_bytes())
+
+
+def test_after_four_billion_batches_recency_keeps_its_order() -> None:
+    users = speedswap.IdMap(3, evict="lru")
+    for key in (1, 2, 3):
+        users.add(torch.tensor([key]))
+    saved = keys_file.decode(users.to_bytes(), "the file")
+    last = torch.tensor([2**32 - 9, 7, 2**32 - 1], dtype=torch.uint32)
+    late = saved._replace(cursor=saved.cursor._replace(clock=2**32 - 1), rows=saved.rows._replace(last=last))
+    users = speedswap.IdMap.from_bytes(keys_file.encode(late))
+    assert [users.add(torch.tensor([key]))[1].tolist() for key in (4, 5, 3, 6)] == [[2], [1], [], [2]]
+
+
+# ---- other processes -------------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_map_only_looks_up() -> None:
+    there = pickle.loads(pickle.dumps(filled("int64")))
+    assert there.lookup(torch.tensor([0, 1, 99])).tolist() == filled("int64").lookup(torch.tensor([0, 1, 99])).tolist()
+    with pytest.raises(
+        IdMapError, match="is a frozen copy and only looks up here; add keys in the process that trains"
+    ):
+        there.add(torch.tensor([1]))
+    assert there.frozen
+    assert not copy.deepcopy(there).frozen
+
+
+def forked(work: Callable[[], bool]) -> int:
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_forked_map_only_looks_up() -> None:
+    users = filled("int64")
+    expected = users.lookup(torch.arange(9))
+
+    def child() -> bool:
+        try:
+            users.add(torch.arange(3))
+        except IdMapError as error:
+            return "belongs to process" in str(error) and torch.equal(users.lookup(torch.arange(9)), expected)
+        return False
+
+    assert forked(child) == 0
+    users.add(torch.arange(3))
+
+
+def test_a_key_takes_at_most_24_bytes() -> None:
+    for evict, admit_after in itertools.product([None, "lru", "lfu"], [1, 2]):
+        users = speedswap.IdMap(100_000, evict=evict, admit_after=admit_after)
+        for begin in range(0, 150_000 if evict else 100_000, 5_000):
+            users.add(torch.arange(begin, begin + 5_000).repeat(admit_after))
+            places = min(begin + 5_000, 100_000) if admit_after > 1 else 0
+            assert users.nbytes <= 24 * (len(users) + places), (evict, begin)
