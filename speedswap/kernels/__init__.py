@@ -31,6 +31,7 @@ from speedswap.kernels.ids import (
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
 from speedswap.kernels.lines import Lines, read_lines
+from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
     ENGINES,
     Fence,
@@ -108,6 +109,8 @@ __all__ = [
     "last_occurrences",
     "max_segments",
     "merge_ids",
+    "pair_gradients",
+    "pair_products",
     "places_among",
     "prefetch_on_cpu",
     "prepare_engine",
