@@ -187,6 +187,19 @@ class Checkpoint:
                     "same, or start without resume"
                 )
 
+    def check_epochs(self, epochs: int) -> None:
+        """Refuse to go on to fewer epochs than the checkpoint has.
+
+        Raises:
+            CheckpointError: the message says how many to give.
+        """
+        begun = self.place.epoch + (self.place.step > 0)
+        if epochs < begun:
+            raise CheckpointError(
+                f"epochs is {epochs}, but the checkpoint {self.folder} is in epoch {begun}: give {begun} or more, or "
+                "start without resume"
+            )
+
     @contextmanager
     def says_damaged(self) -> Iterator[None]:
         """Turn errors of contents that do not fit together into one that names the checkpoint."""

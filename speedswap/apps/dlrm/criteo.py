@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from speedswap.apps.errors import CheckpointError, SamplesError
 from speedswap.apps.reading import bytes_on_disk, opened
 from speedswap.kernels import read_lines
 
-__all__ = ["SampleFiles", "find_files"]
+__all__ = ["SampleFiles", "find_files", "text_of"]
 
 CHUNK_BYTES = 1 << 22
 LINE_BYTES = 1 << 16
@@ -140,7 +141,7 @@ class SampleFiles:
         """
         self._open(min(position.file, len(self._paths)))
         while self._file == position.file and self._samples < position.samples:
-            if not len(self.read(min(SKIPPED_AT_ONCE, position.samples - self._samples))):
+            if not self.read(min(SKIPPED_AT_ONCE, position.samples - self._samples)).size:
                 break
         if self.position != position:
             raise CheckpointError(
@@ -199,12 +200,15 @@ def size_of(path: Path) -> int:
     """Return a file's size.
 
     Raises:
-        SamplesError: it is missing, or not a file.
+        SamplesError: it is missing, or not a file, which could be read several times.
     """
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError as error:
         raise SamplesError(f"samples {path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise SamplesError(f"samples {path} is not a regular file: write what it gives to one")
+    return found.st_size
 
 
 def text_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
@@ -213,3 +217,17 @@ def text_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
         while piece := file.read(CHUNK_BYTES):
             yield piece, bytes_on_disk(file)
         yield b"\n", bytes_on_disk(file)  # the last line may lack its own
+
+
+def text_of(samples: Samples) -> str:
+    """Return samples as the lines of a file.
+
+    >>> text_of(Samples(torch.ones(1), torch.arange(13).view(13, 1), torch.full((26, 1), 255)))[:8]
+    '1\\t0\\t1\\t2\\t'
+    """
+    labels = [[int(label)] for label in samples.labels.tolist()] or [[]] * samples.size
+    lines = []
+    for label, integers, ids in zip(labels, samples.integers.T.tolist(), samples.ids.T.tolist(), strict=True):
+        categories = ("" if each == MISSING else f"{each:08x}" for each in ids)
+        lines.append("\t".join([*map(str, [*label, *integers]), *categories]))
+    return "\n".join([*lines, ""])

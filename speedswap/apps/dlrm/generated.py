@@ -89,7 +89,7 @@ class GeneratedSamples:
                 self._number, self._block = number, self._make(number)
             some = slice(first, min(BLOCK, first + end - self.done))
             parts.append(Samples(self._block.labels[some], self._block.integers[:, some], self._block.ids[:, some]))
-            self.done += len(parts[-1])
+            self.done += parts[-1].size
         labels, integers, ids = zip(*parts, strict=True)
         return Samples(torch.cat(labels), torch.cat(integers, dim=1), torch.cat(ids, dim=1))
 

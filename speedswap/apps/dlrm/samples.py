@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "Position", "Samples", "Source", "held_out"]
+__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "Position", "Samples", "Source"]
 
 INTEGERS = 13
 CATEGORIES = 26
@@ -28,7 +27,9 @@ class Samples(NamedTuple):
     ids: Tensor
     """int64, shape (26, n); ``MISSING`` where missing."""
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """Their number."""
         return self.integers.shape[1]
 
     def take(self, places: Tensor) -> Samples:
@@ -73,23 +74,3 @@ class Source(Protocol):
 
     def seek(self, position: Position) -> None:
         """Go on from a position of the same samples, before anything was read."""
-
-
-Open = Callable[[], Source]
-"""Opens a source at its beginning."""
-
-
-def held_out(first: int, count: int, every: int) -> Tensor:
-    """Return a mask of the samples set apart for testing: the last of every ``every``.
-
-    Args:
-        first: the number of the first sample, from 0.
-        count: their number.
-        every: 0 for none.
-
-    >>> held_out(7, 5, 4)
-    tensor([ True, False, False, False,  True])
-    """
-    if not every:
-        return torch.zeros(count, dtype=torch.bool)
-    return torch.arange(first, first + count) % every == every - 1

@@ -103,12 +103,7 @@ class NCFCheckpoint(Checkpoint):
             CheckpointError: the message names the difference.
         """
         self.check_settings(settings)
-        begun = self.place.epoch + (self.place.step > 0)
-        if settings.epochs < begun:
-            raise CheckpointError(
-                f"epochs is {settings.epochs}, but the checkpoint {self.folder} is in epoch {begun}: give {begun} or "
-                "more, or start without resume"
-            )
+        self.check_epochs(settings.epochs)
         same_ids = self.content.get("ids_checksum", ids_checksum(split)) == ids_checksum(split)
         if split.train.checksum != self.content["ratings_checksum"] or not same_ids:
             raise CheckpointError(

@@ -42,7 +42,7 @@ def as_lists(parts):
 
 def read_all(source, size=64):
     parts = []
-    while len(part := source.read(size)):
+    while (part := source.read(size)).size:
         parts.append(part)
     return parts
 
@@ -65,7 +65,7 @@ def test_every_field_of_every_file_is_read_in_order(written, size, monkeypatch):
     source = SampleFiles(find_files([folder / "day_*"]))
     parts = read_all(source, size)
     assert as_lists(parts) == by_python(lines)
-    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert [part.size for part in parts[:-1]] == [size] * (len(parts) - 1)
     assert source.done == source.total == sum(path.stat().st_size for path in folder.iterdir())
 
 
@@ -137,7 +137,7 @@ def test_a_malformed_line_is_named_with_its_column_and_remedy(name, tmp_path):
     path = tmp_path / "some.txt"
     path.write_text("\n".join([*good[:20], "", line, *good[20:]]))
     source = SampleFiles([path])
-    assert len(source.read(20)) == 20
+    assert source.read(20).size == 20
     with pytest.raises(SamplesError, match=f"samples {path}, line 22,? {message}"):
         source.read(20)
 
@@ -160,7 +160,7 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_real_lines_are_read_as_python_reads_them(shared_data):
     path = shared_data / "criteo-sample.txt"
     (part,) = read_all(SampleFiles([path]), 1000)
-    assert len(part) == 200
+    assert part.size == 200
     assert as_lists([part]) == by_python(path.read_text().splitlines())
     assert (part.integers < 0).any()
 
@@ -252,6 +252,6 @@ def test_parquet_without_pyarrow_names_it(tmp_path, monkeypatch):
 def test_samples_move_and_are_taken_together():
     samples = module.Samples(torch.ones(3), torch.arange(39).view(13, 3), torch.arange(78).view(26, 3))
     some = samples.to(torch.device("cpu")).take(torch.tensor([2, 0]))
-    assert len(some) == 2
+    assert some.size == 2
     assert some.ids[0].tolist() == [2, 0]
     assert samples._replace(labels=torch.zeros(0)).take(torch.tensor([1])).labels.shape == (0,)
