@@ -11,11 +11,13 @@ and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROW
 
 A run streams samples from files in Criteo's format (``criteo``, ``parquet``) or makes some up (``generated``), draws
 batches and sets samples apart (``samples``, ``stream``), trains tables and layers (``embeddings``, ``model``,
-``training``), predicts the samples set apart (``scores``) and keeps the last and the best state (``checkpoint``).
+``training``, ``course``), predicts the samples set apart (``scores``) and keeps the last and the best state
+(``checkpoint``).
 """
 
 from speedswap.apps.dlrm.checkpoint import load
 from speedswap.apps.dlrm.cli import figures, save
+from speedswap.apps.dlrm.course import Evaluation, Point, Result
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.embeddings import Embeddings
 from speedswap.apps.dlrm.generated import GeneratedSamples
@@ -24,7 +26,7 @@ from speedswap.apps.dlrm.samples import Position, Samples
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import Settings
 from speedswap.apps.dlrm.stream import Batch, Data
-from speedswap.apps.dlrm.training import Evaluation, Point, Result, evaluate, train, train_step
+from speedswap.apps.dlrm.training import evaluate, train, train_step
 from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
 
 __all__ = [

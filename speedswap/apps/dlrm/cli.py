@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from speedswap.apps import options
 from speedswap.apps.checkpoints import FOLDER
 from speedswap.apps.dlrm.checkpoint import load
+from speedswap.apps.dlrm.course import Result
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import Settings
-from speedswap.apps.dlrm.training import Result, train
+from speedswap.apps.dlrm.training import train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions
 from speedswap.apps.running import Stop
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +16,7 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap.apps.checkpoints import Place, clean
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, make_model
+from speedswap.apps.dlrm.course import Evaluation, Point, Progress, Result
 from speedswap.apps.dlrm.model import DLRM
 from speedswap.apps.dlrm.samples import Position, Samples
 from speedswap.apps.dlrm.scores import Scores
@@ -29,101 +27,12 @@ from speedswap.apps.options import check_loss
 from speedswap.apps.running import Shown, Stop, listening, show_progress
 from speedswap.errors import IdMapFullError
 
-__all__ = ["Evaluation", "Point", "Result", "evaluate", "prefetched", "train", "train_step"]
+__all__ = ["evaluate", "prefetched", "train", "train_step"]
 
 POINT_SAMPLES = 10_000
 """Samples from one point of the curve to the next, at first."""
 CURVE_POINTS = 200
 """From this many points on, they lie the further apart."""
-
-
-class Point(NamedTuple):
-    """The quality of some successive training samples, each predicted before it was trained on."""
-
-    samples: int
-    """Samples trained on until then."""
-    loss: float
-    auc: float
-
-
-class Evaluation(NamedTuple):
-    """The quality on the samples to test on."""
-
-    epoch: int
-    """Completed epochs."""
-    step: int
-    """Steps taken in the next one."""
-    samples: int
-    """Samples trained on until then."""
-    auc: float
-    log_loss: float
-    seconds: float
-    """Of training until then, with reading, without testing."""
-
-    def __str__(self) -> str:
-        place = f"epoch {self.epoch + 1:3}, step {self.step:,}" if self.step else f"epoch {self.epoch:3}"
-        return (
-            f"{place}  {self.samples:,} samples  test AUC {self.auc:.4f}  log loss {self.log_loss:.4f}  "
-            f"{self.seconds:.1f} s"
-        )
-
-
-@dataclass
-class Result:
-    """A trained model and the course of the training."""
-
-    settings: Settings
-    model: DLRM
-    """As after the last step; the best evaluation's is in the output directory."""
-    optimizer: Optimizer
-    lr: float
-    curve: list[Point] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    tested_samples: int = 0
-    base_rate: float = math.nan
-    """The share of clicks among the samples to test on; NaN before the first evaluation."""
-    base_loss: float = math.nan
-    """The log loss of predicting that share for each of them."""
-    samples: int = 0
-    """Samples that this run trained on, without those before a resumption."""
-    training_seconds: float = 0.0
-    """The time of that, with reading, without testing."""
-    interrupted: bool = False
-
-    @property
-    def best(self) -> Evaluation | None:
-        """The evaluation with the highest AUC, of equal ones that with the lowest log loss; None before the first."""
-        return max(self.evaluations, key=quality, default=None)
-
-
-def quality(evaluation: Evaluation) -> tuple[float, float, int]:
-    auc, loss = evaluation.auc, evaluation.log_loss
-    return -1 if math.isnan(auc) else auc, -loss, -evaluation.samples
-
-
-@dataclass
-class Progress:
-    """The progress of a run."""
-
-    epoch: int = 0
-    step: int = 0
-    read: int = 0
-    """Samples read of the epoch, with those set apart."""
-    position: Position = field(default_factory=Position)
-    done: int = 0
-    """The part of the epoch's source."""
-    trained: int = 0
-    """Samples trained on, in all epochs."""
-    seconds: float = 0.0
-    since: int = 0
-    """Samples since the curve's last point."""
-    window: Scores = field(default_factory=Scores)
-    """Their predictions."""
-    saved: bool = False
-    """True once the checkpoints in the output directory are this run's, or those of the resumed one."""
-
-    def begin_epoch(self) -> None:
-        self.epoch, self.step, self.read, self.done, self.position = self.epoch + 1, 0, 0, 0, Position()
 
 
 def train(
@@ -205,8 +114,8 @@ def run_epochs(result: Result, at: Progress, data: Data, output: Path | None, st
                 if isinstance(error, SamplesError):
                     raise SamplesError(f"{error}{saved}") from error
                 raise SettingsError(
-                    f"capacity is {settings.capacity}, and a batch has more new ids than there is room for: raise it, "
-                    "or give evict lru or lfu, and start over"
+                    f"capacity is {settings.capacity}, and a batch has more new ids than a table has room for: raise "
+                    "it, or give evict lru or lfu, and start over"
                 ) from error
             at.begin_epoch()
             save(result, at, output)

@@ -90,7 +90,7 @@ def test_with_adagrad_every_loss_is_that_of_torch_to_the_bit(lookahead):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_auc_is_that_of_torch_with_sparse_adam(seed):
-    """Where the bits differ, quality does not: Adam on the batch's rows beside SparseAdam."""
+    """Adam on the batch's rows beside SparseAdam: other bits, the same quality."""
     settings = Settings(generate=10_000, seed=seed, optimizer="adam", lr=4e-3, **SIZES)
     data = Data(settings)
     ours, theirs = pair(settings, torch_bag)
