@@ -131,10 +131,14 @@ bool merge_ids(uintptr_t ids, int64_t count, int item_bytes, const FeaturesTuple
                int64_t num_rows, int threads) {
     require(item_bytes == 4 || item_bytes == 8, "item_bytes", item_bytes, "4 or 8");
     const auto [num_features, begins, counts, bases, limits] = features;
-    const FeatureIds given = {at<const void>(ids),       count,
-                              item_bytes,                num_features,
-                              at<const int64_t>(begins), at<const int64_t>(counts),
-                              at<const int64_t>(bases),  at<const int64_t>(limits)};
+    const FeatureIds given = {at<const void>(ids),
+                              count,
+                              item_bytes,
+                              num_features,
+                              at<const int64_t>(begins),
+                              at<const int64_t>(counts),
+                              at<const int64_t>(bases),
+                              at<const int64_t>(limits)};
     return without_gil([&] { return speedswap::merge_ids(given, at<int64_t>(rows), num_rows, threads); });
 }
 

@@ -326,7 +326,7 @@ SECTIONS = {
     "rows": rows_lines,
     "transfer": transfer_lines,
     "step": step_lines,
-    "many-tables": many_tables_lines,
+    "many_tables": many_tables_lines,
     "batching": batching_lines,
     "retry": retry_lines,
     "word2vec": word2vec_lines,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,23 +12,22 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from speedswap._words import a_kind
 from speedswap.errors import IdError
-from speedswap.swapping.collections.configs import EmbeddingConfig, GroupKey, checked
-from speedswap.swapping.collections.given import Given, given, given_by_slot, require_features
+from speedswap.swapping.collections.configs import EmbeddingConfig, checked, grouped
+from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.group import TableGroup
-from speedswap.swapping.collections.keyed_features import AskedOfTable, by_key, device_among, rows_of_keys
+from speedswap.swapping.collections.keyed_features import read
+from speedswap.swapping.collections.modules import rows_of
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.tables import TableInGroup, TablesByName
 from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Table
 
-__all__ = ["TableCollection", "require_plain", "settings_of"]
+__all__ = ["TableCollection"]
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
-_Groups = list[tuple[GroupKey, str, list[EmbeddingConfig]]]
 
 
 class TableCollection(nn.Module, Generic[Config]):
@@ -69,7 +67,7 @@ class TableCollection(nn.Module, Generic[Config]):
         self._check_configs()
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
-        grouped = _grouped(self.configs, storage, engine)
+        parts = grouped(self.configs, storage, engine)
         groups = [
             TableGroup.of(
                 key,
@@ -82,9 +80,9 @@ class TableCollection(nn.Module, Generic[Config]):
                 device=device,
                 local_to_rank=local_to_rank,
             )
-            for key, name, configs in grouped
+            for key, name, configs in parts
         ]
-        self._group_names = [name for _, name, _ in grouped]
+        self._group_names = [name for _, name, _ in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
             config.name: TableInGroup(group, config, first_row)
@@ -135,7 +133,7 @@ class TableCollection(nn.Module, Generic[Config]):
             if name not in modules:
                 raise ValueError(f"feature_names has {name!r}, which is not a module; there are {', '.join(modules)}")
         configs = [cls._config_of(name, module, names.get(name, ())) for name, module in modules.items()]
-        values = {name: _rows_of(module) for name, module in modules.items()}
+        values = {name: rows_of(module) for name, module in modules.items()}
         settings.setdefault("device", next((module.weight.device for module in modules.values()), None))
         collection = cls.__new__(cls)
         collection._build(configs, values=values, **settings)
@@ -190,7 +188,7 @@ class TableCollection(nn.Module, Generic[Config]):
         configs = checked(tables, cls.config_type)
         collection, existing = cls.__new__(cls), {}
         try:
-            for _, name, _ in _grouped(configs, "auto", "auto"):
+            for _, name, _ in grouped(configs, "auto", "auto"):
                 existing[name] = table_of(name)
             collection._build(configs, existing=existing, **settings)
         except BaseException:
@@ -274,23 +272,7 @@ class TableCollection(nn.Module, Generic[Config]):
 
     def _given(self, features: Any) -> Given:
         """Read what forward was called with."""
-        return self._read(features, ahead=False)[0]
-
-    def _read(self, features: Any, *, ahead: bool) -> tuple[Given, list[list[AskedOfTable]]]:
-        """Read features, whose keys become rows where there is an id map; return what its group's maps were asked."""
-        slots, groups = self._slots, self._groups()
-        if not any(group.keyed for group in groups):
-            return given(features, slots, self._is_weighted), [[] for _ in groups]
-        named = by_key(require_features(features))
-        slots.require_features(list(named))
-        values = [named[name] for name in slots.features]
-        device = device_among(values)
-        asked = []
-        for group, some in zip(groups, slots.of_group, strict=True):
-            own = values[some.start : some.stop]
-            asked.append([*rows_of_keys(group, slots.configs[some.start : some.stop], own, device, ahead=ahead)])
-            values[some.start : some.stop] = own
-        return given_by_slot(values, slots, self._is_weighted), asked
+        return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
 
     def _groups(self) -> list[TableGroup]:
         return list(self.groups)  # type: ignore[arg-type]
@@ -306,7 +288,7 @@ class TableCollection(nn.Module, Generic[Config]):
         Raises:
             TypeError, ValueError: as forward does.
         """
-        found, asked = self._read(features, ahead=True)
+        found, asked = read(features, self._slots, self._groups(), self._is_weighted, ahead=True)
         lookups: list[tuple[TableModule, Announced]] = []
         for index, group in enumerate(self._groups()):
             rows = found.rows(index)
@@ -324,51 +306,8 @@ class TableCollection(nn.Module, Generic[Config]):
         device = found.device
         try:
             return group._gather_given(found.tensors(index, device), device, lambda: found.rows(index, checked=True))
-        except IdError:
-            raise found.outside() from None
+        except IdError as error:
+            raise found.outside(error) from None
 
     def extra_repr(self) -> str:
         return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
-
-
-def _grouped(configs: Sequence[EmbeddingConfig], storage: str, engine: str) -> _Groups:
-    """Return the groups of tables that lie in one store each: their properties, a name, and the tables."""
-    found: dict[GroupKey, list[EmbeddingConfig]] = {}
-    for config in configs:
-        found.setdefault(GroupKey.of(config, storage, engine), []).append(config)
-    groups, names = [], Counter[str]()
-    for key, some in found.items():
-        names[key.name] += 1
-        groups.append((key, key.name if names[key.name] == 1 else f"{key.name}-{names[key.name]}", some))
-    return groups
-
-
-def _rows_of(module: nn.Embedding | nn.EmbeddingBag) -> Tensor:
-    """Return an embedding's rows."""
-    return module.table.read() if isinstance(module, TableModule) else module.weight.detach()
-
-
-def settings_of(name: str, module: nn.Module, feature_names: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a config that describes an embedding."""
-    weight: Any = module.weight
-    return {
-        "name": name,
-        "num_embeddings": module.num_embeddings,
-        "embedding_dim": module.embedding_dim,
-        "feature_names": feature_names,
-        "padding_idx": module.padding_idx,
-        "dtype": weight.dtype,
-        "trainable": weight.requires_grad,
-    }
-
-
-def require_plain(name: str, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:
-    """Raise unless a module is an embedding that a collection can take over."""
-    if not isinstance(module, kinds):
-        wanted = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
-        raise TypeError(f"module {name!r} is {a_kind(module)}; give an {wanted}, torch's or speedswap's")
-    if module.max_norm is not None or module.scale_grad_by_freq:
-        raise ValueError(
-            f"module {name!r} has max_norm {module.max_norm} and scale_grad_by_freq {module.scale_grad_by_freq}, which "
-            "a collection lacks; leave them out, scale the rows it returns, or weigh the loss by how often ids occur"
-        )

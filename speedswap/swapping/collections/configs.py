@@ -15,7 +15,7 @@ from speedswap.tables import IdMap
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
 
-__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "GroupKey", "checked"]
+__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "GroupKey", "checked", "grouped"]
 
 _POOLINGS = ("sum", "mean", "max")
 Config = TypeVar("Config", bound="EmbeddingConfig")
@@ -185,3 +185,17 @@ def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
         if times > 1:
             raise ValueError(f"tables has {name!r} {times} times; give each table a name of its own")
     return configs
+
+
+def grouped(
+    configs: Sequence[EmbeddingConfig], storage: str, engine: str
+) -> list[tuple[GroupKey, str, list[EmbeddingConfig]]]:
+    """Return the groups of tables that lie in one store each: their properties, a name, and the tables."""
+    found: dict[GroupKey, list[EmbeddingConfig]] = {}
+    for config in configs:
+        found.setdefault(GroupKey.of(config, storage, engine), []).append(config)
+    groups, names = [], Counter[str]()
+    for key, some in found.items():
+        names[key.name] += 1
+        groups.append((key, key.name if names[key.name] == 1 else f"{key.name}-{names[key.name]}", some))
+    return groups

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedswap.swapping.collections.collection import TableCollection, require_plain, settings_of
+from speedswap.swapping.collections.collection import TableCollection
 from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from speedswap.swapping.collections.keyed_tensor import KeyedTensor
+from speedswap.swapping.collections.modules import require_plain, settings_of
 from speedswap.swapping.collections.pooling import Layout
 from speedswap.swapping.graphs import outside_graphs
 

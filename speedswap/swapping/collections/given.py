@@ -82,7 +82,7 @@ class Given:
             checked: raise IdError for such an id of any group, where a lookup of this one would not find it.
         """
         if checked and not self._are_inside:
-            raise self.outside()
+            raise self.outside(IdError("an id is outside of its table"))
         return self._rows[slice(*self.bounds(group))]
 
     def bounds(self, group: int) -> tuple[int, int]:
@@ -108,10 +108,11 @@ class Given:
         assert isinstance(self._asked.ids, Tensor)
         return self._asked.ids[begin:end], self.counts[some.start : some.stop]
 
-    def outside(self) -> IdError:
-        """Return the error for the first id that is outside of its table."""
+    def outside(self, error: IdError) -> IdError:
+        """Return the error for the first id that is outside of its table, in place of one that does not name it."""
         found = kernels.first_outside(self._asked)
-        assert found is not None
+        if found is None:
+            return error
         slot, position, value = found
         where = f"values()[{position}]"
         if self._by_name:

@@ -89,11 +89,12 @@ class TableGroup(TableModule):
         num_rows = sum(config.num_embeddings for config in configs)
         arguments |= {"configs": configs, "id_maps": id_maps, "state_dtype": key.state_dtype, "rounding": key.rounding}
         if table is None:
+            ranges = tuple(_range(config, values or {}) for config in configs)
             group = cls(
                 num_rows,
                 key.embedding_dim,
-                init=InRanges(tuple(_range(config, values or {}) for config in configs)),
-                seed=0,
+                init=InRanges(ranges),
+                seed=ranges[0].seed,  # of stochastic rounding alone
                 dtype=key.dtype,
                 storage=key.storage,
                 engine=key.engine,

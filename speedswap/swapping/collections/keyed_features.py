@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap.swapping.collections.given import Given, given, given_by_slot, require_features
 from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor
 from speedswap.swapping.collections.pieces import has_methods
+from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.keyed import AskedLookup, KeyedRows
 
-__all__ = ["AskedOfTable", "by_key", "device_among", "rows_of_keys"]
+__all__ = ["AskedOfTable", "read"]
 
 
 class AskedOfTable(NamedTuple):
@@ -23,7 +25,33 @@ class AskedOfTable(NamedTuple):
     asked: AskedLookup
 
 
-def by_key(features: Any) -> Mapping[str, Any]:
+def read(
+    features: Any, slots: Slots, groups: Sequence[TableGroup], is_weighted: bool, *, ahead: bool
+) -> tuple[Given, list[list[AskedOfTable]]]:
+    """Read features, whose keys become rows where a table has an id map.
+
+    Args:
+        features: as a collection is called with them.
+        slots, groups: the collection's.
+        is_weighted: True if every id has a weight.
+        ahead: True before the batch's turn, inside a lookahead.
+
+    Returns:
+        The batch, and the questions to each group's maps that were asked ahead.
+    """
+    asked: list[list[AskedOfTable]] = [[] for _ in groups]
+    if not any(group.keyed for group in groups):
+        return given(features, slots, is_weighted), asked
+    named = _by_key(require_features(features))
+    slots.require_features(list(named))
+    values = [named[name] for name in slots.features]
+    device = _device_among(values)
+    for group, questions in zip(groups, asked, strict=True):
+        questions += _rows_of_keys(group, slots, values, device, ahead=ahead)
+    return given_by_slot(values, slots, is_weighted), asked
+
+
+def _by_key(features: Any) -> Mapping[str, Any]:
     """Return features as a mapping; those of a keyed jagged tensor as jagged tensors."""
     if isinstance(features, Mapping):
         return features
@@ -34,8 +62,8 @@ def by_key(features: Any) -> Mapping[str, Any]:
     return keyed.to_dict()
 
 
-def rows_of_keys(
-    group: TableGroup, configs: Sequence[Any], values: list[Any], device: torch.device | None, *, ahead: bool
+def _rows_of_keys(
+    group: TableGroup, slots: Slots, values: list[Any], device: torch.device | None, *, ahead: bool
 ) -> Iterator[AskedOfTable]:
     """Replace the keys of a group's tables that have an id map by their rows.
 
@@ -43,8 +71,8 @@ def rows_of_keys(
 
     Args:
         group: the tables.
-        configs: the table of each of the group's slots.
-        values: what each of these slots was given; changed in place.
+        slots: the collection's.
+        values: what each slot was given; changed in place.
         device: of the batch; where rows are needed by default.
         ahead: True before the batch's turn, inside a lookahead.
 
@@ -52,7 +80,7 @@ def rows_of_keys(
         The questions to maps that were asked ahead.
     """
     for name, keyed in group.keyed.items():
-        places = [place for place, config in enumerate(configs) if config.name == name]
+        places = slots.of_table[name]
         parts = [_parted(values[place]) for place in places]
         keys = _joined([part.keys for part in parts])
         target = device or group.weight.device
@@ -72,7 +100,7 @@ def rows_of_keys(
             values[place] = part.around(piece.view(tuple(shape)))
 
 
-def device_among(values: Sequence[Any]) -> torch.device | None:
+def _device_among(values: Sequence[Any]) -> torch.device | None:
     """Return the device of the first tensor among features; None for strings alone."""
     for value in values:
         for each in value if isinstance(value, tuple | list) else [value]:

@@ -44,6 +44,7 @@ class Slots:
         bases: each table's first row in its group, int64, shape (slots,), on the CPU.
         limits: the number of its rows.
         of_group: the slots of each group.
+        of_table: the slots of each table, by its name.
         names: all features.
         keys: each slot's name in an output: its feature, with its table if several tables have that.
     """
@@ -54,10 +55,12 @@ class Slots:
         bases: list[int] = []
         self.dtypes: list[torch.dtype] = []
         self.of_group: list[range] = []
+        self.of_table: dict[str, range] = {}
         for group in groups:
             begin = len(features)
             tables = sorted(zip(group.configs, group.first_rows, strict=True), key=lambda table: last(table[0]))
             for config, first_row in tables:
+                self.of_table[config.name] = range(len(features), len(features) + len(config.feature_names))
                 features += config.feature_names
                 configs += [config] * len(config.feature_names)
                 bases += [first_row] * len(config.feature_names)

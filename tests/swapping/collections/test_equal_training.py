@@ -333,3 +333,69 @@ def test_gradients_of_two_batches_add_up(device: str) -> None:
             optimizer.zero_grad()
     for key, table in collection.tables.items():
         assert_same(table.read(), modules[key].table.read(), device)
+
+
+def test_one_feature_in_several_tables_and_twice_in_one(device: str) -> None:
+    configs = [
+        EmbeddingBagConfig(name="t", num_embeddings=9, embedding_dim=4, feature_names=["a", "b", "a"]),
+        EmbeddingBagConfig(name="u", num_embeddings=12, embedding_dim=4, feature_names=["a"]),
+    ]
+    collection = speedswap.EmbeddingBagCollection(configs, device=device)
+    ids = torch.tensor([1, 1, 8], device=device)
+    one_by_one = {"a": ids, "b": ids}
+    lengths = torch.ones(6, dtype=torch.int64, device=device)
+    together = speedswap.KeyedJaggedTensor.from_lengths_sync(["b", "a"], torch.cat([ids, ids]), lengths)
+    for features in (one_by_one, together):
+        pooled = collection(features)
+        assert pooled.keys() == ["a@t", "b", "a@t", "a@u"]
+        rows = {name: table.read()[ids.cpu()] for name, table in collection.tables.items()}
+        assert torch.equal(pooled.values().cpu(), torch.cat([rows["t"], rows["t"], rows["t"], rows["u"]], 1))
+    before = {name: table.read() for name, table in collection.tables.items()}
+    optimizer = torch.optim.SGD(collection.parameters(), lr=1.0)
+    collection(one_by_one).values().sum().backward()
+    optimizer.step()
+    for name, times in {"t": 3, "u": 1}.items():
+        expected = before[name].clone()
+        expected[1] -= 2 * times
+        expected[8] -= times
+        torch.testing.assert_close(collection.tables[name].read(), expected)
+
+
+def test_compact_columns_are_those_of_separate_tables(device: str) -> None:
+    """Rounded to nearest; what stochastic rounding draws depends on a row's place in its store."""
+    settings = {"stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "rounding": "nearest"}
+    configs = [replace(config, pooling="sum", **settings) for config in BAGS[:2]]
+    configs.append(EmbeddingBagConfig(name="few", num_embeddings=9, embedding_dim=4, seed=9))
+    collection = speedswap.EmbeddingBagCollection(configs, device=device)
+    assert [group.table.name for group in collection.groups] == ["4-float32-as-bfloat16-state-bfloat16", "4-float32"]
+    separate = [
+        speedswap.EmbeddingBag(
+            config.num_embeddings,
+            config.embedding_dim,
+            mode="sum",
+            seed=config.seed,
+            padding_idx=config.padding_idx,
+            stored_dtype=config.stored_dtype,
+            state_dtype=config.state_dtype,
+            rounding=config.rounding,
+            device=device,
+        )
+        for config in configs
+    ]
+    parameters = [module.weight for module in separate]
+    optimizers = [torch.optim.Adam(collection.parameters(), lr=0.1), torch.optim.Adam(parameters, lr=0.1)]
+    for seed in range(4):
+        ids = torch.randint(9, (3, 5), generator=torch.Generator().manual_seed(seed)).to(device)
+        given = dict(zip(("user", "item", "few"), ids, strict=True))
+        outputs = (
+            collection(given).values(),
+            torch.cat([m(x.unsqueeze(1)) for m, x in zip(separate, ids, strict=True)], 1),
+        )
+        assert_same(*outputs, device)
+        for optimizer, output in zip(optimizers, outputs, strict=True):
+            optimizer.zero_grad()
+            loss_of(output).backward()
+            optimizer.step()
+    for module, table in zip(separate, collection.tables.values(), strict=True):
+        for column in table.columns:
+            assert_same(table.read(column=column), module.table.read(column=column), device)

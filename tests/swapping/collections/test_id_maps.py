@@ -46,7 +46,7 @@ def configs(id_maps: dict[str, IdMap]) -> list[EmbeddingBagConfig]:
 
 
 def drawn(step: int, count: int, name: str) -> Tensor:
-    """Return keys, of which every batch has new ones."""
+    """Return keys, some of them new in every batch."""
     generator = torch.Generator().manual_seed(100 * step + len(name))
     ids = torch.randint(9, (count,), generator=generator)
     return ids if name == "plain" else (ids // 2 + 2 * step) * 2**40 - 7

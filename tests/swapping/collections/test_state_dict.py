@@ -261,6 +261,11 @@ def test_groups_have_parameters_of_their_own() -> None:
         collection.parameters_of("none")
 
 
+def test_wrappers_for_several_processes_leave_the_parameters_alone() -> None:
+    model = nn.ModuleDict({"sparse": speedswap.EmbeddingCollection(ROWS), "dense": nn.Linear(2, 2)})
+    assert speedswap.parameters_to_ignore(model) == set(model["sparse"].parameters())
+
+
 def test_a_group_in_no_optimizer_is_a_lost_update() -> None:
     collection = speedswap.EmbeddingCollection(ROWS)
     optimizer = torch.optim.SGD(collection.parameters_of("user", "items"), lr=0.1)
