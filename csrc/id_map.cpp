@@ -16,8 +16,8 @@ IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict)
     : capacity_(capacity),
       admit_after_(admit_after),
       evict_(evict),
-      rows_(capacity, exact),
-      probation_(admit_after > 1 ? capacity : 1, exact) {}
+      rows_(capacity, exact, evict == Evict::lfu),
+      probation_(admit_after > 1 ? capacity : 1, exact, false) {}
 
 uint32_t IdMap::count(bool on_probation, int64_t cell) const {
     if (on_probation) return sightings_[cell];

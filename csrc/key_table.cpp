@@ -26,9 +26,10 @@ int64_t lines_for(int64_t keys, int64_t slots) {
 
 }  // namespace
 
-KeyTable::KeyTable(int64_t capacity, bool exact)
+KeyTable::KeyTable(int64_t capacity, bool exact, bool slowly)
     : capacity_(capacity),
       exact_(exact),
+      slowly_(slowly),
       cell_bits_(bits_of(uint64_t(capacity))),
       cell_mask_((uint32_t(1) << cell_bits_) - 1),
       lines_(size_t(std::min(kFirstLines, lines_for(capacity, kSlots)))) {}
@@ -176,7 +177,7 @@ std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
 }
 
 void KeyTable::grow() {
-    const int64_t wanted = int64_t(lines_.size() + lines_.size() / 3 + 1);
+    const int64_t wanted = int64_t(lines_.size() + lines_.size() / (slowly_ ? 3 : 1) + 1);
     const std::vector<Line> old = std::move(lines_);
     lines_ = std::vector<Line>(size_t(std::min(wanted, lines_for(capacity_, kSlots))));
     constexpr size_t kLinesAhead = 2;

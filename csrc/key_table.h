@@ -78,8 +78,9 @@ inline uint64_t mixed(uint64_t number) {
 // that its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
 class KeyTable {
   public:
-    // exact: keys are strings.
-    KeyTable(int64_t capacity, bool exact);
+    // exact: keys are strings. slowly: the index grows by a third at a time, and not to twice its size: 2 bytes per key
+    // less at most.
+    KeyTable(int64_t capacity, bool exact, bool slowly);
 
     // rows[i] <- the cell of each key, 0 for a key that is not there.
     void find_all(const Keys& keys, int64_t* rows, int threads) const;
@@ -123,6 +124,7 @@ class KeyTable {
 
     int64_t capacity_;
     bool exact_;
+    bool slowly_;
     int cell_bits_;
     uint32_t cell_mask_;
     int64_t taken_ = 0;
