@@ -68,7 +68,7 @@ class Settings(Options):
     ids: int = option(
         100_000, "without SAMPLES, the different ids of the largest category at first", check=whole(1, 2**30)
     )
-    dim: int = option(16, "width of a vector", check=whole(1, WIDEST))
+    dim: int = option(32, "width of a vector", check=whole(1, WIDEST))
     bottom: tuple[int, ...] = option(
         (64,), "hidden layers for the integers", check=check_layers, type=widths, metavar="WIDTHS"
     )
