@@ -207,7 +207,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchmarkError(f"device is {args.device!r}: this benchmark measures the CPU; leave it out")
     args.device = "cpu"
     cli.prepare(args)
-    cli.write(args.json, "many-tables-cpu", measure(Plan.of(args.quick)))
+    cli.write(args.json, "many_tables-cpu", measure(Plan.of(args.quick)))
     return 0
 
 

@@ -6,15 +6,18 @@
 namespace speedswap {
 namespace {
 
-constexpr int64_t kAhead = 24;             // keys between asking for memory and using it
+constexpr int64_t kAhead = 24;              // keys between asking for memory and using it
 constexpr int64_t kFewestCandidates = 256;  // else a 32nd of the rows, which costs a byte per row
 constexpr int64_t kCandidateShare = 32;
 
 }  // namespace
 
 IdMap::IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict)
-    : capacity_(capacity), admit_after_(admit_after), evict_(evict), rows_(capacity, exact),
-      probation_(admit_after > 1 ? capacity : 1, exact) {}
+    : capacity_(capacity),
+      admit_after_(admit_after),
+      evict_(evict),
+      rows_(capacity, exact, evict == Evict::lfu),
+      probation_(admit_after > 1 ? capacity : 1, exact, false) {}
 
 uint32_t IdMap::count(bool on_probation, int64_t cell) const {
     if (on_probation) return sightings_[cell];
@@ -28,8 +31,8 @@ int64_t IdMap::bytes() const {
 
 // ---- a batch -------------------------------------------------------------------------------------------------------
 
-bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable,
-                int64_t kept, int threads) {
+bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
+                int threads) {
     rows_.find_all(keys, rows, threads);
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < keys.count; ++i)
@@ -163,6 +166,11 @@ int64_t IdMap::victim() {
         std::pop_heap(candidates_.begin(), candidates_.end(), std::greater<>());
         const Candidate noted = candidates_.back();
         candidates_.pop_back();
+        if (candidates_.size() > 2) {  // the next one, and one of those that follow it
+            rows_.prefetch_line(candidates_[0].row);
+            rows_.prefetch_number(candidates_[1].row);
+            rows_.prefetch_number(candidates_[2].row);
+        }
         const Candidate now = candidate(noted.row);
         if (last_[noted.row] >= kept_since_) {
             if (!(bound_ < now)) aside_.push_back(now);

@@ -52,8 +52,8 @@ class IdMap {
     void find(const Keys& keys, int64_t* rows, int threads) const { rows_.find_all(keys, rows, threads); }
 
     // As find, for a batch whose new keys get rows. renewed <- the rows that were another key's, in the order in which
-    // they were given. Rows of this batch, and of the last `kept` ones before it, keep their keys. Returns false, and has
-    // changed nothing, if rows are lacking.
+    // they were given. Rows of this batch, and of the last `kept` ones before it, keep their keys. Returns false, and
+    // has changed nothing, if rows are lacking.
     bool add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
              int threads);
     void undo(const Undo& undo);
@@ -100,8 +100,8 @@ class IdMap {
     int64_t used_ = 0;
     uint32_t clock_ = 0;
     uint32_t kept_since_ = 0;  // rows of this batch and later ones are not evicted
-    Cells<uint32_t> last_;    // by row: the last batch that had the key; unless evict is none
-    Cells<uint32_t> counts_;  // by row: how often the key was seen; for lfu
+    Cells<uint32_t> last_;     // by row: the last batch that had the key; unless evict is none
+    Cells<uint32_t> counts_;   // by row: how often the key was seen; for lfu
 
     // Keys that have been seen less than admit_after times, in a ring: as many as there are rows, and then the one that
     // came first is forgotten.

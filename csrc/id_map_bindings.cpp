@@ -106,7 +106,7 @@ bool restore(IdMap& map, const std::tuple<int64_t, int64_t, int64_t, int64_t>& c
 
 // The texts of a sequence of str and bytes: bytes and offsets.
 py::tuple texts_of(const py::sequence& strings) {
-    const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(strings.ptr(), "keys is no sequence"));
+    const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(strings.ptr(), "keys is not a sequence"));
     if (!fast) throw py::error_already_set();
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(fast.ptr());
     PyObject** const items = PySequence_Fast_ITEMS(fast.ptr());
@@ -169,8 +169,7 @@ void bind_id_map(py::module_& module) {
              })
         .def("bytes", &IdMap::bytes)
         .def(
-            "text_bytes",
-            [](const IdMap& map, bool on_probation) { return map.keys(on_probation).text_bytes(); },
+            "text_bytes", [](const IdMap& map, bool on_probation) { return map.keys(on_probation).text_bytes(); },
             arg("on_probation"))
         .def("save", &save, arg("on_probation"), arg("to"))
         .def("restore", &restore, arg("cursor"), arg("rows"), arg("probation"));

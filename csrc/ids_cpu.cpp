@@ -190,9 +190,11 @@ bool merge_ids(const FeatureIds& features, int64_t* rows, int64_t num_rows, int 
             const int64_t count = std::min(end, ends[f]) - begin;
             const uint64_t limit = uint64_t(features.limits[f]);
             if (features.item_bytes == 4) {
-                move_ids(static_cast<const int32_t*>(features.ids) + first, count, features.bases[f], limit, rows + begin);
+                move_ids(static_cast<const int32_t*>(features.ids) + first, count, features.bases[f], limit,
+                         rows + begin);
             } else {
-                move_ids(static_cast<const int64_t*>(features.ids) + first, count, features.bases[f], limit, rows + begin);
+                move_ids(static_cast<const int64_t*>(features.ids) + first, count, features.bases[f], limit,
+                         rows + begin);
             }
             begin += count;
         }

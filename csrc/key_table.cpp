@@ -26,9 +26,10 @@ int64_t lines_for(int64_t keys, int64_t slots) {
 
 }  // namespace
 
-KeyTable::KeyTable(int64_t capacity, bool exact)
+KeyTable::KeyTable(int64_t capacity, bool exact, bool slowly)
     : capacity_(capacity),
       exact_(exact),
+      slowly_(slowly),
       cell_bits_(bits_of(uint64_t(capacity))),
       cell_mask_((uint32_t(1) << cell_bits_) - 1),
       lines_(size_t(std::min(kFirstLines, lines_for(capacity, kSlots)))) {}
@@ -88,8 +89,7 @@ void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
                 hashes[i] = mixed(keys.numbers[first + i]);
                 __builtin_prefetch(&lines_[home(hashes[i])]);
             }
-            // The first match in a key's own line, nearly always the only one; cell 0, whose number nobody has set, for
-            // none.
+            // The first match in a key's own line, nearly always the only one; cell 0 for none.
             for (int64_t i = 0; i < count; ++i) {
                 const Line& line = lines_[home(hashes[i])];
                 const Probe found = probe(line, tag(hashes[i]));
@@ -162,6 +162,8 @@ void KeyTable::remove(int64_t cell) {
 std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
     const uint64_t count = lines_.size();
     for (uint64_t at = next(full); at != full; at = next(at)) {
+        for (const uint32_t slot : lines_[at].slots)
+            __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
         for (uint32_t& slot : lines_[at].slots) {
             if (slot == 0) continue;
             const uint64_t begin = home(mixed(numbers_[slot & cell_mask_]));
@@ -175,7 +177,7 @@ std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
 }
 
 void KeyTable::grow() {
-    const int64_t wanted = int64_t(lines_.size() + lines_.size() / 3 + 1);
+    const int64_t wanted = int64_t(lines_.size() + lines_.size() / (slowly_ ? 3 : 1) + 1);
     const std::vector<Line> old = std::move(lines_);
     lines_ = std::vector<Line>(size_t(std::min(wanted, lines_for(capacity_, kSlots))));
     constexpr size_t kLinesAhead = 2;

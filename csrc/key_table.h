@@ -73,18 +73,23 @@ inline uint64_t mixed(uint64_t number) {
 
 // Cells 1 to `capacity`, each with a key or none. The owner says which cell a key gets.
 //
-// The index is lines of 16 slots, four fifths of them taken at most. A slot has a cell's number in its lower bits, 0 for
-// none, and a tag of the key in the others, so that hardly a key but the right one is read. A key is in the line that
-// its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
+// The index is lines of 16 slots, four fifths of them taken at most. A slot has a cell's number in its lower bits, 0
+// for none, and a tag of the key in the others, so that hardly a key but the right one is read. A key is in the line
+// that its hash says, or, if that was full, in the next one that was not: a line with an empty slot ends the search.
 class KeyTable {
   public:
-    // exact: keys are strings.
-    KeyTable(int64_t capacity, bool exact);
+    // exact: keys are strings. slowly: the index grows by a third at a time, and not to twice its size: 2 bytes per key
+    // less at most.
+    KeyTable(int64_t capacity, bool exact, bool slowly);
 
     // rows[i] <- the cell of each key, 0 for a key that is not there.
     void find_all(const Keys& keys, int64_t* rows, int threads) const;
     int64_t find(const Key& key) const { return find_hashed(key, mixed(key.number)); }
     void prefetch(uint64_t number) const { __builtin_prefetch(&lines_[home(mixed(number))]); }
+
+    // Asks for a cell's number, or for the line that it says.
+    void prefetch_number(int64_t cell) const { __builtin_prefetch(numbers_.data() + cell); }
+    void prefetch_line(int64_t cell) const { prefetch(numbers_[cell]); }
 
     // Puts a key that is not there into a free cell.
     void put(int64_t cell, const Key& key);
@@ -119,6 +124,7 @@ class KeyTable {
 
     int64_t capacity_;
     bool exact_;
+    bool slowly_;
     int cell_bits_;
     uint32_t cell_mask_;
     int64_t taken_ = 0;

@@ -156,9 +156,8 @@ uint64_t rounding_key(uint64_t seed, uint64_t column_key, uint64_t write) {
 }
 
 int64_t check_ids(Ids ids, int64_t num_rows, int threads) {
-    return first_found(ids.count, threads, [&](int64_t begin, int64_t end) {
-        return chosen.loops->check_ids(ids, num_rows, begin, end);
-    });
+    return first_found(ids.count, threads,
+                       [&](int64_t begin, int64_t end) { return chosen.loops->check_ids(ids, num_rows, begin, end); });
 }
 
 int64_t first_fall(Ids values, int threads) {

@@ -62,9 +62,9 @@ int64_t first_duplicate(Ids ids, int64_t num_rows);
 // the number of rows. Ids may be negative.
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads);
 
-// The ids of several features in one array of `count`, int32 or int64: feature f has counts[f] of them from begins[f] on,
-// and ids 0 to limits[f] - 1 stand for rows bases[f] to bases[f] + limits[f] - 1 of a table. begins may be null: the
-// features then follow one another.
+// The ids of several features in one array of `count`, int32 or int64: feature f has counts[f] of them from begins[f]
+// on, and ids 0 to limits[f] - 1 stand for rows bases[f] to bases[f] + limits[f] - 1 of a table. begins may be null:
+// the features then follow one another.
 struct FeatureIds {
     const void* ids;
     int64_t count;

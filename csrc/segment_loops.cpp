@@ -64,7 +64,8 @@ struct Rows {
         if (k + ahead >= fetch_end) return;
         const char* const row = data + index[k + ahead] * stride + fetch_offset;
         const char* const end = row + fetch_bytes;
-        for (const char* line = row - (reinterpret_cast<uintptr_t>(row) & uintptr_t(kLine - 1)); line < end; line += kLine)
+        for (const char* line = row - (reinterpret_cast<uintptr_t>(row) & uintptr_t(kLine - 1)); line < end;
+             line += kLine)
             __builtin_prefetch(line, 0, 2);
     }
 };

@@ -44,9 +44,9 @@ struct Factors {
 // for an empty one.
 void sum_segments(Segments segments, Matrix values, Factors factors, Layout layout, Matrix out, int threads);
 
-// Row r of sums <- the sum over the entries k with index[k] = r of weights[k] * their segment's row of `values`, over its
-// divisor: the reverse of sum_segments, of whose output `values` has the layout. Each row's entries are added in order.
-// Returns the first k whose index is not in 0 to num_rows - 1, and then writes nothing; -1 if there is none.
+// Row r of sums <- the sum over the entries k with index[k] = r of weights[k] * their segment's row of `values`, over
+// its divisor: the reverse of sum_segments, of whose output `values` has the layout. Each row's entries are added in
+// order. Returns the first k whose index is not in 0 to num_rows - 1, and then writes nothing; -1 if there is none.
 int64_t sum_segments_back(Segments segments, Matrix values, Factors factors, Layout layout, Matrix sums,
                           int64_t num_rows, int threads);
 

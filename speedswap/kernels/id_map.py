@@ -42,8 +42,8 @@ class SavedKeys(NamedTuple):
 
     Attributes:
         numbers: int64.
-        last: the last batch that had each key, uint32; None where nobody asks.
-        counts: how often each was seen, uint32; 0 marks a place without a key; None where nobody asks.
+        last: the last batch that had each key, uint32; None for a map without eviction.
+        counts: sightings of each, uint32; 0 marks a place without a key; None where they are not counted.
         texts: of exact strings.
     """
 

@@ -62,13 +62,20 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it a training
             forward is refused there: nothing would keep the ranks' tables alike. The wrapper of the model must leave
             ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`, :func:`speedswap.parameters_to_ignore`).
+        id_map: an :class:`speedswap.IdMap` that gives keys their rows; ``num_embeddings`` is its ``num_rows``, and row
+            0, of keys without a row, the padding row. A training lookup (in training mode, of a weight that requires
+            a gradient, with gradients enabled) adds new keys. A row that goes to another key starts anew, and takes
+            no part in what is left of a step that its old key is in. The map is kept with the table: an existing
+            ``table`` brings its own.
         max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
 
     Shape:
-        input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device.
+        input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device. With an id map: keys,
+        as :meth:`speedswap.IdMap.lookup` takes them; the rows of strings are on ``weight``'s device.
 
     Raises:
         IdError: in the forward pass, for an id outside the table. Nothing was read.
+        IdMapError, IdMapFullError: in the forward pass, if the map is frozen, or has no row for a new key.
         LostUpdateError: in the forward pass, if the training step before could not reach the table.
         RanksError: in the forward pass, if it is to be trained in a job of several processes without ``local_to_rank``.
 
@@ -139,7 +146,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         """Look rows up.
 
         Args:
-            input: ids, int32 or int64, any shape, on the device that the rows are wanted on.
+            input: ids, int32 or int64, any shape, on the device that the rows are wanted on; or keys, with an id map.
 
         Returns:
             Shape (*input.shape, embedding_dim).

@@ -25,6 +25,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     refuses any other use as a tensor, as that of :class:`speedswap.Embedding` does.
 
     The rows of a bag are never side by side in memory: they are added up as they are read, forward and backward.
+    With an id map, ``input`` holds keys, int32 or int64; those without a row count in no bag.
 
     Args:
         num_embeddings: rows of the table.

@@ -46,6 +46,10 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
     random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
     has every step that was completed; reading or changing it in between waits for pending writes.
 
+    An embedding's id map is given the keys ``depth`` steps earlier than without, in the order of the batches. Until a
+    batch is looked up for training, everybody else sees the map without its keys, and a batch that never has its turn
+    never came. Each lookup of a batch counts once as a sighting.
+
     Args:
         loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.
         ids: for each :class:`speedswap.Embedding` or :class:`speedswap.EmbeddingBag` a function from a batch to the

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -15,30 +13,15 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._locks import Locked
 from speedswap.errors import IdMapError, IdMapFullError
+from speedswap.tables.asked_ahead import AskedAhead, BatchesAhead
 from speedswap.tables.files import keys_file
 from speedswap.tables.keys import KINDS, Keys, as_keys
 from speedswap.tables.record import count
 
-__all__ = ["AskedAhead", "IdMap"]
+__all__ = ["IdMap"]
 
 _EVICTS = (None, "lru", "lfu")
 _MOST_ROWS = 2**31 - 1
-
-
-@dataclass(eq=False)
-class AskedAhead:
-    """A batch whose rows were asked for ahead of its turn; :meth:`IdMap.ask` makes it.
-
-    Attributes:
-        keys: the batch's.
-        rows: int64, of the keys' shape, on their device.
-        renewed: rows to reset when the batch's turn begins: int64, shape (n,), in host memory.
-    """
-
-    keys: Keys
-    rows: Tensor
-    renewed: Tensor
-    undo: Any  # the way back; None once there is none
 
 
 class IdMap(Locked):
@@ -96,8 +79,9 @@ class IdMap(Locked):
         self.evict = evict
         self.num_rows = self.capacity + 1
         self.version = 0
+        self.holder: Callable[[], object] = lambda: None  # the store that the map is kept with
         self._map = self._empty()
-        self._ahead: deque[AskedAhead] = deque()
+        self._ahead = BatchesAhead()
         self._stale = torch.empty(0, dtype=torch.int64)  # rows that start anew when the next keys are added
         self._free_rows_are_stale = False
         self._is_frozen = False
@@ -167,9 +151,10 @@ class IdMap(Locked):
         """
         found = as_keys(keys, self.keys)
         with self._changing():
+            if not len(found):
+                return _shaped(found.numbers, found), self._with_stale(found.numbers)
             rows, renewed, _ = self._add(found, kept=len(self._ahead))
-            for each in self._ahead:
-                each.undo = None  # what was asked for ahead of this can no longer be taken back
+            self._ahead.settle()
             return rows, self._with_stale(renewed)
 
     def ask(self, keys: Any) -> AskedAhead:
@@ -183,33 +168,22 @@ class IdMap(Locked):
         """
         found = as_keys(keys, self.keys)
         with self._changing():
+            if not len(found):
+                return AskedAhead(found, _shaped(found.numbers, found), found.numbers, None)
             asked = AskedAhead(found, *self._add(found, undoable=True))
-            self._ahead.append(asked)
+            self._ahead.add(asked)
             return asked
 
     def begin(self, asked: AskedAhead) -> Tensor:
         """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending."""
         with self._changing():
-            if asked not in self._ahead:
-                return asked.renewed[:0]  # it has had its turn
-            self._ahead.remove(asked)
-            asked.undo = None
-            return self._with_stale(asked.renewed)
+            return self._with_stale(asked.renewed) if self._ahead.begin(asked) else asked.renewed[:0]
 
-    def take_back(self, keep: int = 0) -> None:
-        """Forget the batches asked for ahead, but the first ``keep``, as if they had not come."""
+    def take_back(self) -> None:
+        """Forget the batches that were asked for ahead and have not had their turn, as if they had not come."""
         with self._changing():
-            while len(self._ahead) > keep:
-                asked = self._ahead.pop()
-                if asked.undo is not None:
-                    self._map.undo(asked.undo)
-                else:
-                    self.renew_later(asked.renewed)
-
-    @property
-    def num_ahead(self) -> int:
-        """The number of batches that were asked for ahead and have not had their turn."""
-        return len(self._ahead)
+            for rows in self._ahead.take_back(self._map):
+                self.renew_later(rows)
 
     def renew_later(self, rows: Tensor) -> None:
         """Let rows that could not be reset now start anew when the next keys are added."""
@@ -240,7 +214,7 @@ class IdMap(Locked):
                 f"keys has more new keys than the {self.capacity - used} rows that are left of {self.capacity}; make "
                 'the map with a greater capacity, or with evict="lru" or "lfu"; nothing was added'
             )
-        others = f" and {len(self._ahead)} batches were asked for ahead of them" if self._ahead else ""
+        others = f" and {len(self._ahead)} batches were asked for ahead of them" if len(self._ahead) else ""
         raise IdMapFullError(
             f"keys has {len(keys)} keys{others}, more distinct ones than the {self.capacity} rows can hold at once; "
             "make the map with a greater capacity, or the batch smaller; nothing was added"
@@ -278,17 +252,14 @@ class IdMap(Locked):
     @contextmanager
     def _as_of_now(self) -> Iterator[None]:
         """Leave out the batches that have not had their turn."""
-        undoable = [asked for asked in self._ahead if asked.undo is not None]
-        self._is_changing = bool(undoable)
-        for asked in reversed(undoable):
-            self._map.undo(asked.undo)
-        try:
+        if not len(self._ahead):
             yield
+            return
+        self._is_changing = True
+        try:
+            with self._ahead.left_out(self._map):
+                yield
         finally:
-            for asked in undoable:  # which gives them the same rows again
-                found = self._map.add(asked.keys.numbers, asked.keys.texts, undoable=True)
-                assert found is not None
-                asked.undo = found[2]
             self._is_changing = False
 
     # ------------------------------------------------------------------ saving
@@ -296,8 +267,7 @@ class IdMap(Locked):
     def to_bytes(self) -> Tensor:
         """Return the map as bytes, uint8, shape (n,): without the batches that have not had their turn."""
         with self._unbroken(), self._as_of_now():
-            settled = [asked.renewed for asked in self._ahead if asked.undo is None]
-            stale = _ascending([self._stale, *settled])
+            stale = _ascending([self._stale, *self._ahead.renewed()])
             settings = {name: getattr(self, name) for name in ("capacity", "keys", "admit_after", "evict")}
             rows, probation = self._map.save(False), self._map.save(True)
             return keys_file.encode(
@@ -356,7 +326,7 @@ class IdMap(Locked):
 
     def _adopt(self, saved: keys_file.SavedMap, what: str) -> None:
         self._map = keys_file.restored(saved, what)
-        self._ahead.clear()
+        self._ahead = BatchesAhead()
         self._stale = saved.stale.clone()
         self._free_rows_are_stale = saved.free_rows_are_stale
         self.version += 1

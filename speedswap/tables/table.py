@@ -237,8 +237,8 @@ class Table:
         """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
 
         Raises:
-            ValueError: it has other rows than the table, the table has another map, or the initial values of rows that
-                are to start anew cannot be computed again.
+            ValueError: it has other rows than the table; the table has another map; it evicts, and is another table's;
+                or the initial values of rows that are to start anew cannot be computed again.
             TableClosedError: the table is closed, or opened with mode ``r``.
         """
         if self.id_map is id_map:
@@ -250,9 +250,15 @@ class Table:
                 f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
                 "make the table with id_map.num_rows rows"
             )
+        if id_map.evict is not None and id_map.holder() not in (None, self.store):
+            raise ValueError(
+                f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
+                "its own, or one with evict=None"
+            )
         self.check_resettable()
         with self.lock:
             self.check_open(writing=True)
+            id_map.holder = weakref.ref(self.store)
             self.store.id_maps[self.store.map_name] = id_map
 
     @property

@@ -64,7 +64,7 @@ def test_figures_of_many_tables_say_what_was_run(tmp_path, monkeypatch, capsys):
     assert main(["--json", str(report)]) == 0
     document = json.loads(report.read_text())
     found = document["results"]
-    assert document["benchmark"] == "many-tables-cpu"
+    assert document["benchmark"] == "many_tables-cpu"
     assert found["workload"] == {"tables": 3, "rows": 400, "dim": 8, "batch": 32, "zipf_exponent": 1.05}
     drawn = draw(SMALL.shape, 1, "uniform")[0]
     assert found["ids"]["uniform"]["unique_rows"] == sum(ids.unique().numel() for ids in drawn)

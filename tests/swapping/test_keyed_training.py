@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 import speedswap
-from speedswap.errors import IdMapFullError
+from speedswap.errors import IdMapError, IdMapFullError
 
 DIM = 4
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -24,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 def drifting(step: int, size: int = 12) -> Tensor:
-    """Keys of which every batch has new ones."""
+    """Return the keys of a batch; every one has new keys."""
     generator = torch.Generator().manual_seed(step)
     return (torch.randint(9, (size,), generator=generator) + 3 * step) * 2**40 - 7
 
@@ -205,7 +206,7 @@ def both(device: str, optimizer: str, **settings: Any) -> Iterable[tuple[speedsw
 @pytest.mark.parametrize("evict", ["lru", "lfu"])
 @pytest.mark.parametrize("admit_after", [1, 2])
 def test_lookahead_is_the_plain_loop(depth: int, evict: str, admit_after: int, device: str) -> None:
-    batches = [drifting(step).to(device) for step in range(16)]
+    batches = [drifting(step, size=12 if step != 6 else 0).to(device) for step in range(16)]
     results = []
     for ahead, (items, optimizer) in enumerate(both(device, "adam", capacity=12, evict=evict, admit_after=admit_after)):
         loop = speedswap.lookahead(batches, {items: lambda keys: keys}, depth=depth) if ahead else batches
@@ -322,3 +323,21 @@ def test_a_deep_copy_goes_its_own_way(device: str) -> None:
     other(torch.tensor([10**6], device=device))
     assert other.id_map.lookup(torch.tensor([10**6])).tolist() != [0]
     assert items.id_map.lookup(torch.tensor([10**6])).tolist() == [0]
+
+
+# ---- DataLoader workers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_looks_up_and_does_not_add(method: str) -> None:
+    users = speedswap.IdMap(10)
+    users.add(torch.tensor([5, -6]))
+    batches = [torch.tensor([[-6, 7], [5, 5]])] * 2
+    settings: dict[str, Any] = {"batch_size": None, "num_workers": 1, "multiprocessing_context": method}
+    found = list(DataLoader(batches, collate_fn=users.lookup, **settings))  # type: ignore[arg-type]
+    assert [rows.tolist() for rows in found] == [[[2, 0], [1, 1]]] * 2
+    if method == "spawn":  # where adding is refused as in any pickled map
+        return
+    with pytest.raises(IdMapError, match="only looks up here; add keys in the process that trains"):
+        list(DataLoader(batches, collate_fn=users.add, **settings))  # type: ignore[arg-type]
+    assert len(users) == 2

@@ -1,4 +1,4 @@
-"""What an id map promises, as plain Python."""
+"""The promises of an id map, in plain Python."""
 
 from __future__ import annotations
 

@@ -289,7 +289,7 @@ def change_column(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda m: m.update(writes=-1), "writes is -1"),
         (lambda m: m.update(writes=1.5), "writes is 1.5"),
         (lambda m: m.pop("writes"), "KeyError"),
-        (lambda m: m.update(version=3), "version is 3; this speedswap reads 1 and 2"),
+        (lambda m: m.update(version=4), "version is 4; this speedswap reads 1, 2, 3"),
         (lambda m: m.update(version=True), "version is True"),
     ],
 )

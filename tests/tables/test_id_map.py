@@ -21,8 +21,8 @@ from id_map_model import Full, Model
 import speedswap
 from speedswap import kernels
 from speedswap.errors import IdMapError, IdMapFullError, TableFormatError
+from speedswap.tables import AskedAhead
 from speedswap.tables.files import keys_file
-from speedswap.tables.id_map import AskedAhead
 
 SETTINGS = [*itertools.product(["int64", "hashed", "exact"], [1, 2, 3], [None, "lru", "lfu"])]
 EXTREMES = [0, -1, 1, 2**63 - 1, -(2**63), 2**32, -(2**32)]

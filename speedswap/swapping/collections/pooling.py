@@ -13,7 +13,6 @@ from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.small_tensors import near
 from speedswap.swapping.lookup import pool
-from speedswap.swapping.padding import Padding
 
 __all__ = ["Layout", "Pass"]
 
@@ -34,14 +33,13 @@ class Pass(NamedTuple):
     mode: str
     is_mean: Tensor | None = None
 
-    def pooled(self, found: Given, weight: Tensor, local: Tensor, padding: Padding) -> Tensor:
+    def pooled(self, found: Given, weight: Tensor, local: Tensor) -> Tensor:
         """Return the slots' bags, shape (batch, slots · dim).
 
         Args:
             found: the batch.
             weight: the group's rows.
             local: each id's place among them, for all ids of the group.
-            padding: rows that count in no bag.
         """
         features = self.stop - self.start
         begin, end = found.bounds(self.group)
@@ -51,16 +49,15 @@ class Pass(NamedTuple):
         local = local.reshape(-1)
         local = local if (first, last) == (begin, end) else local[first - begin : last - begin]
         factors = None if found.weights is None else found.weights[first:last].to(weight.dtype)
-        counts = before = None
-        if padding:
-            counts = ~padding.among(found.rows(self.group)[first - begin : last - begin])
+        before, counts = None, self._counting(found)
+        if counts is not None:
             # Of the ids before a bag, those that count.
             before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])[offsets]
             if counts.device.type == "cpu":
                 local, factors = local[counts], None if factors is None else factors[counts]
                 offsets, counts = before, None
         mode, divisors = self.mode, None
-        if found.is_single and not padding and mode == "mean":
+        if found.is_single and before is None and mode == "mean":
             mode = "sum"
         elif self.is_mean is not None and mode == "mean":
             sizes = (offsets if before is None else before).diff().view(features, found.stride).clamp(min=1)
@@ -68,6 +65,18 @@ class Pass(NamedTuple):
             divisors = divisors.to(torch.promote_types(weight.dtype, torch.float32))  # half precision cannot count
             mode = "sum"
         return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
+
+    def _counting(self, found: Given) -> Tensor | None:
+        """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
+        paddings = found.slots.paddings[self.start : self.stop]
+        if int(paddings.max()) < 0:
+            return None
+        begin, _ = found.bounds(self.group)
+        rows = found.rows(self.group)[found.starts[self.start] - begin : found.starts[self.stop] - begin]
+        counts = near(found.counts[self.start : self.stop], rows.device)
+        of_each = torch.repeat_interleave(near(paddings, rows.device), counts, output_size=len(rows))
+        counting = rows != of_each
+        return None if rows.device.type == "cpu" and bool(counting.all()) else counting
 
 
 class Layout:

@@ -105,7 +105,7 @@ def _checked(raw: Tensor) -> SavedMap:
     line, newline, _ = bytes(memory[first : first + _MAX_HEADER]).partition(b"\n")
     _require(newline == b"\n", "its header has no end")
     header = json.loads(line)
-    _require(isinstance(header, dict), "its header is no object")
+    _require(isinstance(header, dict), "its header is not an object")
     settings, cursor = _settings(header), _cursor(header)
     text_bytes, stale = header["text_bytes"], header["stale"]
     _require(isinstance(text_bytes, list) and len(text_bytes) == 2, f"text_bytes is {text_bytes!r}")
@@ -132,7 +132,7 @@ def _settings(header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cursor(header: dict[str, Any]) -> Cursor:
-    cursor = Cursor(*(header[name] for name in Cursor._fields))
+    cursor = Cursor(header["used"], header["clock"], header["probation_used"], header["last_place"])
     capacity = header["capacity"]
     _require(_is_int(cursor.used, 0, capacity), f"used is {cursor.used!r}")
     _require(_is_int(cursor.clock, 0, 2**32 - 1), f"clock is {cursor.clock!r}")

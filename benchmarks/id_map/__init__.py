@@ -1,0 +1,1 @@
+"""Maps from keys to rows, for bench_id_map.py."""
