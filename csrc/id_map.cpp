@@ -31,24 +31,23 @@ int64_t IdMap::bytes() const {
 
 // ---- a batch -------------------------------------------------------------------------------------------------------
 
-bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
-                int threads) {
+bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo* undo, int threads) {
     rows_.find_all(keys, rows, threads);
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < keys.count; ++i)
         if (rows[i] == 0) missing.push_back(i);
     // Whether the rows suffice is known for certain only at the end.
     const int64_t wanted = evict_ == Evict::none ? used_ + int64_t(missing.size()) : keys.count;
-    Undo* const log = undoable || kept > 0 || wanted > capacity_ ? &undo : nullptr;
-    begin_batch(undo);
-    kept_since_ = uint32_t(int64_t(clock_) - std::min<int64_t>(kept, clock_ - 1));
+    Undo own;
+    Undo& way_back = undo == nullptr ? own : *undo;
+    Undo* const log = undo != nullptr || wanted > capacity_ ? &way_back : nullptr;
+    begin_batch(way_back);
     if (evict_ != Evict::none) touch(keys, rows, log);
     if (add_missing(keys, missing, rows, renewed, log)) {
         finish_candidates(rows, keys.count, renewed);
-        if (kept > 0) forget_candidates();  // the choice was among fewer rows
         return true;
     }
-    this->undo(undo);
+    this->undo(way_back);
     renewed.clear();
     return false;
 }
@@ -60,6 +59,7 @@ void IdMap::begin_batch(Undo& undo) {
         clock_ /= 2;
         forget_candidates();
     }
+    undo.applied_ = true;
     undo.clock = clock_;
     undo.used = used_;
     undo.probation_used = probation_used_;
@@ -172,7 +172,7 @@ int64_t IdMap::victim() {
             rows_.prefetch_number(candidates_[2].row);
         }
         const Candidate now = candidate(noted.row);
-        if (last_[noted.row] >= kept_since_) {
+        if (last_[noted.row] == clock_) {
             if (!(bound_ < now)) aside_.push_back(now);
         } else if (now.rank == noted.rank) {
             return noted.row;
@@ -194,7 +194,7 @@ void IdMap::choose_candidates() {
     candidates_.clear();
     bool cut = false;
     for (int64_t row = 1; row <= used_; ++row) {
-        if (last_[row] >= kept_since_) continue;
+        if (last_[row] == clock_) continue;
         const Candidate each = candidate(row);
         if (cut && bound_ < each) continue;
         candidates_.push_back(each);
@@ -253,7 +253,9 @@ void IdMap::save(Undo* undo, bool on_probation, int64_t cell, bool taken) const 
     undo->cells.push_back(std::move(was));
 }
 
-void IdMap::undo(const Undo& undo) {
+void IdMap::undo(Undo& undo) {
+    if (!undo.applied_) return;
+    undo.applied_ = false;
     for (; used_ > undo.used; --used_)
         rows_.remove(used_);
     for (auto was = undo.cells.rbegin(); was != undo.cells.rend(); ++was) {

@@ -16,6 +16,11 @@ class IdMap {
   public:
     // The way back to the map as it was before a batch.
     class Undo {
+      public:
+        // True from the batch's add to its undo.
+        bool applied() const { return applied_; }
+
+      private:
         friend class IdMap;
         struct Cell {  // of a table, as it was
             bool on_probation;
@@ -31,6 +36,7 @@ class IdMap {
             uint32_t last;
             uint32_t count;
         };
+        bool applied_ = false;
         uint32_t clock = 0;
         int64_t used = 0;
         int64_t probation_used = 0;
@@ -52,11 +58,11 @@ class IdMap {
     void find(const Keys& keys, int64_t* rows, int threads) const { rows_.find_all(keys, rows, threads); }
 
     // As find, for a batch whose new keys get rows. renewed <- the rows that were another key's, in the order in which
-    // they were given. Rows of this batch, and of the last `kept` ones before it, keep their keys. Returns false, and
+    // they were given. Rows of this batch keep their keys. Returns false, and
     // has changed nothing, if rows are lacking.
-    bool add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
-             int threads);
-    void undo(const Undo& undo);
+    bool add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo* undo, int threads);
+    // Puts the map back as it was before a batch, once; the batches after it must have been undone.
+    void undo(Undo& undo);
 
     Cursor cursor() const { return {used_, clock_, probation_used_, cursor_}; }
     const KeyTable& keys(bool on_probation) const { return on_probation ? probation_ : rows_; }
@@ -99,7 +105,6 @@ class IdMap {
     KeyTable rows_;
     int64_t used_ = 0;
     uint32_t clock_ = 0;
-    uint32_t kept_since_ = 0;  // rows of this batch and later ones are not evicted
     Cells<uint32_t> last_;     // by row: the last batch that had the key; unless evict is none
     Cells<uint32_t> counts_;   // by row: how often the key was seen; for lfu
 
