@@ -31,7 +31,7 @@ int64_t IdMap::bytes() const {
 
 // ---- a batch -------------------------------------------------------------------------------------------------------
 
-bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo* undo, int threads) {
+bool IdMap::add(const Keys& keys, int64_t* rows, Undo* undo, int threads) {
     rows_.find_all(keys, rows, threads);
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < keys.count; ++i)
@@ -43,12 +43,11 @@ bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, 
     Undo* const log = undo != nullptr || wanted > capacity_ ? &way_back : nullptr;
     begin_batch(way_back);
     if (evict_ != Evict::none) touch(keys, rows, log);
-    if (add_missing(keys, missing, rows, renewed, log)) {
-        finish_candidates(rows, keys.count, renewed);
+    if (add_missing(keys, missing, rows, log)) {
+        finish_candidates(rows, keys.count);
         return true;
     }
     this->undo(way_back);
-    renewed.clear();
     return false;
 }
 
@@ -66,6 +65,7 @@ void IdMap::begin_batch(Undo& undo) {
     undo.cursor = cursor_;
     undo.cells.clear();
     undo.touches.clear();
+    renewed_.clear();
     ++clock_;
 }
 
@@ -83,8 +83,7 @@ void IdMap::touch(const Keys& keys, const int64_t* rows, Undo* undo) {
     }
 }
 
-bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows,
-                        std::vector<int64_t>& renewed, Undo* undo) {
+bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows, Undo* undo) {
     const int64_t count = int64_t(missing.size());
     for (int64_t i = 0; i < count; ++i) {
         if (i + kAhead < count) {
@@ -97,7 +96,7 @@ bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, i
         int64_t row = rows_.find(key);  // of a key that came earlier in this batch
         if (row == 0) {
             if (admit_after_ > 1 && !is_admitted(key, undo)) continue;
-            row = free_row(renewed, undo);
+            row = free_row(undo);
             if (row == 0) return false;
             rows_.put(row, key);
             if (evict_ != Evict::none) {
@@ -137,13 +136,13 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
 }
 
 // Returns a row that no key has, 0 if there is none.
-int64_t IdMap::free_row(std::vector<int64_t>& renewed, Undo* undo) {
+int64_t IdMap::free_row(Undo* undo) {
     if (used_ < capacity_) return ++used_;
     const int64_t row = evict_ == Evict::none ? 0 : victim();
     if (row == 0) return 0;
     save(undo, false, row, true);
     rows_.remove(row);
-    renewed.push_back(row);
+    renewed_.push_back(row);
     return row;
 }
 
@@ -209,7 +208,7 @@ void IdMap::choose_candidates() {
 }
 
 // Returns the batch's own rows to the candidates.
-void IdMap::finish_candidates(const int64_t* rows, int64_t count, const std::vector<int64_t>& renewed) {
+void IdMap::finish_candidates(const int64_t* rows, int64_t count) {
     std::vector<Candidate> own = std::move(aside_);
     aside_.clear();
     if (chosen_) {  // without any row of this batch
@@ -220,7 +219,7 @@ void IdMap::finish_candidates(const int64_t* rows, int64_t count, const std::vec
         const auto is_same = [](const Candidate& a, const Candidate& b) { return a.row == b.row; };
         own.erase(std::unique(own.begin(), own.end(), is_same), own.end());
     } else {
-        for (const int64_t row : renewed)
+        for (const int64_t row : renewed_)
             own.push_back(candidate(row));
     }
     for (const Candidate& each : own) {
@@ -275,6 +274,7 @@ void IdMap::undo(Undo& undo) {
         if (evict_ == Evict::lfu) counts_[was.row] = was.count;
     }
     clock_ = undo.clock;
+    renewed_.clear();
     probation_used_ = undo.probation_used;
     cursor_ = undo.cursor;
     forget_candidates();

@@ -57,10 +57,11 @@ class IdMap {
 
     void find(const Keys& keys, int64_t* rows, int threads) const { rows_.find_all(keys, rows, threads); }
 
-    // As find, for a batch whose new keys get rows. renewed <- the rows that were another key's, in the order in which
-    // they were given. Rows of this batch keep their keys. Returns false, and
-    // has changed nothing, if rows are lacking.
-    bool add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo* undo, int threads);
+    // As find, for a batch whose new keys get rows. Rows of this batch keep their keys. Returns false, and has changed
+    // nothing, if rows are lacking.
+    bool add(const Keys& keys, int64_t* rows, Undo* undo, int threads);
+    // The rows that the last batch took from other keys, in the order in which it did.
+    const std::vector<int64_t>& renewed() const { return renewed_; }
     // Puts the map back as it was before a batch, once; the batches after it must have been undone.
     void undo(Undo& undo);
 
@@ -86,13 +87,12 @@ class IdMap {
 
     void begin_batch(Undo& undo);
     void touch(const Keys& keys, const int64_t* rows, Undo* undo);
-    bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows,
-                     std::vector<int64_t>& renewed, Undo* undo);
+    bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows, Undo* undo);
     bool is_admitted(const Key& key, Undo* undo);
-    int64_t free_row(std::vector<int64_t>& renewed, Undo* undo);
+    int64_t free_row(Undo* undo);
     int64_t victim();
     void choose_candidates();
-    void finish_candidates(const int64_t* rows, int64_t count, const std::vector<int64_t>& renewed);
+    void finish_candidates(const int64_t* rows, int64_t count);
     void forget_candidates();
     uint64_t rank(int64_t row) const;
     Candidate candidate(int64_t row) const { return {rank(row), uint32_t(row)}; }
@@ -105,6 +105,7 @@ class IdMap {
     KeyTable rows_;
     int64_t used_ = 0;
     uint32_t clock_ = 0;
+    std::vector<int64_t> renewed_;
     Cells<uint32_t> last_;     // by row: the last batch that had the key; unless evict is none
     Cells<uint32_t> counts_;   // by row: how often the key was seen; for lfu
 

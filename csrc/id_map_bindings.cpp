@@ -35,13 +35,10 @@ Buffer buffer_of(const void* bytes, size_t count) {
     return buffer;
 }
 
-// None where the map is full; else the rows that were another key's (int64).
-py::object add(IdMap& map, const KeysTuple& tuple, uintptr_t rows, IdMap::Undo* undo, int threads) {
+// False where the map is full.
+bool add(IdMap& map, const KeysTuple& tuple, uintptr_t rows, IdMap::Undo* undo, int threads) {
     const Keys keys = keys_of(tuple);
-    std::vector<int64_t> renewed;
-    const bool fits = without_gil([&] { return map.add(keys, at<int64_t>(rows), renewed, undo, threads); });
-    if (!fits) return py::none();
-    return py::cast(buffer_of(renewed.data(), renewed.size() * sizeof(int64_t)));
+    return without_gil([&] { return map.add(keys, at<int64_t>(rows), undo, threads); });
 }
 
 // Where a table's cells are saved to and restored from: by cell, from 1 on. Texts lie side by side.
@@ -159,6 +156,10 @@ void bind_id_map(py::module_& module) {
         .def("add", &add, arg("keys"), arg("rows"), arg("undo").none(true), arg("threads"))
         .def(
             "undo", [](IdMap& map, IdMap::Undo& undo) { without_gil([&] { map.undo(undo); }); }, arg("undo"))
+        .def("renewed",
+             [](const IdMap& map) {
+                 return buffer_of(map.renewed().data(), map.renewed().size() * sizeof(int64_t));
+             })
         .def("cursor",
              [](const IdMap& map) {
                  const IdMap::Cursor cursor = map.cursor();

@@ -81,7 +81,7 @@ class KeyMap:
 
     def add(
         self, numbers: Tensor, texts: Texts | None, *, undo: IdMapUndo | None = None
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> Tensor | None:
         """Return the row of each key, after new ones were given theirs.
 
         Args:
@@ -90,11 +90,15 @@ class KeyMap:
             undo: becomes the way back.
 
         Returns:
-            The rows, and those that were another key's; None, and nothing has changed, if rows are lacking.
+            The rows; None, and nothing has changed, if rows are lacking.
         """
         rows = torch.empty(len(numbers), dtype=torch.int64)
-        found = self._map.add(_keys(numbers, texts), address(rows), undo, get_num_threads())
-        return None if found is None else (rows, _tensor(found, torch.int64))
+        return rows if self._map.add(_keys(numbers, texts), address(rows), undo, get_num_threads()) else None
+
+    @property
+    def renewed(self) -> Tensor:
+        """The rows that the last batch took from other keys, int64, shape (n,)."""
+        return _tensor(self._map.renewed(), torch.int64)
 
     def undo(self, undo: IdMapUndo) -> None:
         """Put the map back as it was before a batch, once; the batches after it must have been undone."""

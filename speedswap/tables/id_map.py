@@ -205,14 +205,23 @@ class IdMap(Locked):
             self.version += 1
 
     def _add(self, keys: Keys, undo: kernels.IdMapUndo | None = None) -> tuple[Tensor, Tensor] | None:
-        used = self._map.cursor.used
-        found = self._map.add(keys.numbers, keys.texts, undo=undo)
-        if found is None:
-            return None
-        rows, renewed = found
+        before = self._map.cursor
+        try:
+            rows = self._map.add(keys.numbers, keys.texts, undo=undo)
+            return None if rows is None else (rows, self._renewed_since(before))
+        except BaseException:  # such as Ctrl-C, which comes as soon as the loops have returned
+            if undo is not None:
+                self._map.undo(undo)
+            elif self._map.cursor.clock != before.clock:
+                self.renew_later(self._renewed_since(before))
+            raise
+
+    def _renewed_since(self, before: kernels.Cursor) -> Tensor:
+        """Return the rows that the last batch was given and that start anew, ascending."""
+        renewed = self._map.renewed
         if self._free_rows_are_stale:
-            renewed = torch.cat([renewed, torch.arange(used + 1, self._map.cursor.used + 1)])
-        return rows, renewed.sort().values
+            renewed = torch.cat([renewed, torch.arange(before.used + 1, self._map.cursor.used + 1)])
+        return renewed.sort().values
 
     def _add_ahead(self, asked: AskedAhead) -> bool:
         added = self._add(asked.keys, asked.undo)

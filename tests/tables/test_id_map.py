@@ -62,7 +62,7 @@ class Pair:
 
     def begin_all(self) -> None:
         while self.ahead:
-            asked, keys = self.ahead[0]
+            asked = self.ahead[0][0]
             before = asked.rows
             self.begin(0)
             assert asked.rows is before
@@ -215,9 +215,49 @@ def test_a_batch_whose_rows_others_have_taken_out_of_turn_has_none() -> None:
     users = speedswap.IdMap(2)
     asked = users.ask(torch.tensor([1, 2]))
     assert users.add(torch.tensor([3]))[0].tolist() == [1]
-    with pytest.raises(IdMapFullError, match="the 1 rows that are left of 2; .*nothing was added"):
+    with pytest.raises(IdMapFullError, match=r"the 1 rows that are left of 2; .*nothing was added"):
         users.begin(asked)
     assert users.add(torch.tensor([4, 3]))[0].tolist() == [2, 1]
+
+
+class Interrupted:
+    """Loops of a map during which Ctrl-C comes, once."""
+
+    def __init__(self, loops: kernels.KeyMap) -> None:
+        self._loops = loops
+        self._has_come = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loops, name)
+
+    def add(self, *args: Any, **settings: Any) -> Any:
+        found = self._loops.add(*args, **settings)
+        if not self._has_come:
+            self._has_come = True
+            raise KeyboardInterrupt
+        return found
+
+
+def test_rows_start_anew_after_an_interrupted_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = speedswap.IdMap(2, evict="lru")
+    users.add(torch.tensor([1, 2]))
+    monkeypatch.setattr(users, "_map", Interrupted(users._map))
+    with pytest.raises(KeyboardInterrupt):
+        users.add(torch.tensor([3]))
+    rows, renewed = users.add(torch.tensor([3]))
+    assert (rows.tolist(), renewed.tolist()) == ([1], [1])
+    assert users.add(torch.tensor([3]))[1].tolist() == []
+
+
+def test_an_interrupted_change_out_of_turn_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = speedswap.IdMap(2, evict="lru")
+    users.add(torch.tensor([1, 2]))
+    asked = [users.ask(torch.tensor([key])) for key in (3, 4)]
+    monkeypatch.setattr(users, "_map", Interrupted(users._map))
+    with pytest.raises(KeyboardInterrupt):
+        users.lookup(torch.tensor([1]))
+    assert users.lookup(torch.tensor([1, 2, 3, 4])).tolist() == [1, 2, 0, 0]
+    assert [(users.begin(each).tolist(), each.rows.tolist()) for each in asked] == [([1], [1]), ([2], [2])]
 
 
 # ---- strings ---------------------------------------------------------------------------------------------------------
