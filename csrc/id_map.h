@@ -106,8 +106,8 @@ class IdMap {
     int64_t used_ = 0;
     uint32_t clock_ = 0;
     std::vector<int64_t> renewed_;
-    Cells<uint32_t> last_;     // by row: the last batch that had the key; unless evict is none
-    Cells<uint32_t> counts_;   // by row: how often the key was seen; for lfu
+    Cells<uint32_t> last_;    // by row: the last batch that had the key; unless evict is none
+    Cells<uint32_t> counts_;  // by row: how often the key was seen; for lfu
 
     // Keys that have been seen less than admit_after times, in a ring: as many as there are rows, and then the one that
     // came first is forgotten.

@@ -141,7 +141,9 @@ py::tuple texts_of_fixed(uintptr_t strings, int64_t count, int64_t width, bool u
 
 void bind_id_map(py::module_& module) {
     using py::arg;
-    py::class_<IdMap::Undo>(module, "IdMapUndo").def(py::init()).def_property_readonly("applied", &IdMap::Undo::applied);
+    py::class_<IdMap::Undo>(module, "IdMapUndo")
+        .def(py::init())
+        .def_property_readonly("applied", &IdMap::Undo::applied);
     py::class_<IdMap>(module, "IdMap")
         .def(py::init([](int64_t capacity, bool exact, int64_t admit_after, int evict) {
                  return std::make_unique<IdMap>(capacity, exact, admit_after, Evict(evict));
@@ -157,9 +159,7 @@ void bind_id_map(py::module_& module) {
         .def(
             "undo", [](IdMap& map, IdMap::Undo& undo) { without_gil([&] { map.undo(undo); }); }, arg("undo"))
         .def("renewed",
-             [](const IdMap& map) {
-                 return buffer_of(map.renewed().data(), map.renewed().size() * sizeof(int64_t));
-             })
+             [](const IdMap& map) { return buffer_of(map.renewed().data(), map.renewed().size() * sizeof(int64_t)); })
         .def("cursor",
              [](const IdMap& map) {
                  const IdMap::Cursor cursor = map.cursor();

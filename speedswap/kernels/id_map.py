@@ -79,9 +79,7 @@ class KeyMap:
         self._map.find(_keys(numbers, texts), address(rows), get_num_threads())
         return rows
 
-    def add(
-        self, numbers: Tensor, texts: Texts | None, *, undo: IdMapUndo | None = None
-    ) -> Tensor | None:
+    def add(self, numbers: Tensor, texts: Texts | None, *, undo: IdMapUndo | None = None) -> Tensor | None:
         """Return the row of each key, after new ones were given theirs.
 
         Args:

@@ -9,6 +9,7 @@ import pickle
 import random
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -488,3 +489,33 @@ def test_a_key_takes_at_most_24_bytes() -> None:
             users.add(torch.arange(begin, begin + 5_000).repeat(admit_after))
             places = min(begin + 5_000, 100_000) if admit_after > 1 else 0
             assert users.nbytes <= 24 * (len(users) + places), (evict, begin)
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory is not known here")
+@pytest.mark.parametrize("evict", [None, "lru", "lfu"])
+def test_growing_takes_at_most_24_bytes_per_key_too(evict: str | None) -> None:
+    """The process's peak, while the index is made larger: two bytes more for what a call needs."""
+    users = speedswap.IdMap(2_000_000, evict=evict)
+    users.add(torch.arange(65_536))
+    before = memory("VmRSS") - users.nbytes
+    for begin in range(65_536, 2_000_000 - 65_536, 65_536):
+        keys = torch.arange(begin, begin + 65_536)
+        Path("/proc/self/clear_refs").write_text("5")
+        users.add(keys)
+        if begin > 1_000_000:
+            assert memory("VmHWM") - before <= 26 * len(users), begin
+
+
+def memory(kind: str) -> int:
+    """Return a figure of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+
+def test_arrays_of_any_layout_are_keys() -> None:
+    users = speedswap.IdMap(10)
+    keys = np.arange(4)
+    keys.setflags(write=False)
+    assert users.add(keys)[0].tolist() == [1, 2, 3, 4]
+    assert users.lookup(keys[::-1]).tolist() == [4, 3, 2, 1]
+    assert users.lookup(np.broadcast_to(np.uint64(2), (1, 2))).tolist() == [[3, 3]]
