@@ -13,6 +13,8 @@
 
 #include "background.h"
 #include "id_map_bindings.h"
+#include "lines.h"
+#include "pairs.h"
 #include "pool.h"
 #include "rows_cpu.h"
 #include "segments.h"
@@ -237,6 +239,41 @@ void sum_taken(const SegmentsTuple& segments, uintptr_t entries, const MatrixTup
         [&] { speedswap::sum_taken(over, at<const int64_t>(entries), from, at<const int64_t>(taken), to, threads); });
 }
 
+speedswap::Samples samples_at(uintptr_t first, uintptr_t rest, int64_t count, int64_t others, int64_t width) {
+    require(count >= 0, "count", count, "0 or more");
+    require(others >= 0, "others", others, "0 or more");
+    require(width >= 0, "width", width, "0 or more");
+    return {at<const float>(first), at<const float>(rest), count, others, width};
+}
+
+void pair_products(uintptr_t first, uintptr_t rest, int64_t count, int64_t others, int64_t width, uintptr_t out,
+                   int threads) {
+    const speedswap::Samples samples = samples_at(first, rest, count, others, width);
+    without_gil([&] { speedswap::pair_products(samples, at<float>(out), threads); });
+}
+
+void pair_gradients(uintptr_t first, uintptr_t rest, int64_t count, int64_t others, int64_t width, uintptr_t grad,
+                    uintptr_t grad_first, uintptr_t grad_rest, int threads) {
+    const speedswap::Samples samples = samples_at(first, rest, count, others, width);
+    without_gil([&] {
+        speedswap::pair_gradients(samples, at<const float>(grad), at<float>(grad_first), at<float>(grad_rest), threads);
+    });
+}
+
+std::tuple<int64_t, int64_t, int64_t, bool> read_lines(const py::buffer& text, int64_t first, const std::string& bases,
+                                                       uintptr_t missing, uintptr_t values, int64_t stride,
+                                                       int64_t most) {
+    const py::buffer_info bytes = text.request();
+    const int64_t size = bytes.size * bytes.itemsize;
+    require(first >= 0 && first <= size, "first", first, "in the text");
+    require(most >= 0 && most <= stride, "most", most, "0 to stride");
+    const speedswap::Lines read = without_gil([&] {
+        return speedswap::read_lines(static_cast<const char*>(bytes.ptr) + first, size - first, bases,
+                                     at<const int64_t>(missing), at<int64_t>(values), stride, most);
+    });
+    return {read.rows, read.bytes, read.lines, read.wrong};
+}
+
 // ---- the background thread -----------------------------------------------------------------------------------------
 
 using MoveTuple = std::tuple<uintptr_t, int64_t, std::vector<PartTuple>>;
@@ -316,6 +353,12 @@ PYBIND11_MODULE(_C, module) {
                arg("item_bytes"), arg("threads"));
     module.def("sum_taken", &sum_taken, arg("segments"), arg("entries"), arg("values"), arg("taken"), arg("out"),
                arg("item_bytes"), arg("threads"));
+    module.def("pair_products", &pair_products, arg("first"), arg("rest"), arg("count"), arg("others"), arg("width"),
+               arg("out"), arg("threads"));
+    module.def("pair_gradients", &pair_gradients, arg("first"), arg("rest"), arg("count"), arg("others"), arg("width"),
+               arg("grad"), arg("grad_first"), arg("grad_rest"), arg("threads"));
+    module.def("read_lines", &read_lines, arg("text"), arg("first"), arg("bases"), arg("missing"), arg("values"),
+               arg("stride"), arg("most"));
     module.def("prefault", &prefault, arg("pointer"), arg("nbytes"), arg("threads"));
 
     py::class_<Buffer>(module, "Buffer", py::buffer_protocol())

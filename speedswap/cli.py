@@ -15,6 +15,7 @@ from speedswap import __version__
 from speedswap._info import describe
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
+from speedswap.apps.dlrm import cli as dlrm
 from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.running import Ended, ending_signals, word_for
 from speedswap.apps.word2vec import cli as word2vec
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(run=_info)
     word2vec.add_parser(commands)
     ncf.add_parsers(commands)
+    dlrm.add_parsers(commands)
     digits.add_parser(commands)
     bench.add_parser(commands)
     return parser

@@ -209,6 +209,23 @@ def many_tables_lines(found: dict[str, Any], source: str) -> list[str]:
     return lines
 
 
+def id_map_lines(found: dict[str, Any], source: str) -> list[str]:
+    """Return the rows for keys to rows beside each peer, and for the memory per key."""
+    work, maps = found["workload"], found["maps"]
+    keys = f"{work['keys']:,} Zipf keys, {work['distinct']:,} of them distinct, in batches of {work['batch']:,}"
+    lines = []
+    for goal in found["acceptance"]:
+        if "peer" in goal:
+            ours, peer = maps[goal["ours"]]["ns_per_key"], maps[goal["peer"]]["ns_per_key"]
+            what = "`IdMap`" if maps[goal["ours"]]["job"] == "number" else f"`IdMap` of {work['rows']:,} rows, evicting"
+            lines.append(
+                f"| {what}, {keys} | {ours:.0f} ns per key | {goal['peer']} {peer:.0f} ns | {peer / ours:.1f} | {source} |"
+            )
+    memory = [f"{size:.1f} B ({name.removeprefix('speedswap, ')})" for name, size in found["bytes_per_key"].items()]
+    lines.append(f"| memory per key | {', '.join(memory).replace('speedswap', 'no eviction')} | | | {source} |")
+    return lines
+
+
 def _each(tables: int, trainer: str, package: str) -> str:
     """Return a trainer's name as the figures have it, with the number of modules where there are several."""
     if package == "FBGEMM":
@@ -327,6 +344,7 @@ SECTIONS = {
     "transfer": transfer_lines,
     "step": step_lines,
     "many_tables": many_tables_lines,
+    "id_map": id_map_lines,
     "batching": batching_lines,
     "retry": retry_lines,
     "word2vec": word2vec_lines,

@@ -15,6 +15,7 @@ __all__ = [
     "OutputError",
     "PairsError",
     "RatingsError",
+    "SamplesError",
     "SettingsError",
     "UnknownUserError",
     "WrongResultError",
@@ -43,6 +44,10 @@ class ImagesError(SpeedswapError, RuntimeError):
 
 class RatingsError(SpeedswapError, ValueError):
     """Ratings that cannot be read, or have nothing to learn from or to test on."""
+
+
+class SamplesError(SpeedswapError, ValueError):
+    """Samples that cannot be read, or have nothing to learn from or to test on."""
 
 
 class CheckpointError(SpeedswapError, ValueError):

@@ -24,10 +24,12 @@ from typing import BinaryIO
 
 from speedswap.apps.errors import OutputError
 from speedswap.errors import SpeedswapError
+from speedswap.tables import Table
 from speedswap.tables.files.place import exchange
 
 __all__ = [
     "UNFINISHED",
+    "copy_table",
     "fresh_folder",
     "open_archive",
     "open_regular",
@@ -161,6 +163,15 @@ def scratch_folder(owner: object, scratch: Path | None) -> tuple[Path, Callable[
     with says_unwritable(f"scratch {parent}", "give another directory with scratch"):
         folder, lock = _owned(parent, SCRATCH, lambda path: os.mkdir(path, 0o700))
     return folder, weakref.finalize(owner, _remove_scratch, folder, lock, os.getpid())
+
+
+def copy_table(saved: Path, storage: str, path: Path | None) -> Table:
+    """Copy a saved table, with all its columns and attributes, to a storage: to the directory ``path`` if given."""
+    if path is None:
+        return Table.load(saved, storage=storage)
+    with Table.open(saved, mode="r") as source:
+        source.save(path)
+    return Table.open(path)
 
 
 def remove_leftovers(

@@ -47,6 +47,7 @@ __all__ = [
     "state_dtype",
     "storage",
     "whole",
+    "widths",
 ]
 
 Check = Callable[[str, Any], object]
@@ -277,6 +278,11 @@ def scratch(what: str) -> Any:
     """Declare the directory of temporary files."""
     text = f"directory for {what} (default: the system's)"
     return option(None, text, check=lambda name, value: check_scratch(value), type=Path, metavar="DIR")
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Read the widths of layers as the command line gives them."""
+    return tuple(int(width) for width in text.split(","))
 
 
 # ---- optimizers by name ---------------------------------------------------------------------------------------------

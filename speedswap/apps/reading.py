@@ -12,7 +12,7 @@ from typing import IO
 
 from speedswap.errors import SpeedswapError
 
-__all__ = ["BombError", "opened"]
+__all__ = ["BombError", "bytes_on_disk", "opened"]
 
 GZIP_MAGIC = b"\x1f\x8b"
 MOST_TIMES = 200
@@ -53,6 +53,11 @@ class Expanded(io.RawIOBase):
         self._contents = gzip.GzipFile(fileobj=io.BufferedReader(self._packed))
         self._count = 0
 
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes read of the file itself."""
+        return self._packed.count
+
     def readable(self) -> bool:
         return True
 
@@ -84,3 +89,9 @@ def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[
         raise unreadable(f"{what} {path} is not a whole gzip file ({error}): make it or copy it again") from error
     except OSError as error:
         raise unreadable(f"{what} {path} cannot be read: {error.strerror or error}") from error
+
+
+def bytes_on_disk(file: IO[bytes]) -> int:
+    """Return the bytes read of a file that ``opened`` has opened, as they are on disk."""
+    contents = getattr(file, "raw", None)
+    return contents.packed_bytes if isinstance(contents, Expanded) else file.tell()

@@ -30,6 +30,8 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
+from speedswap.kernels.lines import Lines, read_lines
+from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
     ENGINES,
     Fence,
@@ -70,6 +72,7 @@ __all__ = [
     "Groups",
     "IdMapUndo",
     "KeyMap",
+    "Lines",
     "Lookup",
     "Part",
     "Records",
@@ -107,9 +110,12 @@ __all__ = [
     "last_occurrences",
     "max_segments",
     "merge_ids",
+    "pair_gradients",
+    "pair_products",
     "places_among",
     "prefetch_on_cpu",
     "prepare_engine",
+    "read_lines",
     "require_apart",
     "require_dense",
     "require_id_dtype",

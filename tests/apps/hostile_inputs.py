@@ -64,6 +64,7 @@ WORDS = [
 SMALL = {
     "word2vec": ["TEXT", "--dim", "4", "--epochs", "1", "--min-count", "1", "--device", "cpu"],
     "ncf": "--users 40 --items 120 --interactions 300 --factors 2 --layers 4,2 --epochs 1 --device cpu".split(),
+    "dlrm": "--generate 300 --ids 20 --dim 2 --bottom 2 --top 2 --capacity 50 --epochs 1 --device cpu".split(),
     "digits": "--epochs 1 --width 2 --batch 600 --device cpu".split(),
     "recommend": ["MODEL", "--user", "1", "--device", "cpu"],
 }
@@ -71,6 +72,8 @@ NUMERIC = {
     "word2vec": "dim window negative min-count sample epochs lr batch lookahead seed max-types generate".split(),
     "ncf": "users items interactions factors layers negatives epochs lr batch test-negatives test-users lookahead "
     "seed".split(),
+    "dlrm": "generate ids dim bottom top capacity admit-after epochs lr batch holdout test-samples evaluate-every "
+    "lookahead seed".split(),
     "digits": "batch micro-batch-size memory-budget grow-after epochs width lr seed".split(),
     "recommend": ["k", "user"],
     "bench": ["threads", "compute"],
@@ -78,6 +81,7 @@ NUMERIC = {
 NAMED = {
     "word2vec": ["optimizer", "storage", "state-dtype", "device", "nearest"],
     "ncf": ["optimizer", "storage", "state-dtype", "device", "columns", "missing", "model", "layers"],
+    "dlrm": ["optimizer", "storage", "state-dtype", "device", "test", "evict", "top"],
     "digits": ["optimizer", "device", "micro-batch-size", "memory-budget"],
     "recommend": ["user", "storage", "device"],
     "bench": ["device", "compute"],
@@ -85,6 +89,7 @@ NAMED = {
 PLACES = {
     "word2vec": ["output", "scratch", "eval"],
     "ncf": ["output", "scratch"],
+    "dlrm": ["output", "scratch"],
     "digits": ["output"],
     "recommend": ["scratch"],
     "bench": ["json", "plot", "folder"],
@@ -129,12 +134,14 @@ def command_lines(seed: int, folder: Path) -> list[list[str]]:
     for path in files:
         lines.append(["word2vec", str(path), *small("word2vec")[2:]])
         lines.append(["ncf", str(path), "--test-negatives", "1", *small("ncf")[7:]])
+        lines.append([*small("dlrm"), str(path)])
+        lines.append(["predict", str(folder / "model"), str(path)])
         lines.append([*small("word2vec"), "--eval", str(path)])
         lines.append(["ncf", str(path), "--columns", chance.choice(["user=1,item=2", "user=a,item=b", "item=9" * 9])])
     for path in sorted(folder.glob("models/*")):
         lines.append(["recommend", str(path), "--user", "1", "--device", "cpu"])
         lines.append([*small("ncf")[:-1], str(path), "--resume"])
-    commands = list(NUMERIC)[:3]
+    commands = list(NUMERIC)[:4]
     for _ in range(40):  # several at once
         command = chance.choice(commands)
         line = small(command)

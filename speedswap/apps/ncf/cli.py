@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedswap.apps import options
-from speedswap.apps.ncf.checkpoint import FOLDER, load
+from speedswap.apps.checkpoints import FOLDER
+from speedswap.apps.ncf.checkpoint import load
 from speedswap.apps.ncf.settings import Settings, parse_columns
 from speedswap.apps.ncf.training import Result, train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions

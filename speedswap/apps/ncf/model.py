@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
-from speedswap.apps.files import scratch_folder
+from speedswap.apps.files import copy_table, scratch_folder
 from speedswap.apps.ncf.interactions import IdMap, Ids, Split
 
 __all__ = ["MODELS", "NCF", "Recommendations"]
@@ -103,7 +103,7 @@ class NCF(nn.Module):
         def embedding(name: str, rows: int, seed: int) -> speedswap.Embedding:
             width = self._gmf_width + self._mlp_width
             path = folder and folder / name
-            table = copied(source / name, storage, path) if source is not None else None
+            table = copy_table(source / name, storage, path) if source is not None else None
             init = speedswap.init.normal(std=INIT_STD)
             return speedswap.Embedding(
                 rows,
@@ -225,15 +225,6 @@ class NCF(nn.Module):
         self.item.table.close()
         if self._remove_folder is not None:
             self._remove_folder()
-
-
-def copied(saved: Path, storage: str, path: Path | None) -> speedswap.Table:
-    """Copy a saved table, with all its columns and attributes, to a storage."""
-    if path is None:
-        return speedswap.Table.load(saved, storage=storage)
-    with speedswap.Table.open(saved, mode="r") as source:
-        source.save(path)
-    return speedswap.Table.open(path)
 
 
 # ---- the best items out of all, in bounded memory --------------------------------------------------------------------

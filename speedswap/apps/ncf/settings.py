@@ -24,6 +24,7 @@ from speedswap.apps.options import (
     plain,
     shortened,
     whole,
+    widths,
 )
 
 __all__ = ["Settings", "parse_columns"]
@@ -33,10 +34,6 @@ CONSTANT_LR = ("adagrad",)
 FLOAT_BYTES = 4
 WIDEST = 2**16
 MOST_LAYERS = 100
-
-
-def widths(text: str) -> tuple[int, ...]:
-    return tuple(int(width) for width in text.split(","))
 
 
 def parse_columns(text: str) -> dict[str, str]:

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.ncf.checkpoint import Checkpoint
+from speedswap.apps.checkpoints import Place, clean
+from speedswap.apps.ncf.checkpoint import NCFCheckpoint
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
-from speedswap.apps.ncf.folder import Place, clean
 from speedswap.apps.ncf.interactions import Batch, Batches, Split
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.ratings import read_split
@@ -122,7 +122,7 @@ def train(
     """
     device = settings.compute_device()
     folder = Path(output) if output is not None else None
-    checkpoint = Checkpoint.latest(folder) if resume else None
+    checkpoint = NCFCheckpoint.latest(folder) if resume else None
     split = (
         read_split(settings.ratings, settings.columns, missing=settings.missing)
         if settings.ratings is not None
@@ -236,7 +236,7 @@ def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:
 
 def save(result: Result, at: Progress, output: Path) -> None:
     best = result.best
-    Checkpoint.save(
+    NCFCheckpoint.save(
         output,
         Place(at.epoch, at.step),
         keep=Place(best.number, 0) if best is not None else None,
@@ -250,8 +250,9 @@ def save(result: Result, at: Progress, output: Path) -> None:
     at.saved = True
 
 
-def restore(checkpoint: Checkpoint, result: Result, at: Progress) -> None:
-    progress = checkpoint.restore(result.model, result.optimizer)
+def restore(checkpoint: NCFCheckpoint, result: Result, at: Progress) -> None:
+    checkpoint.restore(result.model.dense(), result.optimizer)
+    progress = checkpoint.content["progress"]
     at.epoch, at.step = checkpoint.place
     at.saved = True
     at.seconds = progress["seconds"]

@@ -121,9 +121,8 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         """Pool all features; the arguments' shapes and the errors are those of the class."""
         found = self._given(features)
         gathered = [self._gather(found, index) for index in range(len(self.groups))]
-        paddings = [group._step.padding for group in self._groups()]
         layout = self._layout
-        pooled = [each.pooled(found, *gathered[each.group], paddings[each.group]) for each in layout.passes]
+        pooled = [each.pooled(found, *gathered[each.group]) for each in layout.passes]
         return KeyedTensor(layout.keys, layout.widths, layout.joined(pooled))
 
     def embedding_bag_configs(self) -> tuple[EmbeddingBagConfig, ...]:

@@ -12,7 +12,6 @@ from speedswap.swapping.collections.configs import EmbeddingBagConfig
 from speedswap.swapping.collections.given import Given, near
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.lookup import pool
-from speedswap.swapping.padding import Padding
 
 __all__ = ["Layout", "Pass"]
 
@@ -33,14 +32,13 @@ class Pass(NamedTuple):
     mode: str
     is_mean: Tensor | None = None
 
-    def pooled(self, found: Given, weight: Tensor, local: Tensor, padding: Padding) -> Tensor:
+    def pooled(self, found: Given, weight: Tensor, local: Tensor) -> Tensor:
         """Return the slots' bags, shape (batch, slots · dim).
 
         Args:
             found: the batch.
             weight: the group's rows.
             local: each id's place among them, for all ids of the group.
-            padding: rows that count in no bag.
         """
         features = self.stop - self.start
         begin, end = found.bounds(self.group)
@@ -52,22 +50,33 @@ class Pass(NamedTuple):
         factors = None if found.weights is None else found.weights[first:last]
         if factors is not None and factors.dtype != weight.dtype:
             raise TypeError(f"weights are {factors.dtype}, but rows {weight.dtype}; convert them with .to(…)")
-        counts = before = None
-        if padding:
-            counts = ~padding.among(found.rows(self.group)[first - begin : last - begin])
+        before, counts = None, self._counting(found)
+        if counts is not None:
             # Of the ids before a bag, those that count.
             before = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.cumsum(0)])[offsets]
             if counts.device.type == "cpu":
                 local, factors = local[counts], None if factors is None else factors[counts]
                 offsets, counts = before, None
         mode, divisors = self.mode, None
-        if found.is_single and not padding and mode == "mean":
+        if found.is_single and before is None and mode == "mean":
             mode = "sum"
         elif self.is_mean is not None and mode == "mean":
             sizes = (offsets if before is None else before).diff().view(features, found.stride).clamp(min=1)
             divisors = torch.where(near(self.is_mean, sizes.device), sizes, 1).reshape(-1).to(weight.dtype)
             mode = "sum"
         return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
+
+    def _counting(self, found: Given) -> Tensor | None:
+        """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
+        paddings = found.slots.paddings[self.start : self.stop]
+        if int(paddings.max()) < 0:
+            return None
+        begin, _ = found.bounds(self.group)
+        rows = found.rows(self.group)[found.starts[self.start] - begin : found.starts[self.stop] - begin]
+        counts = near(found.counts[self.start : self.stop], rows.device)
+        of_each = torch.repeat_interleave(near(paddings, rows.device), counts, output_size=len(rows))
+        counting = rows != of_each
+        return None if rows.device.type == "cpu" and bool(counting.all()) else counting
 
 
 class Layout:

@@ -43,6 +43,7 @@ class Slots:
         dtypes: of each table's weights.
         bases: each table's first row in its group, int64, shape (slots,), on the CPU.
         limits: the number of its rows.
+        paddings: its padding row in the group, -1 for none.
         of_group: the slots of each group.
         of_table: the slots of each table, by its name.
         names: all features.
@@ -70,6 +71,8 @@ class Slots:
         self.configs = tuple(configs)
         self.bases = torch.tensor(bases, dtype=torch.int64)
         self.limits = torch.tensor([config.num_embeddings for config in configs], dtype=torch.int64)
+        paddings = [-1 if config.padding_idx is None else config.padding_idx for config in configs]
+        self.paddings = torch.tensor([-1 if row < 0 else base + row for base, row in zip(bases, paddings, strict=True)])
         self.names = frozenset(features)
         times = Counter(features)
         self.keys = tuple(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from children import run_script
 
+from speedswap.apps.checkpoints import FOLDER
 from speedswap.apps.ncf import Settings, load, train
-from speedswap.apps.ncf.folder import FOLDER
 
 SMALL = {
     "users": 30,

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import speedswap
+from speedswap.apps.checkpoints import Place
 from speedswap.apps.ncf import CheckpointError, RatingsError, Settings, SettingsError, evaluate, load, save, train
 from speedswap.apps.ncf import training as module
-from speedswap.apps.ncf.checkpoint import Checkpoint
+from speedswap.apps.ncf.checkpoint import NCFCheckpoint as Checkpoint
 from speedswap.apps.ncf.evaluation import Candidates
-from speedswap.apps.ncf.folder import Place
 
 
 def small(**changes):

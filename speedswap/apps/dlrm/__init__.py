@@ -1,0 +1,56 @@
+"""DLRM: learn to predict clicks from integers and categories, with the categories' tables outside the compute device.
+
+As a command, ``speedswap dlrm 'day_*.gz' --output DIR``; as a function::
+
+    from speedswap.apps.dlrm import Settings, train
+
+    result = train(Settings(samples=("day_*.gz",)))
+    print(result.best)
+
+and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROWS``.
+
+A run streams samples from files in Criteo's format (``criteo``, ``parquet``) or makes some up (``generated``), draws
+batches and sets samples apart (``samples``, ``stream``), trains tables and layers (``embeddings``, ``model``,
+``training``, ``course``), predicts the samples set apart (``scores``) and keeps the last and the best state
+(``checkpoint``).
+"""
+
+from speedswap.apps.dlrm.checkpoint import load
+from speedswap.apps.dlrm.cli import figures, save
+from speedswap.apps.dlrm.course import Evaluation, Point, Result
+from speedswap.apps.dlrm.criteo import SampleFiles, find_files
+from speedswap.apps.dlrm.embeddings import Embeddings
+from speedswap.apps.dlrm.generated import GeneratedSamples
+from speedswap.apps.dlrm.model import DLRM
+from speedswap.apps.dlrm.samples import Position, Samples
+from speedswap.apps.dlrm.scores import Scores
+from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.dlrm.stream import Batch, Data
+from speedswap.apps.dlrm.training import evaluate, train, train_step
+from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
+
+__all__ = [
+    "DLRM",
+    "Batch",
+    "CheckpointError",
+    "Data",
+    "Embeddings",
+    "Evaluation",
+    "GeneratedSamples",
+    "Point",
+    "Position",
+    "Result",
+    "SampleFiles",
+    "Samples",
+    "SamplesError",
+    "Scores",
+    "Settings",
+    "SettingsError",
+    "evaluate",
+    "figures",
+    "find_files",
+    "load",
+    "save",
+    "train",
+    "train_step",
+]

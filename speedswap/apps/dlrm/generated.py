@@ -1,0 +1,132 @@
+"""Samples made up, of any number: planted structure, Zipf's popularity, and ids that keep coming."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, Position, Samples
+from speedswap.apps.errors import CheckpointError
+
+__all__ = ["GeneratedSamples"]
+
+BLOCK = 4096
+"""Samples made at once."""
+FEWEST_IDS = 10
+HEAD = 10.0
+"""The most popular ids differ little: 1 / (place + 10), by Zipf and Mandelbrot."""
+ARRIVAL = 100
+"""Samples from one new id of a column to the next."""
+MOVING = 13
+"""From this column on, every second one is of things that come and go: the newest is the most popular."""
+MISSING_SHARE = 0.05
+RANK = 2
+PAIRS = ((0, 9), (2, 7), (3, 12), (4, 15), (6, 11), (8, 1))
+"""Columns whose ids act on each other: by the dot product of two vectors of ``RANK`` numbers."""
+OF_ID, OF_PAIR, OF_INTEGER = 0.45, 0.8, 0.4
+"""Weights of an id by itself, of a pair's dot product, and of an integer's logarithm."""
+BIAS = -1.8
+KEY_BITS = np.uint64(32)
+
+Numbers = NDArray[np.int64]
+
+
+class GeneratedSamples:
+    """Samples whose labels depend on single ids, on pairs of ids and on the integers, by planted weights.
+
+    Column c of 26 has 10 ids at first and ``ids`` at last, drawn by popularity; every second one of the large columns
+    gains an id per hundred samples, which is its most popular one for a while. A category is missing in a twentieth of
+    the samples. About a quarter of the labels are 1.
+
+    Sample n is a function of (seed, ids, n) alone: memory holds 4,096 of them, whatever the number.
+
+    Args:
+        count: their number.
+        ids: ids of the largest column.
+        seed: of everything.
+
+    >>> some = GeneratedSamples(1_000, ids=100, seed=0).read(3)
+    >>> some.labels.shape, some.integers.shape, some.ids.shape
+    (torch.Size([3]), torch.Size([13, 3]), torch.Size([26, 3]))
+    """
+
+    def __init__(self, count: int, *, ids: int = 100_000, seed: int = 0) -> None:
+        self.total = count
+        """Samples in all."""
+        self.done = 0
+        """Samples read."""
+        growth = (ids / FEWEST_IDS) ** (1 / (CATEGORIES - 1))
+        self._sizes = (FEWEST_IDS * growth ** np.arange(CATEGORIES)).round().astype(np.int64).clip(1)[:, None]
+        self._seed = seed
+        self._number, self._block = -1, empty()
+
+    @property
+    def position(self) -> Position:
+        """The place reached."""
+        return Position(0, self.done, 0)
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position.
+
+        Raises:
+            CheckpointError: it is not one of these samples.
+        """
+        if position != (0, min(position.samples, self.total), 0):
+            raise CheckpointError(
+                f"the samples are not those of the checkpoint, which had read {position.samples:,} of file "
+                f"{position.file + 1}: give the same, or start without resume"
+            )
+        self.done = position.samples
+
+    def read(self, count: int) -> Samples:
+        """Return the next ``count`` samples, or those that are left."""
+        end = min(self.done + count, self.total)
+        parts = [empty()]
+        while self.done < end:
+            number, first = divmod(self.done, BLOCK)
+            if number != self._number:
+                self._number, self._block = number, self._make(number)
+            some = slice(first, min(BLOCK, first + end - self.done))
+            parts.append(Samples(self._block.labels[some], self._block.integers[:, some], self._block.ids[:, some]))
+            self.done += parts[-1].size
+        labels, integers, ids = zip(*parts, strict=True)
+        return Samples(torch.cat(labels), torch.cat(integers, dim=1), torch.cat(ids, dim=1))
+
+    def _make(self, number: int) -> Samples:
+        rng = np.random.default_rng([self._seed, number])
+        normal = rng.standard_normal((INTEGERS, BLOCK), dtype=np.float32)
+        integers = np.floor(np.exp(1 + 1.2 * normal)).astype(np.int64) - 1
+        score = BIAS + OF_INTEGER * (normal * uniform(np.arange(INTEGERS), self._seed, 1)[:, None]).sum(axis=0)
+        places = (HEAD * np.expm1(rng.random((CATEGORIES, BLOCK)) * np.log1p(self._sizes / HEAD))).astype(np.int64)
+        places = np.minimum(places, self._sizes - 1)  # against rounding
+        moving = slice(MOVING, None, 2)
+        newest = self._sizes[moving] - 1 + np.arange(number * BLOCK, (number + 1) * BLOCK) // ARRIVAL
+        places[moving] = newest - places[moving]
+        places[rng.random(places.shape) < MISSING_SHARE] = MISSING
+        keys = places + (np.arange(1, CATEGORIES + 1) << 40)[:, None]
+        score += OF_ID * uniform(keys, self._seed, 2).sum(axis=0)
+        for one, other in PAIRS:
+            for rank in range(RANK):
+                score += OF_PAIR * uniform(keys[one], self._seed, 3 + rank) * uniform(keys[other], self._seed, 3 + rank)
+        labels = rng.random(BLOCK) < 1 / (1 + np.exp(-score))
+        ids = np.where(places == MISSING, MISSING, (mixed(keys, 0) >> KEY_BITS).astype(np.int64))
+        return Samples(*map(torch.from_numpy, (labels.astype(np.float32), integers, ids)))
+
+
+def mixed(keys: Numbers, stream: int) -> NDArray[np.uint64]:
+    """Return 64 bits per key, by the finalizer of SplitMix64 (Steele et al. 2014); another stream has other bits."""
+    bits = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream * 0xD1B54A32D192ED03 % 2**64)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def uniform(keys: Numbers, seed: int, stream: int) -> NDArray[np.float32]:
+    """Return a number per key, uniform with a deviation of 1: a function of key, seed and stream."""
+    bits = mixed(keys, 8 * seed + stream) >> np.uint64(40)
+    return (bits.astype(np.float32) / np.float32(2**23) - np.float32(1)) * np.float32(3**0.5)
+
+
+def empty() -> Samples:
+    return Samples(torch.zeros(0), *(torch.zeros(rows, 0, dtype=torch.int64) for rows in (INTEGERS, CATEGORIES)))

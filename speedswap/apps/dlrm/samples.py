@@ -1,0 +1,76 @@
+"""Samples as Criteo's display advertising set has them, and the sources that they are read from."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "Position", "Samples", "Source"]
+
+INTEGERS = 13
+CATEGORIES = 26
+NAMES = ("label", *(f"I{n}" for n in range(1, INTEGERS + 1)), *(f"C{n}" for n in range(1, CATEGORIES + 1)))
+"""The columns, in their order."""
+MISSING = -1
+"""The id of an empty category, an id like others: that it is missing says something too."""
+
+
+class Samples(NamedTuple):
+    """Some samples, a column after the other."""
+
+    labels: Tensor
+    """float32, shape (n,): 1 for a click, 0 for none; shape (0,) for rows without a label."""
+    integers: Tensor
+    """int64, shape (13, n); 0 where missing."""
+    ids: Tensor
+    """int64, shape (26, n); ``MISSING`` where missing."""
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        return self.integers.shape[1]
+
+    def take(self, places: Tensor) -> Samples:
+        """Return the samples at some places."""
+        labels = self.labels[places] if len(self.labels) else self.labels
+        return Samples(labels, self.integers[:, places], self.ids[:, places])
+
+    def to(self, device: torch.device) -> Samples:
+        """Copy the samples to a device; to a GPU through pinned memory, so that the host does not wait."""
+        if device.type == "cuda":
+            return Samples(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
+        return Samples(*(tensor.to(device) for tensor in self))
+
+
+class Position(NamedTuple):
+    """A place in a source, between two samples."""
+
+    file: int = 0
+    """Files read to their end."""
+    samples: int = 0
+    """Samples read of the next one."""
+    checksum: int = 0
+    """CRC-32 of the text of those."""
+
+
+class Source(Protocol):
+    """Samples in an order, read from the beginning or from a position on."""
+
+    total: int
+    """The length, in a unit of the source's own, for progress; see :attr:`done`."""
+
+    @property
+    def done(self) -> int:
+        """The part of ``total`` that was read."""
+
+    @property
+    def position(self) -> Position:
+        """The place reached."""
+
+    def read(self, count: int) -> Samples:
+        """Return the next ``count`` samples, or those that are left."""
+
+    def seek(self, position: Position) -> None:
+        """Go on from a position of the same samples, before anything was read."""

@@ -1,0 +1,130 @@
+"""The settings of a run."""
+
+# ruff: noqa: RUF009 (each option makes a field of its own)
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from speedswap.apps import options
+from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
+from speedswap.apps.errors import SettingsError
+from speedswap.apps.options import Options, check_memory, named_optimizer, one_of, option, shortened, whole, widths
+
+__all__ = ["Settings"]
+
+EVICTIONS = ("none", "lru", "lfu")
+FLOAT_BYTES = 4
+WIDEST = 2**16
+MOST_LAYERS = 100
+
+
+def check_layers(name: str, layers: tuple[int, ...]) -> None:
+    if any(width < 1 for width in layers):
+        raise SettingsError(f"{name} is {','.join(map(str, layers))}: give widths such as 64,32")
+    if max(layers, default=1) > WIDEST or len(layers) > MOST_LAYERS:
+        raise SettingsError(
+            f"{name} has {len(layers)} widths of up to {shortened(max(layers))}: give at most {MOST_LAYERS} of at most "
+            f"{WIDEST:,}"
+        )
+
+
+def patterns(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+@dataclass(frozen=True)
+class Settings(Options):
+    """The samples to learn to predict clicks from, and the way to.
+
+    Raises:
+        SettingsError: a value is out of range or unknown.
+    """
+
+    # For the mean loss of a batch.
+    suited_lr: ClassVar[Mapping[str, float]] = {
+        "adagrad": 0.03,
+        "sgd": 1.0,
+        **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), 1e-3),
+    }
+
+    samples: tuple[str, ...] = option(
+        (),
+        "files in Criteo's format: a label, 13 integers and 26 hexadecimal categories, divided by tabs, empty where "
+        "missing; plain, gzip or Parquet; also patterns such as 'day_*.gz' (default: samples are made up)",
+        nargs="*",
+        metavar="SAMPLES",
+    )
+    test: tuple[str, ...] = option(
+        (), "files to test on, or patterns, separated by commas (default: see holdout)", type=patterns, metavar="FILES"
+    )
+    holdout: int = option(10, "without test, the last of every so many samples is set apart", check=whole(2, 100_000))
+    test_samples: int = option(1_000_000, "test on so many samples at most", check=whole(1, 2**62))
+    generate: int = option(500_000, "without SAMPLES, how many are made up", check=whole(1, 2**48))
+    ids: int = option(
+        100_000, "without SAMPLES, the different ids of the largest category at first", check=whole(1, 2**30)
+    )
+    dim: int = option(32, "width of a vector", check=whole(1, WIDEST))
+    bottom: tuple[int, ...] = option(
+        (64,), "hidden layers for the integers", check=check_layers, type=widths, metavar="WIDTHS"
+    )
+    top: tuple[int, ...] = option(
+        (64, 32), "hidden layers over the dot products", check=check_layers, type=widths, metavar="WIDTHS"
+    )
+    capacity: int = option(100_000, "ids that each of the 26 tables has room for", check=whole(1, 2**31 - 1))
+    admit_after: int = option(1, "an id gets a row when it is seen for so many times", check=whole(1, 2**31 - 1))
+    evict: str = option(
+        "lru",
+        f"when a table is full, a new id takes the row of the one longest unseen (lru), of the rarest (lfu), or ends "
+        f"the run (none): {', '.join(EVICTIONS)}",
+        check=one_of(EVICTIONS),
+    )
+    epochs: int = options.epochs(1, "the samples")
+    optimizer: str = option(
+        "adagrad",
+        "any of torch.optim that works row by row, such as sgd, adagrad or adam",
+        check=lambda name, value: named_optimizer(value),
+    )
+    lr: float | None = options.lr()
+    batch: int = option(4096, "samples per step", check=whole(1, 2**31))
+    evaluate_every: int | None = option(
+        None,
+        "steps after which to test and to save a checkpoint, beside the end of an epoch",
+        check=whole(1, 2**62),
+        type=int,
+    )
+    storage: str = options.storage()
+    state_dtype: str = options.state_dtype()
+    device: str | None = options.device()
+    seed: int = options.seed()
+    scratch: Path | None = options.scratch("memmap tables, which are temporary")
+    lookahead: int = options.lookahead()
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "test"):
+            object.__setattr__(self, name, tuple(map(str, getattr(self, name))))
+        super().__post_init__()
+        if self.test and not self.samples:
+            raise SettingsError(f"test is {','.join(self.test)}, but samples is empty: give both, or leave test out")
+        check_memory("the layers with their gradients and moments", self.dense_bytes(), "give narrower layers")
+        rows = 0 if self.storage == "memmap" else FLOAT_BYTES * self.dim
+        check_memory(
+            f"capacity {self.capacity:,} for each of {CATEGORIES} tables",
+            CATEGORIES * self.capacity * (24 + rows),
+            "lower it, or give storage memmap",
+        )
+        check_memory(
+            f"batch {self.batch:,}",
+            self.batch * CATEGORIES * (16 + 2 * FLOAT_BYTES * self.dim),
+            "lower it",
+        )
+
+    def dense_bytes(self) -> int:
+        """Return the memory of the layers, as if the optimizer kept two moments."""
+        vectors = 1 + CATEGORIES
+        chains = (INTEGERS, *self.bottom, self.dim), (self.dim + vectors * (vectors - 1) // 2, *self.top, 1)
+        return 4 * FLOAT_BYTES * sum(a * b for chain in chains for a, b in itertools.pairwise(chain))

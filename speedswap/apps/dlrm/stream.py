@@ -1,0 +1,106 @@
+"""The stream of a run: batches to train on, in order, and samples set apart to test on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from speedswap.apps.dlrm.criteo import SampleFiles, find_files
+from speedswap.apps.dlrm.generated import GeneratedSamples
+from speedswap.apps.dlrm.samples import Position, Samples, Source
+from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.errors import SamplesError
+
+__all__ = ["Batch", "Data"]
+
+TESTED_AT_ONCE = 1 << 14
+
+
+class Batch(NamedTuple):
+    """Samples of one step, and the place after them in the source."""
+
+    samples: Samples
+    position: Position
+    read: int
+    """Samples read of the epoch, with those set apart."""
+    done: int
+    """The part of the source's ``total``."""
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy the samples to a device."""
+        return self._replace(samples=self.samples.to(device))
+
+
+class Data:
+    """The samples of a run: to train on, and to test on.
+
+    Without test files the last of every ``holdout`` samples is tested on, and not trained on.
+
+    Args:
+        settings: ``samples``, ``test``, ``holdout`` and ``test_samples``; and ``generate``, ``ids`` and ``seed``.
+
+    Raises:
+        SamplesError: the first samples cannot be read, or there is none to test on.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._files = find_files(settings.samples)
+        self._test_files = find_files(settings.test)
+        self._every = 0 if self._test_files else settings.holdout
+        needed = self._every or 1
+        found = self.open().read(needed).size
+        if found < needed:
+            raise SamplesError(
+                f"samples has {found} samples, and none is set apart to test on: give more, or test files, or lower "
+                "holdout"
+            )
+        if self._test_files and not SampleFiles(self._test_files).read(1).size:
+            raise SamplesError(f"test {', '.join(settings.test)} has no samples: give other files")
+
+    @property
+    def unit(self) -> str:
+        """The unit of a source's ``total``."""
+        return "B" if self._files else " samples"
+
+    def open(self) -> Source:
+        """Return the source to train on, at its beginning."""
+        if self._files:
+            return SampleFiles(self._files)
+        settings = self._settings
+        return GeneratedSamples(settings.generate, ids=settings.ids, seed=settings.seed)
+
+    def batches(self, source: Source, read: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch: each of ``batch`` samples, but perhaps the last.
+
+        Args:
+            source: to train on, at the place where ``read`` samples were read.
+            read: with those set apart.
+        """
+        size, every = self._settings.batch, self._every
+        while True:
+            count = size
+            if every:
+                train = read - read // every + size  # samples to train on, from the beginning to the batch's end
+                count = train + (train - 1) // (every - 1) - read
+            samples = source.read(count)
+            numbers = torch.arange(read, read + samples.size)
+            read += samples.size
+            if every:
+                samples = samples.take(numbers % every != every - 1)
+            if not samples.size:
+                return
+            yield Batch(samples, source.position, read, source.done)
+
+    def tested(self) -> Iterator[Samples]:
+        """Yield the samples to test on, ``test_samples`` at most."""
+        source: Source = SampleFiles(self._test_files) if self._test_files else self.open()
+        every, left = self._every or 1, self._settings.test_samples
+        count = max(1, TESTED_AT_ONCE // every) * every  # whole groups, whose last samples are set apart
+        while left and (samples := source.read(count)).size:
+            samples = samples.take(torch.arange(every - 1, samples.size, every)[:left])
+            left -= samples.size
+            if samples.size:
+                yield samples

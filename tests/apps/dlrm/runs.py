@@ -1,0 +1,39 @@
+"""Small runs, and all that they leave."""
+
+from __future__ import annotations
+
+import torch
+
+from speedswap.apps.dlrm import GeneratedSamples, Settings, train
+
+SIZES = {"generate": 3_000, "ids": 300, "dim": 4, "bottom": (8,), "top": (8,), "capacity": 200, "batch": 128}
+
+
+def small(**changes):
+    """Make settings for a run of well under a second: 2,700 samples in 22 steps, with full tables that evict."""
+    return Settings(**{**SIZES, "device": "cpu"} | changes)
+
+
+def run(settings, **more):
+    return train(settings, progress=False, **more)
+
+
+def state_of(result):
+    """Return all that a run leaves: tables, dense parameters and their optimizer state."""
+    tables = result.model.embeddings.stores()
+    columns = [table.read(column=column) for table in tables for column in table.columns]
+    dense = list(result.model.dense().values())
+    states = [value for parameter in dense for value in result.optimizer.state[parameter].values()]
+    return [*columns, *dense, *states]
+
+
+def assert_same(first, second):
+    ours, theirs = state_of(first), state_of(second)
+    assert len(ours) == len(theirs)
+    assert all(map(torch.equal, ours, theirs))
+    assert first.curve == second.curve
+    assert [each._replace(seconds=0) for each in first.evaluations] == [
+        each._replace(seconds=0) for each in second.evaluations
+    ]
+    ids = GeneratedSamples(3_000, ids=300, seed=7).read(500)
+    assert first.model.predict(ids).equal(second.model.predict(ids))
