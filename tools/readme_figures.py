@@ -230,7 +230,8 @@ def id_map_lines(found: dict[str, Any], source: str) -> list[str]:
 def dlrm_lines(found: dict[str, Any], source: str) -> list[str]:
     """Return the rows for samples per second beside plain torch with each of its optimizers."""
     settings, rates = found["settings"], found["samples_per_second"]
-    what = f"`speedswap dlrm`, {settings['optimizer']}, with id maps, batches of {settings['batch']:,}, {settings['dim']} wide"
+    sizes = f"batches of {settings['batch']:,}, {settings['dim']} wide"
+    what = f"`speedswap dlrm`, {settings['optimizer']}, with id maps, {sizes}"
     return [
         f"| {what} | {rates['speedswap']:,} samples/s | the model in plain torch, {name} {rates[name]:,} samples/s "
         f"| {ratio:.2f} | {source} |"
