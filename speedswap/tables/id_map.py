@@ -31,8 +31,8 @@ class IdMap(Locked):
     together. Row 0 is that of every key without a row: give the map to an embedding, ``Embedding(map.num_rows, dim,
     id_map=map)``, and it is the padding row: zeros, without a gradient. A training lookup adds keys; every other one
     only looks them up. A row that goes from one key to another starts anew in the table, weight and optimizer state,
-    from its initial values, which depend on the table's seed: to go on from a ``state_dict`` bit for bit, make the model
-    with the same ``seed``.
+    from its initial values, which depend on the table's seed: to go on from a ``state_dict`` bit for bit,
+    make the model with the same ``seed``.
 
     What a map does depends on the batches and their order alone, not on the number of threads. It is saved and restored
     with its table. It takes at most 24 bytes per key, on probation or not, and for ``"exact"`` 17 more and the string,
