@@ -31,25 +31,23 @@ int64_t IdMap::bytes() const {
 
 // ---- a batch -------------------------------------------------------------------------------------------------------
 
-bool IdMap::add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
-                int threads) {
+bool IdMap::add(const Keys& keys, int64_t* rows, Undo* undo, int threads) {
     rows_.find_all(keys, rows, threads);
     std::vector<int64_t> missing;
     for (int64_t i = 0; i < keys.count; ++i)
         if (rows[i] == 0) missing.push_back(i);
     // Whether the rows suffice is known for certain only at the end.
     const int64_t wanted = evict_ == Evict::none ? used_ + int64_t(missing.size()) : keys.count;
-    Undo* const log = undoable || kept > 0 || wanted > capacity_ ? &undo : nullptr;
-    begin_batch(undo);
-    kept_since_ = uint32_t(int64_t(clock_) - std::min<int64_t>(kept, clock_ - 1));
+    Undo own;
+    Undo& way_back = undo == nullptr ? own : *undo;
+    Undo* const log = undo != nullptr || wanted > capacity_ ? &way_back : nullptr;
+    begin_batch(way_back);
     if (evict_ != Evict::none) touch(keys, rows, log);
-    if (add_missing(keys, missing, rows, renewed, log)) {
-        finish_candidates(rows, keys.count, renewed);
-        if (kept > 0) forget_candidates();  // the choice was among fewer rows
+    if (add_missing(keys, missing, rows, log)) {
+        finish_candidates(rows, keys.count);
         return true;
     }
-    this->undo(undo);
-    renewed.clear();
+    this->undo(way_back);
     return false;
 }
 
@@ -60,12 +58,14 @@ void IdMap::begin_batch(Undo& undo) {
         clock_ /= 2;
         forget_candidates();
     }
+    undo.applied_ = true;
     undo.clock = clock_;
     undo.used = used_;
     undo.probation_used = probation_used_;
     undo.cursor = cursor_;
     undo.cells.clear();
     undo.touches.clear();
+    renewed_.clear();
     ++clock_;
 }
 
@@ -83,8 +83,7 @@ void IdMap::touch(const Keys& keys, const int64_t* rows, Undo* undo) {
     }
 }
 
-bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows,
-                        std::vector<int64_t>& renewed, Undo* undo) {
+bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows, Undo* undo) {
     const int64_t count = int64_t(missing.size());
     for (int64_t i = 0; i < count; ++i) {
         if (i + kAhead < count) {
@@ -97,7 +96,7 @@ bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, i
         int64_t row = rows_.find(key);  // of a key that came earlier in this batch
         if (row == 0) {
             if (admit_after_ > 1 && !is_admitted(key, undo)) continue;
-            row = free_row(renewed, undo);
+            row = free_row(undo);
             if (row == 0) return false;
             rows_.put(row, key);
             if (evict_ != Evict::none) {
@@ -137,13 +136,13 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
 }
 
 // Returns a row that no key has, 0 if there is none.
-int64_t IdMap::free_row(std::vector<int64_t>& renewed, Undo* undo) {
+int64_t IdMap::free_row(Undo* undo) {
     if (used_ < capacity_) return ++used_;
     const int64_t row = evict_ == Evict::none ? 0 : victim();
     if (row == 0) return 0;
     save(undo, false, row, true);
     rows_.remove(row);
-    renewed.push_back(row);
+    renewed_.push_back(row);
     return row;
 }
 
@@ -172,7 +171,7 @@ int64_t IdMap::victim() {
             rows_.prefetch_number(candidates_[2].row);
         }
         const Candidate now = candidate(noted.row);
-        if (last_[noted.row] >= kept_since_) {
+        if (last_[noted.row] == clock_) {
             if (!(bound_ < now)) aside_.push_back(now);
         } else if (now.rank == noted.rank) {
             return noted.row;
@@ -194,7 +193,7 @@ void IdMap::choose_candidates() {
     candidates_.clear();
     bool cut = false;
     for (int64_t row = 1; row <= used_; ++row) {
-        if (last_[row] >= kept_since_) continue;
+        if (last_[row] == clock_) continue;
         const Candidate each = candidate(row);
         if (cut && bound_ < each) continue;
         candidates_.push_back(each);
@@ -209,7 +208,7 @@ void IdMap::choose_candidates() {
 }
 
 // Returns the batch's own rows to the candidates.
-void IdMap::finish_candidates(const int64_t* rows, int64_t count, const std::vector<int64_t>& renewed) {
+void IdMap::finish_candidates(const int64_t* rows, int64_t count) {
     std::vector<Candidate> own = std::move(aside_);
     aside_.clear();
     if (chosen_) {  // without any row of this batch
@@ -220,7 +219,7 @@ void IdMap::finish_candidates(const int64_t* rows, int64_t count, const std::vec
         const auto is_same = [](const Candidate& a, const Candidate& b) { return a.row == b.row; };
         own.erase(std::unique(own.begin(), own.end(), is_same), own.end());
     } else {
-        for (const int64_t row : renewed)
+        for (const int64_t row : renewed_)
             own.push_back(candidate(row));
     }
     for (const Candidate& each : own) {
@@ -253,7 +252,9 @@ void IdMap::save(Undo* undo, bool on_probation, int64_t cell, bool taken) const 
     undo->cells.push_back(std::move(was));
 }
 
-void IdMap::undo(const Undo& undo) {
+void IdMap::undo(Undo& undo) {
+    if (!undo.applied_) return;
+    undo.applied_ = false;
     for (; used_ > undo.used; --used_)
         rows_.remove(used_);
     for (auto was = undo.cells.rbegin(); was != undo.cells.rend(); ++was) {
@@ -273,6 +274,7 @@ void IdMap::undo(const Undo& undo) {
         if (evict_ == Evict::lfu) counts_[was.row] = was.count;
     }
     clock_ = undo.clock;
+    renewed_.clear();
     probation_used_ = undo.probation_used;
     cursor_ = undo.cursor;
     forget_candidates();

@@ -16,6 +16,11 @@ class IdMap {
   public:
     // The way back to the map as it was before a batch.
     class Undo {
+      public:
+        // True from the batch's add to its undo.
+        bool applied() const { return applied_; }
+
+      private:
         friend class IdMap;
         struct Cell {  // of a table, as it was
             bool on_probation;
@@ -31,6 +36,7 @@ class IdMap {
             uint32_t last;
             uint32_t count;
         };
+        bool applied_ = false;
         uint32_t clock = 0;
         int64_t used = 0;
         int64_t probation_used = 0;
@@ -51,12 +57,13 @@ class IdMap {
 
     void find(const Keys& keys, int64_t* rows, int threads) const { rows_.find_all(keys, rows, threads); }
 
-    // As find, for a batch whose new keys get rows. renewed <- the rows that were another key's, in the order in which
-    // they were given. Rows of this batch, and of the last `kept` ones before it, keep their keys. Returns false, and
-    // has changed nothing, if rows are lacking.
-    bool add(const Keys& keys, int64_t* rows, std::vector<int64_t>& renewed, Undo& undo, bool undoable, int64_t kept,
-             int threads);
-    void undo(const Undo& undo);
+    // As find, for a batch whose new keys get rows. Rows of this batch keep their keys. Returns false, and has changed
+    // nothing, if rows are lacking.
+    bool add(const Keys& keys, int64_t* rows, Undo* undo, int threads);
+    // The rows that the last batch took from other keys, in the order in which it did.
+    const std::vector<int64_t>& renewed() const { return renewed_; }
+    // Puts the map back as it was before a batch, once; the batches after it must have been undone.
+    void undo(Undo& undo);
 
     Cursor cursor() const { return {used_, clock_, probation_used_, cursor_}; }
     const KeyTable& keys(bool on_probation) const { return on_probation ? probation_ : rows_; }
@@ -80,13 +87,12 @@ class IdMap {
 
     void begin_batch(Undo& undo);
     void touch(const Keys& keys, const int64_t* rows, Undo* undo);
-    bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows,
-                     std::vector<int64_t>& renewed, Undo* undo);
+    bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows, Undo* undo);
     bool is_admitted(const Key& key, Undo* undo);
-    int64_t free_row(std::vector<int64_t>& renewed, Undo* undo);
+    int64_t free_row(Undo* undo);
     int64_t victim();
     void choose_candidates();
-    void finish_candidates(const int64_t* rows, int64_t count, const std::vector<int64_t>& renewed);
+    void finish_candidates(const int64_t* rows, int64_t count);
     void forget_candidates();
     uint64_t rank(int64_t row) const;
     Candidate candidate(int64_t row) const { return {rank(row), uint32_t(row)}; }
@@ -99,9 +105,9 @@ class IdMap {
     KeyTable rows_;
     int64_t used_ = 0;
     uint32_t clock_ = 0;
-    uint32_t kept_since_ = 0;  // rows of this batch and later ones are not evicted
-    Cells<uint32_t> last_;     // by row: the last batch that had the key; unless evict is none
-    Cells<uint32_t> counts_;   // by row: how often the key was seen; for lfu
+    std::vector<int64_t> renewed_;
+    Cells<uint32_t> last_;    // by row: the last batch that had the key; unless evict is none
+    Cells<uint32_t> counts_;  // by row: how often the key was seen; for lfu
 
     // Keys that have been seen less than admit_after times, in a ring: as many as there are rows, and then the one that
     // came first is forgotten.

@@ -35,16 +35,10 @@ Buffer buffer_of(const void* bytes, size_t count) {
     return buffer;
 }
 
-// None where the map is full; else the rows that were another key's (int64), and the way back if that was asked for.
-py::object add(IdMap& map, const KeysTuple& tuple, uintptr_t rows, bool undoable, int64_t kept, int threads) {
+// False where the map is full.
+bool add(IdMap& map, const KeysTuple& tuple, uintptr_t rows, IdMap::Undo* undo, int threads) {
     const Keys keys = keys_of(tuple);
-    std::vector<int64_t> renewed;
-    auto undo = std::make_unique<IdMap::Undo>();
-    const bool fits =
-        without_gil([&] { return map.add(keys, at<int64_t>(rows), renewed, *undo, undoable, kept, threads); });
-    if (!fits) return py::none();
-    if (!undoable) undo.reset();
-    return py::make_tuple(buffer_of(renewed.data(), renewed.size() * sizeof(int64_t)), std::move(undo));
+    return without_gil([&] { return map.add(keys, at<int64_t>(rows), undo, threads); });
 }
 
 // Where a table's cells are saved to and restored from: by cell, from 1 on. Texts lie side by side.
@@ -147,7 +141,9 @@ py::tuple texts_of_fixed(uintptr_t strings, int64_t count, int64_t width, bool u
 
 void bind_id_map(py::module_& module) {
     using py::arg;
-    py::class_<IdMap::Undo>(module, "IdMapUndo");
+    py::class_<IdMap::Undo>(module, "IdMapUndo")
+        .def(py::init())
+        .def_property_readonly("applied", &IdMap::Undo::applied);
     py::class_<IdMap>(module, "IdMap")
         .def(py::init([](int64_t capacity, bool exact, int64_t admit_after, int evict) {
                  return std::make_unique<IdMap>(capacity, exact, admit_after, Evict(evict));
@@ -159,9 +155,11 @@ void bind_id_map(py::module_& module) {
                 without_gil([&] { map.find(keys_of(keys), at<int64_t>(rows), threads); });
             },
             arg("keys"), arg("rows"), arg("threads"))
-        .def("add", &add, arg("keys"), arg("rows"), arg("undoable"), arg("kept"), arg("threads"))
+        .def("add", &add, arg("keys"), arg("rows"), arg("undo").none(true), arg("threads"))
         .def(
-            "undo", [](IdMap& map, const IdMap::Undo& undo) { without_gil([&] { map.undo(undo); }); }, arg("undo"))
+            "undo", [](IdMap& map, IdMap::Undo& undo) { without_gil([&] { map.undo(undo); }); }, arg("undo"))
+        .def("renewed",
+             [](const IdMap& map) { return buffer_of(map.renewed().data(), map.renewed().size() * sizeof(int64_t)); })
         .def("cursor",
              [](const IdMap& map) {
                  const IdMap::Cursor cursor = map.cursor();

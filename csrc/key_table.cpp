@@ -32,7 +32,8 @@ KeyTable::KeyTable(int64_t capacity, bool exact, bool slowly)
       slowly_(slowly),
       cell_bits_(bits_of(uint64_t(capacity))),
       cell_mask_((uint32_t(1) << cell_bits_) - 1),
-      lines_(size_t(std::min(kFirstLines, lines_for(capacity, kSlots)))) {}
+      num_lines_(uint64_t(std::min(kFirstLines, lines_for(capacity, kSlots)))),
+      lines_(int64_t(num_lines_)) {}
 
 // ---- looking up ----------------------------------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ bool KeyTable::holds(int64_t cell, const Key& key) const {
 int64_t KeyTable::find_hashed(const Key& key, uint64_t hash) const {
     const uint32_t wanted = tag(hash);
     for (uint64_t at = home(hash);; at = next(at)) {
-        const Line& line = lines_[at];
+        const Line& line = lines_[int64_t(at)];
         Probe found = probe(line, wanted);
         for (; found.matches != 0; found.matches &= found.matches - 1) {
             const int64_t cell = line.slots[__builtin_ctz(found.matches)] & cell_mask_;
@@ -87,11 +88,11 @@ void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
             const int64_t count = std::min(kGroup, end - first);
             for (int64_t i = 0; i < count; ++i) {
                 hashes[i] = mixed(keys.numbers[first + i]);
-                __builtin_prefetch(&lines_[home(hashes[i])]);
+                __builtin_prefetch(&lines_[int64_t(home(hashes[i]))]);
             }
             // The first match in a key's own line, nearly always the only one; cell 0 for none.
             for (int64_t i = 0; i < count; ++i) {
-                const Line& line = lines_[home(hashes[i])];
+                const Line& line = lines_[int64_t(home(hashes[i]))];
                 const Probe found = probe(line, tag(hashes[i]));
                 const int64_t cell = found.matches != 0 ? line.slots[__builtin_ctz(found.matches)] & cell_mask_ : 0;
                 __builtin_prefetch(numbers_.data() + cell);
@@ -109,7 +110,7 @@ void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
 // ---- changing ------------------------------------------------------------------------------------------------------
 
 void KeyTable::put(int64_t cell, const Key& key) {
-    if (lines_for(taken_ + 1, kSlots) > int64_t(lines_.size())) grow();
+    if (lines_for(taken_ + 1, kSlots) > int64_t(num_lines_)) grow();
     numbers_.reserve(cell + 1);
     numbers_[cell] = key.number;
     if (exact_) {
@@ -128,9 +129,9 @@ void KeyTable::put(int64_t cell, const Key& key) {
 
 void KeyTable::index(uint32_t slot, uint64_t hash) {
     for (uint64_t at = home(hash);; at = next(at)) {
-        const uint32_t empty = probe(lines_[at], 0).empty;
+        const uint32_t empty = probe(lines_[int64_t(at)], 0).empty;
         if (empty == 0) continue;
-        lines_[at].slots[__builtin_ctz(empty)] = slot;
+        lines_[int64_t(at)].slots[__builtin_ctz(empty)] = slot;
         return;
     }
 }
@@ -140,10 +141,11 @@ void KeyTable::remove(int64_t cell) {
     const uint32_t slot = tag(hash) | uint32_t(cell);
     uint64_t at = home(hash);
     uint32_t* gap = nullptr;
-    while ((gap = std::find(lines_[at].slots, lines_[at].slots + kSlots, slot)) == lines_[at].slots + kSlots)
+    while ((gap = std::find(lines_[int64_t(at)].slots, lines_[int64_t(at)].slots + kSlots, slot)) ==
+           lines_[int64_t(at)].slots + kSlots)
         at = next(at);
     // Nothing has gone past a line that is not full. Of a full one, a key that had to may come back.
-    while (probe(lines_[at], 0).empty == 0) {
+    while (probe(lines_[int64_t(at)], 0).empty == 0) {
         const auto [line, strayed] = strayed_past(at);
         if (strayed == nullptr) break;
         *gap = *strayed;
@@ -160,33 +162,38 @@ void KeyTable::remove(int64_t cell) {
 
 // Returns a slot behind a full line whose key belongs into that line or one before it, and its line.
 std::pair<uint64_t, uint32_t*> KeyTable::strayed_past(uint64_t full) {
-    const uint64_t count = lines_.size();
+    const uint64_t count = num_lines_;
     for (uint64_t at = next(full); at != full; at = next(at)) {
-        for (const uint32_t slot : lines_[at].slots)
+        for (const uint32_t slot : lines_[int64_t(at)].slots)
             __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
-        for (uint32_t& slot : lines_[at].slots) {
+        for (uint32_t& slot : lines_[int64_t(at)].slots) {
             if (slot == 0) continue;
             const uint64_t begin = home(mixed(numbers_[slot & cell_mask_]));
             const uint64_t from_begin = at >= begin ? at - begin : at + count - begin;
             const uint64_t from_full = at >= full ? at - full : at + count - full;
             if (from_begin >= from_full) return {at, &slot};
         }
-        if (probe(lines_[at], 0).empty != 0) break;
+        if (probe(lines_[int64_t(at)], 0).empty != 0) break;
     }
     return {0, nullptr};
 }
 
 void KeyTable::grow() {
-    const int64_t wanted = int64_t(lines_.size() + lines_.size() / (slowly_ ? 3 : 1) + 1);
-    const std::vector<Line> old = std::move(lines_);
-    lines_ = std::vector<Line>(size_t(std::min(wanted, lines_for(capacity_, kSlots))));
-    constexpr size_t kLinesAhead = 2;
-    for (size_t i = 0; i < old.size(); ++i) {
-        if (i + kLinesAhead < old.size())
+    const int64_t before = int64_t(num_lines_);
+    const int64_t wanted = before + before / (slowly_ ? 3 : 1) + 1;
+    const int64_t count = std::min(wanted, lines_for(capacity_, kSlots));
+    Cells<Line> old(count);
+    std::swap(old, lines_);
+    num_lines_ = uint64_t(count);
+    constexpr int64_t kLinesAhead = 2, kDropped = 1 << 14;
+    for (int64_t i = 0; i < before; ++i) {
+        if (i + kLinesAhead < before)
             for (const uint32_t slot : old[i + kLinesAhead].slots)
                 __builtin_prefetch(numbers_.data() + (slot & cell_mask_));
         for (const uint32_t slot : old[i].slots)
             if (slot != 0) index(slot, mixed(numbers_[slot & cell_mask_]));
+        // Keys are in the order of their homes, before and after: as one index fills, the other one empties.
+        if ((i + 1) % kDropped == 0) old.drop(i + 1);
     }
 }
 
@@ -208,8 +215,7 @@ Key KeyTable::key_of(int64_t cell) const {
 }
 
 int64_t KeyTable::bytes() const {
-    return int64_t(lines_.capacity() * sizeof(Line) + text_.capacity()) + numbers_.bytes() + begins_.bytes() +
-           lengths_.bytes();
+    return lines_.bytes() + int64_t(text_.capacity()) + numbers_.bytes() + begins_.bytes() + lengths_.bytes();
 }
 
 }  // namespace speedswap

@@ -2,43 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <new>
 #include <utility>
 #include <vector>
 
+#include "cells.h"
+
 namespace speedswap {
-
-// Memory for cells, which grows by a sixteenth at a time: the system moves its pages, and copies none.
-template <typename T>
-class Cells {
-  public:
-    Cells() = default;
-    Cells(const Cells&) = delete;
-    Cells& operator=(const Cells&) = delete;
-    ~Cells() { std::free(data_); }
-
-    // Makes room for `count` items; new ones are zero.
-    void reserve(int64_t count) {
-        if (count <= size_) return;
-        const int64_t size = count + count / 16 + 16;
-        T* const moved = static_cast<T*>(std::realloc(static_cast<void*>(data_), size_t(size) * sizeof(T)));
-        if (moved == nullptr) throw std::bad_alloc();
-        std::memset(static_cast<void*>(moved + size_), 0, size_t(size - size_) * sizeof(T));
-        data_ = moved;
-        size_ = size;
-    }
-    T& operator[](int64_t i) { return data_[i]; }
-    const T& operator[](int64_t i) const { return data_[i]; }
-    T* data() { return data_; }
-    const T* data() const { return data_; }
-    int64_t bytes() const { return size_ * int64_t(sizeof(T)); }
-
-  private:
-    T* data_ = nullptr;
-    int64_t size_ = 0;
-};
 
 // The keys of a batch: 64-bit numbers. Exact strings have their hashes as numbers and their bytes beside them: key i is
 // text[offsets[i]] to text[offsets[i + 1]].
@@ -85,7 +54,7 @@ class KeyTable {
     // rows[i] <- the cell of each key, 0 for a key that is not there.
     void find_all(const Keys& keys, int64_t* rows, int threads) const;
     int64_t find(const Key& key) const { return find_hashed(key, mixed(key.number)); }
-    void prefetch(uint64_t number) const { __builtin_prefetch(&lines_[home(mixed(number))]); }
+    void prefetch(uint64_t number) const { __builtin_prefetch(&lines_[int64_t(home(mixed(number)))]); }
 
     // Asks for a cell's number, or for the line that it says.
     void prefetch_number(int64_t cell) const { __builtin_prefetch(numbers_.data() + cell); }
@@ -111,8 +80,8 @@ class KeyTable {
         uint32_t empty;
     };
 
-    uint64_t home(uint64_t hash) const { return ((hash >> 32) * lines_.size()) >> 32; }
-    uint64_t next(uint64_t line) const { return line + 1 == lines_.size() ? 0 : line + 1; }
+    uint64_t home(uint64_t hash) const { return ((hash >> 32) * num_lines_) >> 32; }
+    uint64_t next(uint64_t line) const { return line + 1 == num_lines_ ? 0 : line + 1; }
     uint32_t tag(uint64_t hash) const { return uint32_t(hash) << cell_bits_; }
     Probe probe(const Line& line, uint32_t tag) const;
     bool holds(int64_t cell, const Key& key) const;
@@ -128,7 +97,8 @@ class KeyTable {
     int cell_bits_;
     uint32_t cell_mask_;
     int64_t taken_ = 0;
-    std::vector<Line> lines_;
+    uint64_t num_lines_;
+    Cells<Line> lines_;
     Cells<uint64_t> numbers_;  // by cell; as are the next two, of exact strings
     Cells<int64_t> begins_;
     Cells<int64_t> lengths_;

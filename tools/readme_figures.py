@@ -219,11 +219,24 @@ def id_map_lines(found: dict[str, Any], source: str) -> list[str]:
             ours, peer = maps[goal["ours"]]["ns_per_key"], maps[goal["peer"]]["ns_per_key"]
             what = "`IdMap`" if maps[goal["ours"]]["job"] == "number" else f"`IdMap` of {work['rows']:,} rows, evicting"
             lines.append(
-                f"| {what}, {keys} | {ours:.0f} ns per key | {goal['peer']} {peer:.0f} ns | {peer / ours:.1f} | {source} |"
+                f"| {what}, {keys} | {ours:.0f} ns per key | {goal['peer']} {peer:.0f} ns "
+                f"| {peer / ours:.1f} | {source} |"
             )
     memory = [f"{size:.1f} B ({name.removeprefix('speedswap, ')})" for name, size in found["bytes_per_key"].items()]
     lines.append(f"| memory per key | {', '.join(memory).replace('speedswap', 'no eviction')} | | | {source} |")
     return lines
+
+
+def dlrm_lines(found: dict[str, Any], source: str) -> list[str]:
+    """Return the rows for samples per second beside plain torch with each of its optimizers."""
+    settings, rates = found["settings"], found["samples_per_second"]
+    sizes = f"batches of {settings['batch']:,}, {settings['dim']} wide"
+    what = f"`speedswap dlrm`, {settings['optimizer']}, with id maps, {sizes}"
+    return [
+        f"| {what} | {rates['speedswap']:,} samples/s | the model in plain torch, {name} {rates[name]:,} samples/s "
+        f"| {ratio:.2f} | {source} |"
+        for name, ratio in found["ratios"].items()
+    ]
 
 
 def _each(tables: int, trainer: str, package: str) -> str:
@@ -345,6 +358,7 @@ SECTIONS = {
     "step": step_lines,
     "many_tables": many_tables_lines,
     "id_map": id_map_lines,
+    "dlrm": dlrm_lines,
     "batching": batching_lines,
     "retry": retry_lines,
     "word2vec": word2vec_lines,

@@ -17,7 +17,7 @@ from speedswap.kernels.host import (
     require_memory,
     set_num_threads,
 )
-from speedswap.kernels.id_map import Cursor, KeyMap, SavedKeys, Texts, hash_texts, texts_of, texts_of_fixed
+from speedswap.kernels.id_map import Cursor, IdMapUndo, KeyMap, SavedKeys, Texts, hash_texts, texts_of, texts_of_fixed
 from speedswap.kernels.ids import (
     Asked,
     check_ids,
@@ -70,6 +70,7 @@ __all__ = [
     "Fence",
     "Found",
     "Groups",
+    "IdMapUndo",
     "KeyMap",
     "Lines",
     "Lookup",

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap.kernels import _C
+from speedswap.kernels._C import IdMapUndo
 from speedswap.kernels.host import address, get_num_threads
 
-__all__ = ["Cursor", "KeyMap", "SavedKeys", "Texts", "hash_texts", "texts_of", "texts_of_fixed"]
+__all__ = ["Cursor", "IdMapUndo", "KeyMap", "SavedKeys", "Texts", "hash_texts", "texts_of", "texts_of_fixed"]
 
 _EVICT = {None: 0, "lru": 1, "lfu": 2}
 
@@ -78,26 +79,27 @@ class KeyMap:
         self._map.find(_keys(numbers, texts), address(rows), get_num_threads())
         return rows
 
-    def add(
-        self, numbers: Tensor, texts: Texts | None, *, undoable: bool = False, kept: int = 0
-    ) -> tuple[Tensor, Tensor, _C.IdMapUndo | None] | None:
+    def add(self, numbers: Tensor, texts: Texts | None, *, undo: IdMapUndo | None = None) -> Tensor | None:
         """Return the row of each key, after new ones were given theirs.
 
         Args:
             numbers: int64, shape (n,).
             texts: of exact strings.
-            undoable: True for a way back.
-            kept: number of batches before this one whose rows keep their keys.
+            undo: becomes the way back.
 
         Returns:
-            The rows, those that were another key's, and the way back; None, and nothing has changed, if rows lack.
+            The rows; None, and nothing has changed, if rows are lacking.
         """
         rows = torch.empty(len(numbers), dtype=torch.int64)
-        found = self._map.add(_keys(numbers, texts), address(rows), undoable, kept, get_num_threads())
-        return None if found is None else (rows, _tensor(found[0], torch.int64), found[1])
+        return rows if self._map.add(_keys(numbers, texts), address(rows), undo, get_num_threads()) else None
 
-    def undo(self, undo: _C.IdMapUndo) -> None:
-        """Put the map back as it was before a batch; the batches after it must have been undone."""
+    @property
+    def renewed(self) -> Tensor:
+        """The rows that the last batch took from other keys, int64, shape (n,)."""
+        return _tensor(self._map.renewed(), torch.int64)
+
+    def undo(self, undo: IdMapUndo) -> None:
+        """Put the map back as it was before a batch, once; the batches after it must have been undone."""
         self._map.undo(undo)
 
     @property

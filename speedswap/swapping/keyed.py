@@ -28,8 +28,18 @@ class AskedLookup:
 
     def __init__(self, asked: AskedAhead, given: Any, device: torch.device) -> None:
         self.asked = asked
-        self.rows = asked.rows.to(device)
+        self._device = device
+        self._copied = asked.rows
+        self._rows = asked.rows.to(device)
         self._given = Given(given, device) if isinstance(given, Tensor) else None
+
+    @property
+    def rows(self) -> Tensor:
+        """The keys' rows: the same tensor as long as they are the same."""
+        if self._copied is not self.asked.rows:
+            self._copied = self.asked.rows
+            self._rows = self._copied.to(self._device)
+        return self._rows
 
     def matches(self, given: Any, kind: str) -> bool:
         """Return whether a lookup is of these keys."""
@@ -51,11 +61,16 @@ class KeyedRows:
         self.id_map = id_map
         self._table = table
         self._step = step
-        self.turn: list[AskedLookup] = []  # of the present batch, inside a lookahead
+        # Lookups that have not been made, inside a lookahead: of any batch, and of the present one.
+        self._asked: list[AskedAhead] = []
+        self._turn: list[AskedLookup] = []
 
     def ask(self, given: Any, device: torch.device) -> AskedLookup:
         """Add the keys of a training lookup ahead of its turn."""
-        return AskedLookup(self.id_map.ask(given), given, device)
+        asked = self.id_map.ask(given)
+        if len(asked.keys):
+            self._asked.append(asked)
+        return AskedLookup(asked, given, device)
 
     def rows(self, given: Any, device: torch.device, *, adds: bool) -> Tensor:
         """Return the rows of a lookup's keys, on a device.
@@ -67,8 +82,10 @@ class KeyedRows:
         """
         if not adds:
             return self.id_map.lookup(given).to(device)
-        for lookup in self.turn:
+        for lookup in self._turn:
             if lookup.matches(given, self.id_map.keys):
+                self._turn.remove(lookup)
+                self._asked = [each for each in self._asked if each is not lookup.asked]
                 self.renew(self.id_map.begin(lookup.asked), device)
                 return lookup.rows.to(device)
         rows, renewed = self.id_map.add(given)
@@ -76,15 +93,19 @@ class KeyedRows:
         return rows.to(device)
 
     def begin(self, lookups: Sequence[AskedLookup]) -> None:
-        """Let a batch have its turn; what the batch before did not look up has its rows nevertheless."""
-        for lookup in self.turn:
-            self.renew(self.id_map.begin(lookup.asked), lookup.rows.device)
-        self.turn = [*lookups]
+        """Let a batch have its turn; what the batch before did not look up never came."""
+        self._take_back([lookup.asked for lookup in self._turn])
+        self._turn = [*lookups]
 
     def end(self) -> None:
-        """Leave the lookahead: batches that did not have their turn never came."""
-        self.turn = []
-        self.id_map.take_back()
+        """Leave a lookahead: batches that did not have their turn never came."""
+        self.begin([])
+        if not self._step.lookaheads:
+            self._take_back(self._asked)
+
+    def _take_back(self, gone: list[AskedAhead]) -> None:
+        self._asked = [each for each in self._asked if each not in gone]
+        self.id_map.take_back(gone)
 
     def renew(self, rows: Tensor, device: torch.device) -> None:
         """Let rows start anew: in the table, and without the gradient of lookups before."""

@@ -47,8 +47,7 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
     has every step that was completed; reading or changing it in between waits for pending writes.
 
     An embedding's id map is given the keys ``depth`` steps earlier than without, in the order of the batches. Until a
-    batch is looked up for training, everybody else sees the map without its keys, and a batch that never has its turn
-    never came. Each lookup of a batch counts once as a sighting.
+    batch is looked up for training, everybody else sees the map without its keys; a batch that never is never came.
 
     Args:
         loader: any iterable of batches, such as a ``DataLoader``; iterated anew each time.

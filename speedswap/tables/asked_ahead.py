@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from speedswap.kernels import KeyMap
+from speedswap.kernels import IdMapUndo, KeyMap
 from speedswap.tables.keys import Keys
 
 __all__ = ["AskedAhead", "BatchesAhead"]
@@ -22,67 +21,67 @@ class AskedAhead:
 
     Attributes:
         keys: the batch's.
-        rows: int64, of the keys' shape, on their device.
+        rows: int64, of the keys' shape, in host memory. Another tensor takes its place if the map changes out of turn,
+            so that these are not the rows any more.
         renewed: rows to reset when the batch's turn begins: int64, shape (n,), in host memory.
     """
 
     keys: Keys
     rows: Tensor
     renewed: Tensor
-    undo: Any  # the way back; None once there is none
+    undo: IdMapUndo = field(default_factory=IdMapUndo)
 
 
 class BatchesAhead:
-    """The batches that have not had their turn, in the order of their turns. Their keys are in the map already."""
+    """The batches that have not had their turn, in its order. Their keys are in the map, behind all others.
 
-    def __init__(self) -> None:
-        self._batches: deque[AskedAhead] = deque()
+    A change out of turn goes before them: they leave the map, and are added again.
+
+    Args:
+        add: adds a batch to the map; returns False if rows are lacking.
+    """
+
+    def __init__(self, add: Callable[[AskedAhead], bool]) -> None:
+        self._add = add
+        self._batches: list[AskedAhead] = []
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def add(self, asked: AskedAhead) -> None:
-        """Add the next batch."""
-        self._batches.append(asked)
-
-    def begin(self, asked: AskedAhead) -> bool:
-        """Let a batch have its turn; return False if it has had it."""
-        if asked not in self._batches:
+    def append(self, asked: AskedAhead) -> bool:
+        """Add the next batch; return False if rows are lacking."""
+        self._bring_back()
+        if not self._add(asked):
             return False
-        self._batches.remove(asked)
-        asked.undo = None
+        self._batches.append(asked)
         return True
 
-    def settle(self) -> None:
-        """Keep all of them for good: something has come that they were not asked for ahead of."""
-        for asked in self._batches:
-            asked.undo = None
+    def is_next(self, asked: AskedAhead) -> bool:
+        """Return whether the map is as it is to be when this batch has had its turn, but for those after it."""
+        return bool(self._batches) and self._batches[0] is asked and asked.undo.applied
 
-    def take_back(self, loops: KeyMap) -> list[Tensor]:
-        """Forget all of them, as if they had not come; return the rows that those that stay have renewed."""
-        renewed = []
-        while self._batches:
-            asked = self._batches.pop()
-            if asked.undo is not None:
-                loops.undo(asked.undo)
-            else:
-                renewed.append(asked.renewed)
-        return renewed
-
-    def renewed(self) -> list[Tensor]:
-        """Return the rows of batches that stay and are still to start anew."""
-        return [asked.renewed for asked in self._batches if asked.undo is None]
+    def remove(self, gone: Collection[AskedAhead]) -> None:
+        """Leave batches out from now on; others stay in the map."""
+        self._batches = [each for each in self._batches if each not in gone]
 
     @contextmanager
     def left_out(self, loops: KeyMap) -> Iterator[None]:
-        """Take the map's loops back to the present turn, for the length of a block."""
-        batches = [asked for asked in self._batches if asked.undo is not None]
-        for asked in reversed(batches):
+        """Take the map back to the present turn, for the length of a block."""
+        for asked in reversed(self._batches):
             loops.undo(asked.undo)
         try:
             yield
         finally:
-            for asked in batches:  # which gives them the same rows again
-                found = loops.add(asked.keys.numbers, asked.keys.texts, undoable=True)
-                assert found is not None
-                asked.undo = found[2]
+            self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Add the batches that are not in the map; they get the same rows again if it has not changed.
+
+        One that finds no rows any more stays out, and raises when its turn comes.
+        """
+        for asked in self._batches:
+            if not asked.undo.applied:
+                before = asked.rows
+                self._add(asked)
+                if torch.equal(asked.rows, before):
+                    asked.rows = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -31,7 +31,8 @@ class IdMap(Locked):
     together. Row 0 is that of every key without a row: give the map to an embedding, ``Embedding(map.num_rows, dim,
     id_map=map)``, and it is the padding row: zeros, without a gradient. A training lookup adds keys; every other one
     only looks them up. A row that goes from one key to another starts anew in the table, weight and optimizer state,
-    from its initial values.
+    from its initial values, which depend on the table's seed: to go on from a ``state_dict`` bit for bit,
+    make the model with the same ``seed``.
 
     What a map does depends on the batches and their order alone, not on the number of threads. It is saved and restored
     with its table. It takes at most 24 bytes per key, on probation or not, and for ``"exact"`` 17 more and the string,
@@ -81,7 +82,7 @@ class IdMap(Locked):
         self.version = 0
         self.holder: Callable[[], object] = lambda: None  # the store that the map is kept with
         self._map = self._empty()
-        self._ahead = BatchesAhead()
+        self._ahead = BatchesAhead(self._add_ahead)
         self._stale = torch.empty(0, dtype=torch.int64)  # rows that start anew when the next keys are added
         self._free_rows_are_stale = False
         self._is_frozen = False
@@ -153,37 +154,50 @@ class IdMap(Locked):
         with self._changing():
             if not len(found):
                 return _shaped(found.numbers, found), self._with_stale(found.numbers)
-            rows, renewed, _ = self._add(found, kept=len(self._ahead))
-            self._ahead.settle()
-            return rows, self._with_stale(renewed)
+            with self._ahead.left_out(self._map):
+                added = self._add(found)
+                if added is None:
+                    self._raise_full(found)
+            rows, renewed = added
+            return _shaped(rows, found), self._with_stale(renewed)
 
     def ask(self, keys: Any) -> AskedAhead:
         """Add the keys of a batch ahead of its turn. Until then every other call sees the map without them.
 
         Batches are asked for in the order of their turns; :meth:`begin` says that a turn has come, :meth:`take_back`
-        that it never will.
+        that it never will. Whatever comes out of turn counts before them, and may change their rows.
 
         Raises:
             IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`add`.
         """
         found = as_keys(keys, self.keys)
         with self._changing():
-            if not len(found):
-                return AskedAhead(found, _shaped(found.numbers, found), found.numbers, None)
-            asked = AskedAhead(found, *self._add(found, undoable=True))
-            self._ahead.add(asked)
+            asked = AskedAhead(found, found.numbers.view(found.shape), found.numbers)
+            if len(found) and not self._ahead.append(asked):
+                self._raise_full(found)
             return asked
 
     def begin(self, asked: AskedAhead) -> Tensor:
-        """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending."""
-        with self._changing():
-            return self._with_stale(asked.renewed) if self._ahead.begin(asked) else asked.renewed[:0]
+        """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending.
 
-    def take_back(self) -> None:
-        """Forget the batches that were asked for ahead and have not had their turn, as if they had not come."""
+        Raises:
+            IdMapFullError: as for :meth:`add`, if keys that came out of turn have taken the rows.
+        """
         with self._changing():
-            for rows in self._ahead.take_back(self._map):
-                self.renew_later(rows)
+            if self._ahead.is_next(asked):
+                self._ahead.remove([asked])
+            elif len(asked.keys):
+                with self._ahead.left_out(self._map):
+                    self._ahead.remove([asked])
+                    if not self._add_ahead(asked):
+                        self._raise_full(asked.keys)
+            return self._with_stale(asked.renewed)
+
+    def take_back(self, batches: Collection[AskedAhead]) -> None:
+        """Forget batches that were asked for ahead and have not had their turn, as if they had not come."""
+        if batches:
+            with self._changing(), self._ahead.left_out(self._map):
+                self._ahead.remove(batches)
 
     def renew_later(self, rows: Tensor) -> None:
         """Let rows that could not be reset now start anew when the next keys are added."""
@@ -191,15 +205,30 @@ class IdMap(Locked):
             self._stale = _ascending([self._stale, rows])
             self.version += 1
 
-    def _add(self, keys: Keys, *, undoable: bool = False, kept: int = 0) -> tuple[Tensor, Tensor, Any]:
-        used = self._map.cursor.used
-        found = self._map.add(keys.numbers, keys.texts, undoable=undoable, kept=kept)
-        if found is None:
-            self._raise_full(keys)
-        rows, renewed, undo = found
+    def _add(self, keys: Keys, undo: kernels.IdMapUndo | None = None) -> tuple[Tensor, Tensor] | None:
+        before = self._map.cursor
+        try:
+            rows = self._map.add(keys.numbers, keys.texts, undo=undo)
+            return None if rows is None else (rows, self._renewed_since(before))
+        except BaseException:  # such as Ctrl-C, which comes as soon as the loops have returned
+            if undo is not None:
+                self._map.undo(undo)
+            elif self._map.cursor.clock != before.clock:
+                self.renew_later(self._renewed_since(before))
+            raise
+
+    def _renewed_since(self, before: kernels.Cursor) -> Tensor:
+        """Return the rows that the last batch was given and that start anew, ascending."""
+        renewed = self._map.renewed
         if self._free_rows_are_stale:
-            renewed = torch.cat([renewed, torch.arange(used + 1, self._map.cursor.used + 1)])
-        return _shaped(rows, keys), renewed.sort().values, undo
+            renewed = torch.cat([renewed, torch.arange(before.used + 1, self._map.cursor.used + 1)])
+        return renewed.sort().values
+
+    def _add_ahead(self, asked: AskedAhead) -> bool:
+        added = self._add(asked.keys, asked.undo)
+        if added is not None:
+            asked.rows, asked.renewed = added[0].view(asked.keys.shape), added[1]
+        return added is not None
 
     def _with_stale(self, renewed: Tensor) -> Tensor:
         if len(self._stale):
@@ -214,9 +243,8 @@ class IdMap(Locked):
                 f"keys has more new keys than the {self.capacity - used} rows that are left of {self.capacity}; make "
                 'the map with a greater capacity, or with evict="lru" or "lfu"; nothing was added'
             )
-        others = f" and {len(self._ahead)} batches were asked for ahead of them" if len(self._ahead) else ""
         raise IdMapFullError(
-            f"keys has {len(keys)} keys{others}, more distinct ones than the {self.capacity} rows can hold at once; "
+            f"keys has {len(keys)} keys, more distinct ones than the {self.capacity} rows can hold at once; "
             "make the map with a greater capacity, or the batch smaller; nothing was added"
         )
 
@@ -267,11 +295,10 @@ class IdMap(Locked):
     def to_bytes(self) -> Tensor:
         """Return the map as bytes, uint8, shape (n,): without the batches that have not had their turn."""
         with self._unbroken(), self._as_of_now():
-            stale = _ascending([self._stale, *self._ahead.renewed()])
             settings = {name: getattr(self, name) for name in ("capacity", "keys", "admit_after", "evict")}
             rows, probation = self._map.save(False), self._map.save(True)
             return keys_file.encode(
-                keys_file.SavedMap(settings, self._map.cursor, rows, probation, stale, self._free_rows_are_stale)
+                keys_file.SavedMap(settings, self._map.cursor, rows, probation, self._stale, self._free_rows_are_stale)
             )
 
     @classmethod
@@ -325,10 +352,11 @@ class IdMap(Locked):
             self._adopt(saved, what)
 
     def _adopt(self, saved: keys_file.SavedMap, what: str) -> None:
-        self._map = keys_file.restored(saved, what)
-        self._ahead = BatchesAhead()
-        self._stale = saved.stale.clone()
-        self._free_rows_are_stale = saved.free_rows_are_stale
+        restored = keys_file.restored(saved, what)
+        with self._ahead.left_out(self._map):
+            self._map = restored
+            self._stale = saved.stale.clone()
+            self._free_rows_are_stale = saved.free_rows_are_stale
         self.version += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:

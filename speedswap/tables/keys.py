@@ -64,7 +64,8 @@ def as_keys(keys: Any, kind: str) -> Keys:
 
 def _as_numbers(keys: Any) -> Keys:
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu" and keys.dtype.isnative:
-        keys = torch.from_numpy(np.ascontiguousarray(keys.view(np.int64) if keys.dtype == np.uint64 else keys))
+        keys = keys.view(np.int64) if keys.dtype == np.uint64 else keys
+        keys = torch.from_numpy(np.require(keys, requirements=["C", "W"]))  # torch warns of memory that is read-only
     if not isinstance(keys, Tensor):
         raise TypeError(f'keys is {a_kind(keys)}; give a tensor of integers, or make the map with keys="hashed"')
     kernels.require_dense(keys, "keys")

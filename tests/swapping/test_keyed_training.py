@@ -260,19 +260,35 @@ def test_evaluation_and_saving_in_between_see_the_present_batch(device: str) -> 
     assert all(torch.equal(ours, plain) for ours, plain in zip(*seen, strict=True))
 
 
-def test_a_batch_that_is_skipped_leaves_whole_rows(device: str) -> None:
-    """Its keys are in the map, and the rows that they took start anew."""
-    items = model(speedswap.IdMap(2, evict="lru"), device, init=speedswap.init.constant(5.0))
-    optimizer = torch.optim.SGD(items.parameters(), lr=1.0)
-    batches = [torch.tensor(keys, device=device) for keys in ([1, 2], [3], [2], [4])]
-    for step, keys in enumerate(speedswap.lookahead(batches, {items: lambda keys: keys})):
-        if step != 1:
-            train(items, optimizer, [keys])
-    assert items.id_map.lookup(torch.tensor([2, 3, 4])).tolist() == [2, 0, 1]
-    assert items.id_map.lookup(torch.tensor([1])).tolist() == [0]
-    fresh = model(speedswap.IdMap(2), device, init=speedswap.init.constant(5.0))
-    train(fresh, torch.optim.SGD(fresh.parameters(), lr=1.0), [torch.tensor([4], device=device)])
-    assert torch.equal(items.table.read(1, 2), fresh.table.read(1, 2))
+@pytest.mark.filterwarnings("ignore:rows of table")
+@pytest.mark.parametrize("what", ["in order", "reversed", "skipped", "evaluated", "restored", "unannounced", "twice"])
+def test_lookups_out_of_turn_are_those_of_the_plain_loop(what: str, device: str) -> None:
+    """Two lookups per step, and: in another order; not at all; a lookahead within; an earlier state; further ones."""
+    batches = [[drifting(2 * step + place, size=3).to(device) for place in range(2)] for step in range(10)]
+    seen = []
+    for ahead, (items, optimizer) in enumerate(both(device, "adam", capacity=8, evict="lfu", admit_after=2)):
+        losses, saved = [], items.state_dict()
+        for step, batch in enumerate(speedswap.lookahead(batches, {items: lambda batch: batch}, depth=3 * ahead)):
+            if what == "skipped" and step % 4 == 2:
+                continue
+            if what == "evaluated":
+                with torch.no_grad():
+                    inner = speedswap.lookahead(batch, {items: lambda keys: keys})
+                    losses += [loss_of(items(keys)).item() for keys in inner]
+            if what == "restored" and step == 3:
+                saved = items.state_dict()
+            if what == "restored" and step == 7:
+                items.load_state_dict(saved)
+            lookups = batch[::-1] if what == "reversed" else batch
+            extra = {"unannounced": [batches[step - 1][0] + 2**40], "twice": [batch[0]]}.get(what, [])
+            optimizer.zero_grad()
+            loss = torch.stack([loss_of(items(keys)) for keys in (*lookups, *extra)]).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        seen.append((losses, items))
+    assert seen[0][0] == seen[1][0]
+    assert_same(seen[1][1], seen[0][1])
 
 
 def test_rows_that_could_not_be_reset_start_anew_later(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
