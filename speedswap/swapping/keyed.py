@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
 if TYPE_CHECKING:
     from speedswap.swapping.row_step import RowStep
 
-__all__ = ["AskedLookup", "KeyedRows", "require_map"]
+__all__ = ["AskedLookup", "Claim", "KeyedRows", "require_map"]
 
 
 class AskedLookup:
@@ -46,6 +47,22 @@ class AskedLookup:
         if self._given is not None:
             return isinstance(given, Tensor) and self._given.equals(given)
         return _equal(as_keys(given, kind), self.asked.keys)
+
+
+class Claim(NamedTuple):
+    """A training lookup whose keys can have rows.
+
+    Attributes:
+        take: give the keys their rows, and return these; rows that go to another key start anew in the table.
+        give_up: forget the lookup, as if it had not come.
+    """
+
+    take: Callable[[], Tensor]
+    give_up: Callable[[], None]
+
+
+def _nothing() -> None:
+    return None
 
 
 class KeyedRows:
@@ -82,13 +99,41 @@ class KeyedRows:
         """
         if not adds:
             return self.id_map.lookup(given).to(device)
+        return self.claim(given, device).take()
+
+    def claim(self, given: Any, device: torch.device) -> Claim:
+        """Make sure that the keys of a training lookup can have rows, without giving them any yet.
+
+        Args:
+            given, device: as for :meth:`rows`.
+
+        Raises:
+            IdMapFullError, IdMapError, TypeError, ValueError: they cannot. Nothing has changed.
+        """
         for lookup in self._turn:
             if lookup.matches(given, self.id_map.keys):
-                self._turn.remove(lookup)
-                self._asked = [each for each in self._asked if each is not lookup.asked]
-                self.renew(self.id_map.begin(lookup.asked), device)
-                return lookup.rows.to(device)
-        rows, renewed = self.id_map.add(given)
+                return Claim(functools.partial(self._take_turn, lookup, device), _nothing)
+        keys = as_keys(given, self.id_map.keys)
+        # Under a lookahead, what is looked up out of turn counts before the batches that wait: it cannot wait as well.
+        if self.id_map.has_room(len(keys)) or self.id_map.waits:
+            return Claim(functools.partial(self._add, keys, device), _nothing)
+        asked = self.id_map.ask(keys)
+        return Claim(
+            functools.partial(self._take_asked, asked, device), functools.partial(self.id_map.take_back, [asked])
+        )
+
+    def _take_turn(self, lookup: AskedLookup, device: torch.device) -> Tensor:
+        self._turn.remove(lookup)
+        self._asked = [each for each in self._asked if each is not lookup.asked]
+        self.renew(self.id_map.begin(lookup.asked), device)
+        return lookup.rows.to(device)
+
+    def _take_asked(self, asked: AskedAhead, device: torch.device) -> Tensor:
+        self.renew(self.id_map.begin(asked), device)
+        return asked.rows.to(device)
+
+    def _add(self, keys: Keys, device: torch.device) -> Tensor:
+        rows, renewed = self.id_map.add(keys)
         self.renew(renewed, device)
         return rows.to(device)
 

@@ -109,6 +109,17 @@ class IdMap(Locked):
         """True if keys can only be looked up: in a copy that another process was given, and after a fork."""
         return self._is_frozen or os.getpid() != self._owner_pid
 
+    @property
+    def waits(self) -> bool:
+        """True while batches that were asked for ahead wait for their turn."""
+        return bool(len(self._ahead))
+
+    def has_room(self, count: int) -> bool:
+        """Return whether so many keys can be added for certain, whichever they are."""
+        if self.frozen:
+            return False
+        return count <= (self.capacity - self._map.cursor.used if self.evict is None else self.capacity)
+
     def __repr__(self) -> str:
         return (
             f"IdMap({self.capacity}, keys={self.keys!r}, admit_after={self.admit_after}, evict={self.evict!r}, "

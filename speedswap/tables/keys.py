@@ -45,7 +45,7 @@ _CPU = torch.device("cpu")
 
 
 def as_keys(keys: Any, kind: str) -> Keys:
-    """Return keys as the map's loops read them.
+    """Return keys as the map's loops read them; once read, they stay as they are.
 
     Args:
         keys: for ``"int64"`` a tensor or an array of integers, any shape; else strings: a sequence of str or bytes, a
@@ -56,6 +56,8 @@ def as_keys(keys: Any, kind: str) -> Keys:
         TypeError: they are something else.
         ValueError: pyarrow's have nulls.
     """
+    if isinstance(keys, Keys):
+        return keys
     if kind == "int64":
         return _as_numbers(keys)
     texts, shape = _as_text(keys)

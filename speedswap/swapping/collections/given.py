@@ -88,6 +88,11 @@ class Given:
             raise self.outside(IdError("an id is outside of its table"))
         return self._rows[slice(*self.bounds(group))]
 
+    def require_inside(self) -> None:
+        """Raise IdError if an id is outside of its table. On a GPU this waits for the ids."""
+        if len(self._rows) and int(self._rows.min()) < 0:
+            raise self.outside(IdError("an id is outside of its table"))
+
     def bounds(self, group: int) -> tuple[int, int]:
         """Return the places of a group's first id, and past its last."""
         some = self.slots.of_group[group]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor
 from speedswap.swapping.collections.pieces import has_methods
 from speedswap.swapping.collections.slots import Slots
-from speedswap.swapping.keyed import AskedLookup, KeyedRows
+from speedswap.swapping.keyed import AskedLookup, Claim, KeyedRows
 
 __all__ = ["AskedOfTable", "read"]
 
@@ -46,9 +47,47 @@ def read(
     slots.require_features(list(named))
     values = [named[name] for name in slots.features]
     device = _device_among(values)
-    for group, questions in zip(groups, asked, strict=True):
-        questions += _rows_of_keys(group, slots, values, device, ahead=ahead)
+    tables = [
+        _KeysOfTable.of(index, group, name, slots, values, device)
+        for index, group in enumerate(groups)
+        for name in group.keyed
+    ]
+    if ahead:
+        for table in tables:
+            if table.adds:
+                lookup = table.keyed.ask(table.keys, table.target_ahead)
+                asked[table.group].append(AskedOfTable(table.keyed, lookup))
+                table.put(lookup.asked.rows.to(table.device), values)
+            else:
+                table.put(table.keyed.rows(table.keys, table.device, adds=False), values)
+    elif any(table.adds for table in tables):
+        _take_rows(tables, slots, values, is_weighted)
+    else:
+        for table in tables:
+            table.put(table.keyed.rows(table.keys, table.device, adds=False), values)
     return given_by_slot(values, slots, is_weighted), asked
+
+
+def _take_rows(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_weighted: bool) -> None:
+    """Put the rows of a training lookup in place of the keys of all tables, or of none.
+
+    Raises:
+        IdMapFullError, IdError, TypeError, ValueError: the batch cannot be looked up. No map has changed.
+    """
+    tried = list(values)
+    for table in tables:
+        table.put(torch.zeros(table.shape, dtype=torch.int64, device=table.device), tried)
+    given_by_slot(tried, slots, is_weighted).require_inside()
+    claims = []
+    try:
+        for table in tables:
+            claims.append(table.claim())
+    except BaseException:
+        for claim in claims:
+            claim.give_up()
+        raise
+    for table, claim in zip(tables, claims, strict=True):
+        table.put(claim.take(), values)
 
 
 def _by_key(features: Any) -> Mapping[str, Any]:
@@ -62,42 +101,61 @@ def _by_key(features: Any) -> Mapping[str, Any]:
     return keyed.to_dict()
 
 
-def _rows_of_keys(
-    group: TableGroup, slots: Slots, values: list[Any], device: torch.device | None, *, ahead: bool
-) -> Iterator[AskedOfTable]:
-    """Replace the keys of a group's tables that have an id map by their rows.
+@dataclass
+class _KeysOfTable:
+    """The keys of one table's features: asked for together, so that none takes the rows of another of the batch.
 
-    All keys of a table are asked for together, so that no feature takes the rows of another one of the same batch.
-
-    Args:
-        group: the tables.
-        slots: the collection's.
-        values: what each slot was given; changed in place.
-        device: of the batch; where rows are needed by default.
-        ahead: True before the batch's turn, inside a lookahead.
-
-    Yields:
-        The questions to maps that were asked ahead.
+    Attributes:
+        group: the index of the table's group.
+        keyed: its id map.
+        adds: True if keys get rows; False if they are only looked up.
+        places: the slots of its features.
+        parts: what each of these was given.
+        keys: all keys.
+        device: where rows are needed.
+        target_ahead: the same, before the batch's turn.
     """
-    for name, keyed in group.keyed.items():
+
+    group: int
+    keyed: KeyedRows
+    adds: bool
+    places: range
+    parts: list[_Parted]
+    keys: Any
+    device: torch.device
+    target_ahead: torch.device
+
+    @classmethod
+    def of(
+        cls, index: int, group: TableGroup, name: str, slots: Slots, values: Sequence[Any], device: torch.device | None
+    ) -> _KeysOfTable:
+        """Return the keys of a table among what each slot was given; device is the batch's, None for strings alone."""
         places = slots.of_table[name]
         parts = [_parted(values[place]) for place in places]
-        keys = _joined([part.keys for part in parts])
         target = device or group.weight.device
-        adds = group._adds()
-        if ahead and adds:
-            asked = keyed.ask(keys, group.weight.device if target.type == "cpu" else target)
-            yield AskedOfTable(keyed, asked)
-            rows = asked.asked.rows.to(target)
-        else:
-            rows = keyed.rows(keys, target, adds=adds)
-        if len(parts) == 1:
-            values[places[0]] = parts[0].around(rows)
-            continue
-        pieces = torch.split(rows.reshape(-1), [_count(part.keys) for part in parts])
-        for place, part, piece in zip(places, parts, pieces, strict=True):
-            shape = part.keys.shape if hasattr(part.keys, "shape") else (len(part.keys),)
-            values[place] = part.around(piece.view(tuple(shape)))
+        ahead = group.weight.device if target.type == "cpu" else target
+        keys = _joined([part.keys for part in parts])
+        return cls(index, group.keyed[name], group._adds(), places, parts, keys, target, ahead)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return _shape(self.keys)
+
+    def claim(self) -> Claim:
+        """Make sure that the keys can have rows, if they are to get any."""
+        if self.adds:
+            return self.keyed.claim(self.keys, self.device)
+        return Claim(lambda: self.keyed.rows(self.keys, self.device, adds=False), lambda: None)
+
+    def put(self, rows: Tensor, values: list[Any]) -> None:
+        """Put rows in place of the keys."""
+        if len(self.parts) == 1:
+            values[self.places[0]] = self.parts[0].around(rows)
+            return
+        pieces = torch.split(rows.reshape(-1), [_count(part.keys) for part in self.parts])
+        for place, part, piece in zip(self.places, self.parts, pieces, strict=True):
+            values[place] = part.around(piece.view(_shape(part.keys)))
 
 
 def _device_among(values: Sequence[Any]) -> torch.device | None:
@@ -151,3 +209,7 @@ def _listed(keys: Any) -> list[Any]:
 
 def _count(keys: Any) -> int:
     return keys.numel() if isinstance(keys, Tensor) else int(getattr(keys, "size", len(keys)))
+
+
+def _shape(keys: Any) -> tuple[int, ...]:
+    return tuple(keys.shape) if hasattr(keys, "shape") else (len(keys),)

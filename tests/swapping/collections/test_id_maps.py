@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap import EmbeddingBagConfig, IdMap, KeyedJaggedTensor
-from speedswap.errors import IdMapFullError
+from speedswap.errors import IdError, IdMapError, IdMapFullError
 
 BATCH, DIM = 6, 4
 NAMES = ("user", "page", "plain", "wide")  # of two stores; the third has ids
@@ -278,3 +278,45 @@ def test_maps_and_configs_must_fit() -> None:
         EmbeddingBagConfig(name="a", embedding_dim=4, padding_idx=3, id_map=IdMap(7))
     with pytest.raises(ValueError, match="num_embeddings is 0"):
         EmbeddingBagConfig(name="a", embedding_dim=4)
+
+
+def _wrong(kind: str) -> dict[str, Any]:
+    """Return a batch whose keys of the first tables are fine, and something after them is not."""
+    batch: dict[str, Any] = one(3, "cpu")
+    batch |= {
+        "an id": {"plain": torch.tensor([0, 1, 2, 3, 4, 9])},
+        "offsets": {"liked": (batch["liked"], torch.tensor([0, 3, 2, 4, 5, 5]))},
+        "keys of another kind": {"wide": batch["wide"].float()},
+        "a bag too few": {"wide": batch["wide"][1:]},
+        "too many new keys": {"wide": torch.arange(900, 900 + BATCH)},
+        "a frozen map": {},
+    }[kind]
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("an id", IdError),
+        ("offsets", ValueError),
+        ("keys of another kind", TypeError),
+        ("a bag too few", ValueError),
+        ("too many new keys", IdMapFullError),
+        ("a frozen map", IdMapError),
+    ],
+)
+@pytest.mark.parametrize("evict", [None, "lru"])
+def test_a_batch_that_cannot_be_looked_up_changes_no_map(kind: str, error: type[Exception], evict: str | None) -> None:
+    id_maps = {name: IdMap(100, evict=evict) for name in ("user", "page")} | {"wide": IdMap(11)}
+    if kind == "a frozen map":
+        id_maps["wide"] = pickle.loads(pickle.dumps(id_maps["wide"]))
+    collection = speedswap.EmbeddingBagCollection(configs(id_maps))
+    if kind != "a frozen map":
+        for step in range(2):
+            collection(one(step, "cpu"))
+    maps_now = collection.id_maps
+    before = {name: id_map.to_bytes() for name, id_map in maps_now.items()}
+    with pytest.raises(error):
+        collection(_wrong(kind))
+    for name, id_map in maps_now.items():
+        assert torch.equal(id_map.to_bytes(), before[name]), name
