@@ -40,7 +40,8 @@ def section(name: str) -> str:
 
 def chosen() -> str:
     """Return README's six figures and a line on their machines."""
-    step, word2vec, batching = (_read(f"{name}-cpu.json")["results"] for name in ("step", "word2vec", "batching"))
+    names = ("step", "many_tables", "word2vec", "batching")
+    step, many, word2vec, batching = (_read(f"{name}-cpu.json")["results"] for name in names)
     trainers = {
         kind: {name: entry.get("seconds") for name, entry in found["trainers"].items()}
         for kind, found in step["optimizers"].items()
@@ -48,14 +49,20 @@ def chosen() -> str:
     work = step["workload"]
     what = f"training step, {work['lookups']:,} lookups in {work['rows']:,} × {work['dim']}"
     lines = []
-    for kind, title, peer in (
-        ("adam", "Adam", "torch SparseAdam"),
-        ("adagrad", "Adagrad", "torch Adagrad, sparse"),
+    tables = many["workload"]
+    merged = many["ids"]["zipf"]["optimizers"]["sgd"]["trainers"]
+    for title, times, peer, whose in (
+        (f"Adam, {what}", trainers["adam"], "torch SparseAdam", "torch SparseAdam"),
+        (
+            f"SGD, training step, {tables['tables']} tables of {tables['rows']:,} × {tables['dim']}, "
+            f"batch of {tables['batch']:,}",
+            {name: entry["seconds"] for name, entry in merged.items()},
+            "torch SGD, sparse",
+            "torch's `EmbeddingBag`s",
+        ),
     ):
-        ours, theirs = trainers[kind]["speedswap"], trainers[kind][peer]
-        lines.append(
-            f"| {title}, {what} | {1000 * ours:.1f} ms | {peer}: {1000 * theirs:.1f} ms | {theirs / ours:.1f} × |"
-        )
+        ours, theirs = times["speedswap"], times[peer]
+        lines.append(f"| {title} | {1000 * ours:.1f} ms | {whose}: {1000 * theirs:.1f} ms | {theirs / ours:.1f} × |")
     sizes = next(entry for entry in step["sizes"] if entry["optimizer"] == "adam")
     small, large = (sizes["tables"][place] for place in (0, -1))
     lines.append(
@@ -83,7 +90,7 @@ def chosen() -> str:
         f"{batching['activations']['micro_batch_size']} "
         f"| {split:.1f} MiB | unsplit: {whole:.1f} MiB | {whole / split:.0f} × |"
     )
-    sources = [f"{name}-cpu.json" for name in ("step", "word2vec", "batching")]
+    sources = [f"{name}-cpu.json" for name in names]
     return "\n".join(
         [
             "| What | speedswap | Compared with | Ratio |",
