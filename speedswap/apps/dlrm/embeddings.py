@@ -88,8 +88,7 @@ class Embeddings(nn.Module):
         else:
             saved = make.open(configs, source / TABLES, mode="r")
             saved.save(folder / TABLES)
-            for table in stores(saved):
-                table.close()
+            saved.close()
             self.collection = make.open(configs, folder / TABLES)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -107,7 +106,7 @@ class Embeddings(nn.Module):
 
     def stores(self) -> list[speedswap.Table]:
         """Return the tables that hold those of the categories."""
-        return stores(self.collection)
+        return [group.table for group in self.collection.groups]  # type: ignore[misc]
 
     def save(self, folder: Path) -> None:
         """Write tables, ids and optimizer state into the folder of a checkpoint."""
@@ -115,15 +114,10 @@ class Embeddings(nn.Module):
 
     def close(self) -> None:
         """Close the tables, and remove those in a temporary directory."""
-        for table in self.stores():
-            table.close()
+        self.collection.close()
         if self._remove_folder is not None:
             self._remove_folder()
 
 
 def by_name(ids: Tensor) -> dict[str, Tensor]:
     return dict(zip(COLUMNS, ids, strict=True))
-
-
-def stores(collection: speedswap.EmbeddingBagCollection) -> list[speedswap.Table]:
-    return [group.table for group in collection.groups]  # type: ignore[misc]
