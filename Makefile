@@ -8,7 +8,8 @@
 #
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
-# PARTS=tests,sanitizer    of gpu-check, these parts alone, by name or group; OUT=… LIMIT=…: its folder and its seconds
+# PARTS=tests,sanitizer    of gpu-check, these parts alone, by name or group; OUT=… LIMIT=…: its folder and its seconds;
+#                          COMMIT=…: what the figures are of, where the files are no repository
 # MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
 # PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
 # SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
@@ -23,7 +24,8 @@ PROCESSES ?= 2
 MINUTES ?= 10
 SEED ?=
 ONLY ?=
-LIMIT ?= 450
+LIMIT ?= 470
+COMMIT ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -77,7 +79,7 @@ bench: $(VENV)/.stamp-demo
 	done
 
 gpu-check:
-	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --parts '$(PARTS)'
+	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --parts '$(PARTS)' --commit '$(COMMIT)'
 
 clean:
 	rm -rf $(VENV) build dist bench-output demo-output .hypothesis .mypy_cache .pytest_cache .ruff_cache

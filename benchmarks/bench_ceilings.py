@@ -1,6 +1,6 @@
 """The limits of a machine, and the engines beside them.
 
-    python benchmarks/bench_ceilings.py [--device cpu|cuda] [--quick] [--json FILE] [--plot FILE]
+    python benchmarks/bench_ceilings.py [--device cpu|cuda] [--quick] [--gib 1,10,60] [--json FILE] [--plot FILE]
 
 docs/design/benchmarks.md has the measurements and the keys of the JSON.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from machine import ceilings
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.plots import arrange, from_zero
 from speedswap.apps.bench.point import DIRECTIONS
+from speedswap.apps.errors import BenchmarkError
 from speedswap.cli import run_command
 
 if TYPE_CHECKING:
@@ -29,17 +31,29 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_options(parser)
+    parser.add_argument("--gib", help="sizes of the tables, whatever memory seems free: it may grow as it is used")
+    parser.add_argument("--seconds", type=float, help="be done in this time, with fewer measurements if need be")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, PNG or SVG by the name")
     return run_command(partial(run, parser.parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write the files asked for; return the exit status."""
+    """Measure, print, and write the files asked for; return 1 where a kind of figures could not be measured, else 0."""
     device = cli.prepare(args, args.plot)
-    found = ceilings.run(device, quick=args.quick)
-    cli.write(args.json, f"ceilings-{device}", found)
+    plan = ceilings.Plan.of(device, args.quick)
+    if args.gib is not None:
+        try:
+            footprints = tuple(sorted(int(float(each) * 2**30) for each in args.gib.split(",")))
+        except ValueError as error:
+            raise BenchmarkError(f"gib is {args.gib!r}: give numbers, with commas between them") from error
+        plan = replace(plan, footprints=footprints, exact=True)
+    if args.seconds is not None:
+        plan = replace(plan, seconds=args.seconds)
+    keep = partial(cli.write, args.json, f"ceilings-{device}")
+    found = ceilings.run(device, plan=plan, keep=keep)
+    keep(found)
     cli.draw(args.plot, {"ceilings": ceilings_figure(found)} if args.plot is not None else {})
-    return 0
+    return 1 if found["failed"] else 0
 
 
 def ceilings_figure(found: Mapping[str, Any]) -> Figure:

@@ -140,7 +140,7 @@ def train_in_speedswap(settings: Settings) -> Iterator[int]:
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
     data, scores, count = Data(settings), Scores(), 0
-    for batch in prefetched(model, data.batches(data.open()), torch.device("cpu"), settings.lookahead):
+    for batch in prefetched(model, data.batches(data.open()), torch.device("cpu"), settings.lookahead_depth()):
         scores.add(train_step(model, optimizer, batch), batch.samples.labels)
         count += batch.samples.size
         if count >= POINT_SAMPLES:

@@ -7,22 +7,18 @@ Every map is verified, then all take turns, each built anew from all keys. docs/
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
+import script
 from id_map.contestants import Contestant, contestants, verify, zipf_keys
 from torch import Tensor
 
 import speedswap
-from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import Peer, find_peer, show_peers
-from speedswap.apps.errors import BenchmarkError
-from speedswap.cli import run_command
 
 # Time of a peer over ours, at least; per peer the contestant of ours that does its job.
 GOALS = {"python": ("speedswap", 5.0), "pandas": ("speedswap", 2.0), "torchrec": ("speedswap, lfu", 3.0)}
@@ -128,19 +124,7 @@ def _show(found: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_options(parser)
-    return run_command(partial(run, parser.parse_args(argv)))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write the file asked for."""
-    if args.device not in (None, "cpu"):
-        raise BenchmarkError(f"device is {args.device!r}: this benchmark measures the CPU; leave it out")
-    args.device = "cpu"
-    cli.prepare(args)
-    cli.write(args.json, "id-map-cpu", measure(Plan.of(args.quick)))
-    return 0
+    return script.main("id-map", __doc__, lambda _, quick: measure(Plan.of(quick)), argv, cpu_alone=True)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,32 @@
 
 26 tables of 100,000 × 16 and batches of 2,048, as recommenders have them, with ids by Zipf's law and drawn uniformly:
 each trainer is verified, then all take turns. Then as many lookups in 1, 10, 100 and 1,000 tables with as many rows.
+With a GPU the tables are in host memory or on the GPU, as the trainers' names say, and ids follow Zipf's law alone.
 docs/design/benchmarks.md says more.
 
-    python benchmarks/bench_many_tables.py [--threads 2] [--quick] [--json FILE]
+    python benchmarks/bench_many_tables.py [--device cuda] [--threads 2] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import script
 import torch
 from many_tables.trainers import IDS, Contestant, Ours, Shape, Trainer, contestants, draw, verify
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
-from speedswap.apps.errors import BenchmarkError
-from speedswap.cli import run_command
 
 _LOOPS = 6  # as many loops as have ids of their own
 
-# Time of ours over that of a peer: at most this, by optimizer.
+# Time of ours over that of a peer on the CPU: at most this, by optimizer.
 GOALS = {
     "sgd": {"torch": 0.4, "FBGEMM": 0.8},
     "adagrad": {"torch": 0.3, "FBGEMM": 0.8},
@@ -59,13 +56,14 @@ class Plan:
     repeats: int
 
     @classmethod
-    def of(cls, quick: bool) -> Plan:
+    def of(cls, device: str, quick: bool) -> Plan:
         if quick:
             return cls(Shape(8, 10_000, 16, 512), IDS[:1], (1, 10, 100), 100_000, 4000, 6, 3)
-        return cls(Shape(26, 100_000, 16, 2048), IDS, (1, 10, 100, 1000), 2_000_000, 64_000, 12, 9)
+        ids, repeats = (IDS, 9) if device == "cpu" else (IDS[:1], 4)
+        return cls(Shape(26, 100_000, 16, 2048), ids, (1, 10, 100, 1000), 2_000_000, 64_000, 12, repeats)
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: Plan, device: str = "cpu") -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
 
     Returns:
@@ -75,10 +73,10 @@ def measure(plan: Plan) -> dict[str, Any]:
     Raises:
         WrongResultError: a trainer's result differs from torch's.
     """
-    peers = step_peers("cpu")
+    peers = step_peers(device)
     show_peers(peers)
     found: dict[str, Any] = {
-        "device": "cpu",
+        "device": device,
         "threads": torch.get_num_threads(),
         "peers": {name: peer._asdict() for name, peer in peers.items()},
         "workload": {**plan.shape._asdict(), "zipf_exponent": 1.05},
@@ -86,18 +84,18 @@ def measure(plan: Plan) -> dict[str, Any]:
         "acceptance": [],
     }
     for optimizer in OPTIMIZERS:
-        for one in _present(optimizer, peers):
-            verify(optimizer, one)
+        for one in _present(optimizer, device, peers):
+            verify(optimizer, one, device)
     for ids in plan.ids:
-        batches = draw(plan.shape, _LOOPS * plan.steps, ids)
+        batches = draw(plan.shape, _LOOPS * plan.steps, ids, device=device)
         unique = sum(len(kernels.unique(some)[0]) for some in batches[0])
         print(f"\n{plan.shape.tables} tables, ids {ids}: {unique:,} distinct rows per batch")
         results = found["ids"][ids] = {"unique_rows": unique, "optimizers": {}}
         for optimizer in OPTIMIZERS:
             result = results["optimizers"][optimizer] = compare(optimizer, plan, peers, batches)
             _show(optimizer, result)
-            found["acceptance"] += _accepted(ids, optimizer, result)
-    found["tables"] = by_number(plan)
+            found["acceptance"] += _accepted(ids, optimizer, result) if device == "cpu" else []
+    found["tables"] = by_number(plan, device)
     return found
 
 
@@ -108,12 +106,13 @@ def compare(optimizer: str, plan: Plan, peers: Mapping[str, Peer], batches: Sequ
         ``trainers``: by name the ``package`` and median ``seconds`` of a step; ``time_over``: the time of each of ours
         over that of each peer, below 1 where ours is faster.
     """
-    everyone = _present(optimizer, peers)
-    grad = torch.randn(plan.shape.batch, plan.shape.tables * plan.shape.dim)
+    device = batches[0].device.type
+    everyone = _present(optimizer, device, peers)
+    grad = torch.randn(plan.shape.batch, plan.shape.tables * plan.shape.dim, device=device)
     with ExitStack() as stack, torch.sparse.check_sparse_tensor_invariants(False):
         loops = {}
         for one in everyone:
-            trainer = one.make(plan.shape, optimizer)
+            trainer = one.make(plan.shape, optimizer, device)
             stack.callback(trainer.close)
             loops[one.name] = _loop(trainer, batches, plan.steps, grad)
         seconds = steps_in_turn(loops, steps=plan.steps, repeats=plan.repeats)
@@ -127,7 +126,7 @@ def compare(optimizer: str, plan: Plan, peers: Mapping[str, Peer], batches: Sequ
     }
 
 
-def by_number(plan: Plan) -> dict[str, Any]:
+def by_number(plan: Plan, device: str) -> dict[str, Any]:
     """Time our step with the same lookups in more and more tables, of as many rows in all, in turn.
 
     Returns:
@@ -138,10 +137,11 @@ def by_number(plan: Plan) -> dict[str, Any]:
     with ExitStack() as stack:
         for tables in plan.numbers:
             shape = Shape(tables, plan.all_rows // tables, plan.shape.dim, plan.lookups // tables)
-            trainer = Ours(shape, "sgd")
+            trainer = Ours(shape, "sgd", device)
             stack.callback(trainer.close)
-            grad = torch.randn(shape.batch, shape.tables * shape.dim)
-            loops[tables] = _loop(trainer, draw(shape, _LOOPS * plan.steps, "uniform"), plan.steps, grad)
+            grad = torch.randn(shape.batch, shape.tables * shape.dim, device=device)
+            batches = draw(shape, _LOOPS * plan.steps, "uniform", device=device)
+            loops[tables] = _loop(trainer, batches, plan.steps, grad)
             entries.append({"tables": tables, "rows": shape.rows, "batch": shape.batch})
         seconds = steps_in_turn(loops, steps=plan.steps, repeats=plan.repeats)
     print(f"\n{plan.lookups:,} lookups with sgd in {plan.all_rows:,} rows, by the number of tables:")
@@ -160,8 +160,8 @@ def by_number(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _present(optimizer: str, peers: Mapping[str, Peer]) -> list[Contestant]:
-    return [one for one in contestants(optimizer) if one.package not in peers or peers[one.package].present]
+def _present(optimizer: str, device: str, peers: Mapping[str, Peer]) -> list[Contestant]:
+    return [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
 
 
 def _loop(trainer: Trainer, batches: Sequence[Tensor], steps: int, grad: Tensor) -> Callable[[int], Iterator[None]]:
@@ -196,19 +196,7 @@ def _show(optimizer: str, result: Mapping[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_options(parser)
-    return run_command(partial(run, parser.parse_args(argv)))
-
-
-def run(args: argparse.Namespace) -> int:
-    """Measure, print, and write the file asked for."""
-    if args.device not in (None, "cpu"):
-        raise BenchmarkError(f"device is {args.device!r}: this benchmark measures the CPU; leave it out")
-    args.device = "cpu"
-    cli.prepare(args)
-    cli.write(args.json, "many_tables-cpu", measure(Plan.of(args.quick)))
-    return 0
+    return script.main("many_tables", __doc__, lambda device, quick: measure(Plan.of(device, quick), device), argv)
 
 
 if __name__ == "__main__":

@@ -2,31 +2,30 @@
 
     python benchmarks/bench_ncf.py RATINGS --seeds 3 --json ncf.json
     python benchmarks/bench_ncf.py --users 5000000 --items 1000000 --interactions 20000000 --steps 3000 --scratch DIR
+        --beside pageable
 
 Quality: the default settings, best of 20 epochs, and beside them nn.Embedding with torch's dense Adam on the very same
 batches, from the same initial values. Before that, with Adagrad, the losses of the two are compared bit for bit.
 Without RATINGS the interactions are made up.
 
 Scale: tables of 64 numbers and Adam's two columns in files, trained by the default settings but for the batch; steps a
-second over each tenth of the run, and the peak of resident memory, which includes file pages that the system can
-reclaim.
+second over each tenth of the run, and the peak of resident memory, with that of the storage beside it, if one is given.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from ncf.scale import batches_of, run_scale
 
 import speedswap
 from speedswap.apps.bench.measure import synchronize, write_json
 from speedswap.apps.ncf import (
     NCF,
-    Batches,
     Candidates,
     Settings,
     evaluate,
@@ -36,9 +35,7 @@ from speedswap.apps.ncf import (
     train_step,
 )
 from speedswap.apps.ncf.interactions import Split
-from speedswap.apps.ncf.training import prefetched
 
-WARM_UP_STEPS = 50
 COMPARED_STEPS = 100
 
 
@@ -53,6 +50,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096, help="interactions per step, each with four negatives")
     parser.add_argument("--steps", type=int, default=400, help="steps on the large tables")
     parser.add_argument("--storage", default="memmap", help="of the large tables")
+    parser.add_argument(
+        "--beside", metavar="STORAGE", help="another one, for the same tables and steps, to compare with"
+    )
     parser.add_argument("--scratch", type=Path, help="where their files go; the system's place by default")
     parser.add_argument("--lookahead", type=int, default=1)
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
@@ -112,11 +112,6 @@ def model_of(settings: Settings, split: Split) -> NCF:
     sizes = (split.train.num_users, split.train.num_items)
     shape = {"model": settings.model, "factors": settings.factors, "layers": settings.layers}
     return NCF(*sizes, **shape, storage=settings.storage, seed=settings.seed).to(settings.compute_device())
-
-
-def batches_of(settings: Settings, split: Split, epoch: int) -> Batches:
-    drawn = {"size": settings.batch, "negatives": settings.negatives, "seed": settings.seed}
-    return Batches(split.train, epoch=epoch, **drawn)
 
 
 def compare_losses(settings: Settings) -> bool:
@@ -188,87 +183,6 @@ def say(name: str, found: dict[str, Any]) -> None:
         f"in epoch {best['number']}, {found['training_seconds']:.1f} s",
         flush=True,
     )
-
-
-# ---------------------------------------------------------------------- scale
-
-
-def run_scale(args: argparse.Namespace) -> dict[str, Any]:
-    """Train large tables for a number of steps, with a clock and an eye on memory."""
-    settings = Settings(device=args.device, storage=args.storage, scratch=args.scratch, batch=args.batch)
-    device = settings.compute_device()
-    began = time.perf_counter()
-    split = generate_split(args.users, args.items, args.interactions, seed=0)
-    generate_seconds = time.perf_counter() - began
-    began = time.perf_counter()
-    model = NCF(args.users, args.items, storage=args.storage, scratch=args.scratch).to(device)
-    optimizer = settings.make_optimizer(model)
-    speedswap.attach(optimizer, model)
-    make_seconds = time.perf_counter() - began
-    tables = [model.user.table, model.item.table]
-    print(
-        f"{len(split.train):,} interactions made in {generate_seconds:.1f} s, tables in {make_seconds:.1f} s:",
-        *tables,
-        sep="\n  ",
-        flush=True,
-    )
-    marks: list[float] = []
-    losses: list[float] = []
-    steps, epoch = -WARM_UP_STEPS, 0
-    total = torch.zeros((), device=device)
-    while steps < args.steps:
-        for batch in prefetched(model, batches_of(settings, split, epoch), device, args.lookahead):
-            if steps >= 0 and steps % (args.steps // 10) == 0:
-                synchronize()
-                marks.append(time.perf_counter())
-                losses.append(total.item())
-                total.zero_()
-                if len(marks) > 10:
-                    steps = args.steps
-                    break
-            total += train_step(model, optimizer, batch)
-            steps += 1
-        epoch += 1
-    tenth = args.steps // 10
-    speeds = [tenth / (after - before) for before, after in itertools.pairwise(marks)]
-    resident = resident_gib()
-    found = {
-        "users": args.users,
-        "items": args.items,
-        "interactions": len(split.train),
-        "width": model.user.embedding_dim,
-        "optimizer": settings.optimizer,
-        "storage": args.storage,
-        "lookahead": args.lookahead,
-        "batch": args.batch,
-        "scores_a_step": args.batch * (1 + settings.negatives),
-        "steps": 10 * tenth,
-        "table_gib": round(sum(table.nbytes for table in tables) / 2**30, 3),
-        "resident_gib": resident,
-        "generate_seconds": round(generate_seconds, 2),
-        "make_seconds": round(make_seconds, 2),
-        "steps_per_second": round(10 * tenth / (marks[10] - marks[0]), 2),
-        "steps_per_second_by_tenth": [round(speed, 2) for speed in speeds],
-        "loss_by_tenth": [round(loss / tenth, 4) for loss in losses[1:]],
-    }
-    print(
-        f"{found['steps']:,} steps of {found['scores_a_step']:,} scores: {found['steps_per_second']:.1f} steps/s, "
-        "by tenth " + " ".join(f"{speed:.1f}" for speed in speeds)
-    )
-    print(", ".join(f"{name} {gib:.2f} GiB" for name, gib in resident.items()), flush=True)
-    model.close()
-    return found
-
-
-def resident_gib() -> dict[str, float]:
-    """Return the peak of resident memory, and its present size: the process's own, and of files."""
-    names = {"VmHWM": "most", "VmRSS": "now", "RssAnon": "now_own", "RssFile": "now_files"}
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return {}
-    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(tuple(names))}
-    return {name: round(int(fields[key]) / 2**20, 3) for key, name in names.items() if key in fields}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training steps over ten large tables in host memory, beside the bus's floor and FBGEMM.
 
-python benchmarks/bench_tables.py [--device cpu|cuda] [--quick] [--engine auto] [--profile FOLDER] [--json FILE]
+python benchmarks/bench_tables.py [--device cpu|cuda] [--quick] [--rows N] [--profile FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_options(parser)
     parser.add_argument("--engine", choices=kernels.ENGINES, default="auto", help="between host memory and a GPU")
+    parser.add_argument("--rows", type=int, help="of each table, whatever memory seems free: it may grow as it is used")
     parser.add_argument("--seconds", type=float, help="be done in this time, with fewer rows if need be")
     parser.add_argument(
         "--profile",
@@ -45,8 +46,13 @@ def run(args: argparse.Namespace) -> int:
         if not args.seconds > 0:
             raise BenchmarkError(f"seconds is {args.seconds:g}: give a number above 0")
         plan = replace(plan, seconds=args.seconds)
-    found = measure(device, plan, profile_to=args.profile, engine=args.engine)
-    cli.write(args.json, f"tables-{device}", found)
+    if args.rows is not None:
+        if args.rows < 1:
+            raise BenchmarkError(f"rows is {args.rows}: give 1 or more")
+        plan = replace(plan, shape=replace(plan.shape, rows=args.rows), exact=True)
+    keep = partial(cli.write, args.json, f"tables-{device}")
+    found = measure(device, plan, profile_to=args.profile, engine=args.engine, keep=keep)
+    keep(found)
     return 1 if found["failed"] else 0
 
 

@@ -32,6 +32,7 @@ from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import write_whole
 from speedswap.apps.output import check_output
 from speedswap.cli import run_command
+from speedswap.kernels.cuda.shapes import HOST_THREADS_PER_BLOCK
 
 __all__ = ["KINDS", "Lane", "Span", "draw", "figures", "lanes", "read", "record"]
 
@@ -41,8 +42,9 @@ _COLORS = {"compute": "tab:blue", "swap in": "tab:green", "swap out": "tab:orang
 _STEPS = 4
 _WARM_UP = 4
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-# Our kernels have C names; torch's have a return type before theirs.
-_OURS = re.compile(r"(gather|scatter)_\w+_i(?:32|64)$")
+# Our kernels have C names; torch's have a return type before theirs. In the largest thread blocks they move host
+# memory, in smaller ones rows within the GPU.
+_OURS = re.compile(r"(gather|scatter)_(?:w\d+|int8|b?float16_w\d+)$")
 # Smaller copies carry a count or a pointer, not rows.
 _LEAST_BYTES = 1 << 16
 
@@ -124,9 +126,9 @@ def read(trace: Path) -> list[Mapping[str, Any]]:
 def lanes(events: Iterable[Mapping[str, Any]]) -> list[Lane]:
     """Sort the events by stream and thread, the GPU's streams first.
 
-    On a GPU, copies between host and device and our own kernels are the swap; other work is compute on the stream that
-    computes most, and work on ids on the other streams. In a thread, the ranges that the package records have their
-    kind as name, and torch's operations outside of them are compute.
+    On a GPU, copies between host and device and our own kernels over the bus are the swap; other work is compute on the
+    stream that computes most, and work on ids on the other streams. In a thread, the ranges that the package records
+    have their kind as name, and torch's operations outside of them are compute.
     """
     streams: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     threads: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -163,7 +165,8 @@ def _swaps(event: Mapping[str, Any]) -> str | None:
         found = [kind for word, kind in way.items() if word in name]
         return found[0] if found and event.get("args", {}).get("bytes", _LEAST_BYTES) >= _LEAST_BYTES else None
     ours = _OURS.match(name)
-    return None if ours is None else "swap in" if ours[1] == "gather" else "swap out"
+    crosses = event.get("args", {}).get("block", [0])[0] == HOST_THREADS_PER_BLOCK
+    return None if ours is None or not crosses else "swap in" if ours[1] == "gather" else "swap out"
 
 
 def _stream(number: int, events: Sequence[Mapping[str, Any]], computes: bool) -> Lane:

@@ -1,7 +1,5 @@
 #include "background.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -11,9 +9,10 @@
 #include <deque>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
 
+#include "per_process.h"
 #include "pool.h"
+#include "quiet_thread.h"
 
 namespace speedswap {
 
@@ -25,7 +24,8 @@ class Background {
         job->process_ = getpid();
         {
             std::lock_guard<std::mutex> lock(mutex_);
-            if (!started_) start();
+            if (!started_) quiet_thread([this] { serve(); }).detach();
+            started_ = true;
             threads_ = threads;
             jobs_.push_back(std::move(job));
         }
@@ -49,21 +49,6 @@ class Background {
     }
 
   private:
-    void start() {
-        // Signals belong to the interpreter's threads.
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        try {
-            std::thread([this] { serve(); }).detach();
-        } catch (...) {
-            pthread_sigmask(SIG_SETMASK, &before, nullptr);
-            throw;
-        }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        started_ = true;
-    }
-
     void serve() {
         use_own_pool();
 #ifdef __linux__
@@ -100,18 +85,8 @@ class Background {
 
 namespace {
 
-// Never destroyed: its thread may still wait while the process exits. A forked child does not inherit the thread, and
-// starts with a new instance.
-std::atomic<Background*> current_background{nullptr};
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current_background.store(nullptr); });
-
 Background& background() {
-    Background* existing = current_background.load(std::memory_order_acquire);
-    if (existing != nullptr) return *existing;
-    Background* fresh = new Background;
-    if (current_background.compare_exchange_strong(existing, fresh)) return *fresh;
-    delete fresh;
-    return *existing;
+    return per_process<Background>();
 }
 
 }  // namespace
@@ -138,9 +113,7 @@ void queue(std::shared_ptr<Job> job, int threads) {
 }
 
 void drain() {
-    Background* const existing = current_background.load(std::memory_order_acquire);
-    if (existing == nullptr) return;
-    if (const std::shared_ptr<Job> last = existing->last()) existing->finish(*last, 1);
+    if (const std::shared_ptr<Job> last = background().last()) background().finish(*last, 1);
 }
 
 // ---- jobs by kind --------------------------------------------------------------------------------------------------

@@ -15,15 +15,20 @@
 #include "id_map_bindings.h"
 #include "lines.h"
 #include "pairs.h"
+#include "pointer.h"
 #include "pool.h"
+#include "row_log_bindings.h"
 #include "rows_cpu.h"
 #include "segments.h"
+#include "staging_bindings.h"
+#include "vector_bindings.h"
 #include "without_gil.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using speedswap::at;
 using speedswap::Buffer;
 using speedswap::FeatureIds;
 using speedswap::Fill;
@@ -42,11 +47,6 @@ using PartTuple = std::variant<CopiedPart, ConvertedPart>;
 
 void require(bool holds, const char* name, int64_t value, const char* wanted) {
     if (!holds) throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ", not " + wanted);
-}
-
-template <typename T = char>
-T* at(uintptr_t pointer) {
-    return reinterpret_cast<T*>(pointer);
 }
 
 Ids ids_at(uintptr_t pointer, int64_t count) {
@@ -125,6 +125,16 @@ int64_t last_occurrences(uintptr_t ids, int64_t count, uintptr_t positions) {
 int64_t unique(uintptr_t ids, int64_t count, uintptr_t rows, uintptr_t local, int threads) {
     const Ids checked = ids_at(ids, count);
     return without_gil([&] { return speedswap::unique(checked, at<int64_t>(rows), at<int64_t>(local), threads); });
+}
+
+void by_owner(uintptr_t ids, int64_t count, int bits, uint64_t factor, int64_t world_size, uintptr_t ordered,
+              uintptr_t places, uintptr_t counts) {
+    const Ids checked = ids_at(ids, count);
+    require(bits >= 0 && bits < 32, "bits", bits, "0 to 31");
+    require(world_size >= 1 && world_size <= int64_t(1) << bits, "world_size", world_size, "1 to 2**bits");
+    const speedswap::Owners owners = {bits, factor, world_size};
+    without_gil(
+        [&] { speedswap::by_owner(checked, owners, at<int64_t>(ordered), at<int64_t>(places), at<int64_t>(counts)); });
 }
 
 using FeaturesTuple = std::tuple<int64_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
@@ -334,6 +344,8 @@ PYBIND11_MODULE(_C, module) {
     module.def("first_fall", &first_fall, arg("values"), arg("count"), arg("threads"));
     module.def("first_duplicate", &first_duplicate, arg("ids"), arg("count"), arg("num_rows"));
     module.def("last_occurrences", &last_occurrences, arg("ids"), arg("count"), arg("positions"));
+    module.def("by_owner", &by_owner, arg("ids"), arg("count"), arg("bits"), arg("factor"), arg("world_size"),
+               arg("ordered"), arg("places"), arg("counts"));
     module.def("unique", &unique, arg("ids"), arg("count"), arg("rows"), arg("local"), arg("threads"));
     module.def("merge_ids", &merge_ids, arg("ids"), arg("count"), arg("item_bytes"), arg("features"), arg("rows"),
                arg("num_rows"), arg("threads"));
@@ -393,4 +405,7 @@ PYBIND11_MODULE(_C, module) {
     module.def("forward", &forward, arg("from_rows"), arg("from_count"), arg("to_rows"), arg("to_count"),
                arg("columns"), arg("threads"));
     speedswap::bind_id_map(module);
+    speedswap::bind_row_log(module);
+    speedswap::bind_staging(module);
+    speedswap::bind_vectors(module);
 }

@@ -1,6 +1,7 @@
 #include "cells.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <new>
@@ -27,7 +28,8 @@ void free_pages(void* pages, int64_t bytes) {
 }
 
 void drop_pages(void* pages, int64_t bytes) {
-    if (bytes > 0) madvise(pages, size_t(bytes), MADV_DONTNEED);
+    static const int64_t page = sysconf(_SC_PAGESIZE);  // may be more than kPage, and madvise would round up
+    if (bytes >= page) madvise(pages, size_t(bytes / page * page), MADV_DONTNEED);
 }
 
 }  // namespace speedswap

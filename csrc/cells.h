@@ -10,7 +10,7 @@ namespace speedswap {
 // are multiples of kPage; pages == nullptr has none. Throws std::bad_alloc, and `pages` is as before.
 void* grown_pages(void* pages, int64_t had_bytes, int64_t bytes);
 void free_pages(void* pages, int64_t bytes);
-// Gives memory back before its end; it must not be read again.
+// Gives the whole pages of some memory back before its end; they must not be read again.
 void drop_pages(void* pages, int64_t bytes);
 
 constexpr int64_t kPage = 4096;
@@ -33,7 +33,7 @@ class Cells {
         if (count > bytes_ / int64_t(sizeof(T))) resize(count + count / 16);
     }
     // Gives the memory of the first `count` items back, nearly: they must not be read again.
-    void drop(int64_t count) { drop_pages(data_, count * int64_t(sizeof(T)) / kPage * kPage); }
+    void drop(int64_t count) { drop_pages(data_, count * int64_t(sizeof(T))); }
 
     T& operator[](int64_t i) { return data_[i]; }
     const T& operator[](int64_t i) const { return data_[i]; }

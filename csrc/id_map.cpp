@@ -1,7 +1,10 @@
 #include "id_map.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
+
+#include "pool.h"
 
 namespace speedswap {
 namespace {
@@ -24,9 +27,13 @@ uint32_t IdMap::count(bool on_probation, int64_t cell) const {
     return evict_ == Evict::lfu ? counts_[cell] : 0;
 }
 
+Key IdMap::key_of(bool on_probation, int64_t cell) const {
+    return on_probation && sightings_[cell] == 0 ? Key{0} : keys(on_probation).key_of(cell);
+}
+
 int64_t IdMap::bytes() const {
     return rows_.bytes() + probation_.bytes() + last_.bytes() + counts_.bytes() + sightings_.bytes() +
-           int64_t((candidates_.capacity() + aside_.capacity()) * sizeof(Candidate));
+           changed_.bytes() + int64_t((candidates_.capacity() + aside_.capacity()) * sizeof(Candidate));
 }
 
 // ---- a batch -------------------------------------------------------------------------------------------------------
@@ -120,6 +127,7 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
     if (cell == 0) {
         cell = cursor_ = cursor_ % capacity_ + 1;
         sightings_.reserve(cell + 1);
+        changed_.reserve(cell / kTogether + 1);
         const bool taken = sightings_[cell] != 0;
         save(undo, true, cell, taken);
         if (taken) probation_.remove(cell);
@@ -129,6 +137,7 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
     } else {
         save(undo, true, cell, true);
     }
+    changed_[cell / kTogether] = clock_;
     if (++sightings_[cell] < admit_after_) return false;
     probation_.remove(cell);
     sightings_[cell] = 0;
@@ -280,6 +289,64 @@ void IdMap::undo(Undo& undo) {
     forget_candidates();
 }
 
+// ---- several maps --------------------------------------------------------------------------------------------------
+
+int64_t add_all(const std::vector<Addition>& additions, int threads) {
+    const int64_t count = int64_t(additions.size());
+    std::vector<char> added(additions.size());
+    std::vector<std::exception_ptr> errors(additions.size());
+    parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const Addition& each = additions[size_t(i)];
+            try {
+                added[size_t(i)] = each.map.add(each.keys, each.rows, &each.undo, count == 1 ? threads : 1);
+            } catch (...) {
+                errors[size_t(i)] = std::current_exception();
+            }
+        }
+    });
+    const int64_t failed = std::find(added.begin(), added.end(), false) - added.begin();
+    if (failed == count) return -1;
+    for (const Addition& each : additions)
+        each.map.undo(each.undo);
+    for (const std::exception_ptr& error : errors)
+        if (error) std::rethrow_exception(error);
+    return failed;
+}
+
+// ---- what has changed ----------------------------------------------------------------------------------------------
+
+// A row of a map that evicts was changed by the last batch that had its key; others are not changed once they have one.
+// An undone batch may leave marks of its own: more cells are returned then than have changed.
+std::vector<int32_t> IdMap::changed(bool on_probation, const Cursor& since, int64_t first, int64_t end) const {
+    const int64_t count = on_probation ? probation_used_ : used_;
+    const int64_t had = std::min(count, on_probation ? since.probation_used : since.used);
+    const uint32_t clock = uint32_t(since.clock);
+    const bool is_fixed = !on_probation && evict_ == Evict::none;
+    const auto is_changed = [&](int64_t cell) {
+        return on_probation ? changed_[cell / kTogether] > clock : !is_fixed && last_[cell] > clock;
+    };
+    const auto is_any_changed = [&](int64_t from, int64_t until) {
+        if (on_probation || is_fixed) return is_changed(from);
+        uint32_t any = 0;
+        for (int64_t row = from; row < until; ++row)
+            any |= uint32_t(last_[row] > clock);
+        return any != 0;
+    };
+    const auto is_asked = [&](int64_t from, int64_t until) { return from < end && until > first; };
+    std::vector<int32_t> cells;
+    const int64_t stop = is_fixed ? std::min(end, had + 1) : had + 1;
+    for (int64_t from = is_fixed ? first : 1, until = 0; from < stop; from = until) {
+        until = std::min((from / kTogether + 1) * kTogether, stop);
+        if (!is_any_changed(from, until) && !is_asked(from, until)) continue;  // as most
+        for (int64_t cell = from; cell < until; ++cell)
+            if (is_changed(cell) || is_asked(cell, cell + 1)) cells.push_back(int32_t(cell));
+    }
+    for (int64_t cell = had + 1; cell <= count; ++cell)
+        cells.push_back(int32_t(cell));
+    return cells;
+}
+
 // ---- restoring -----------------------------------------------------------------------------------------------------
 
 void IdMap::restore(const Cursor& cursor) {
@@ -288,6 +355,7 @@ void IdMap::restore(const Cursor& cursor) {
     probation_used_ = cursor.probation_used;
     cursor_ = cursor.cursor;
     sightings_.reserve(probation_used_ + 1);
+    changed_.reserve(probation_used_ / kTogether + 1);
 }
 
 bool IdMap::restore(bool on_probation, int64_t cell, const Key& key, uint32_t last, uint32_t count) {

@@ -67,8 +67,12 @@ class IdMap {
 
     Cursor cursor() const { return {used_, clock_, probation_used_, cursor_}; }
     const KeyTable& keys(bool on_probation) const { return on_probation ? probation_ : rows_; }
+    // The cells that may differ from what they were when the cursor was this one, and cells `first` to `end` - 1.
+    std::vector<int32_t> changed(bool on_probation, const Cursor& since, int64_t first, int64_t end) const;
     uint32_t last(int64_t row) const { return evict_ == Evict::none ? 0 : last_[row]; }
     uint32_t count(bool on_probation, int64_t cell) const;
+    // Of a cell without a key: number 0, no text.
+    Key key_of(bool on_probation, int64_t cell) const;
     int64_t bytes() const;
 
     // Restores a map that is empty, a cell at a time. Returns false for a key that is there already.
@@ -115,6 +119,8 @@ class IdMap {
     int64_t probation_used_ = 0;
     int64_t cursor_ = 0;
     Cells<uint32_t> sightings_;  // by cell, 0 for one without a key
+    Cells<uint32_t> changed_;    // by kTogether neighbouring cells: the last batch that changed one of them
+    static constexpr int64_t kTogether = 16;
 
     // The rows that are to be evicted next: a heap of all up to `bound_`, with the ranks that they had when they came.
     std::vector<Candidate> candidates_;
@@ -122,5 +128,17 @@ class IdMap {
     Candidate bound_ = {0, 0};
     bool chosen_ = false;  // during the present batch
 };
+
+// A batch for one of several maps.
+struct Addition {
+    IdMap& map;
+    Keys keys;
+    int64_t* rows;
+    IdMap::Undo& undo;
+};
+
+// Adds batches to several maps, no map twice, side by side: to all, or to none. Returns -1, or the first map that lacks
+// rows.
+int64_t add_all(const std::vector<Addition>& additions, int threads);
 
 }  // namespace speedswap

@@ -8,6 +8,7 @@
 
 #include "buffer.h"
 #include "id_map.h"
+#include "pointer.h"
 #include "texts.h"
 #include "without_gil.h"
 
@@ -15,11 +16,6 @@ namespace py = pybind11;
 
 namespace speedswap {
 namespace {
-
-template <typename T = char>
-T* at(uintptr_t pointer) {
-    return reinterpret_cast<T*>(pointer);
-}
 
 // numbers, count, text, offsets; the last two are 0 unless keys are exact strings.
 using KeysTuple = std::tuple<uintptr_t, int64_t, uintptr_t, uintptr_t>;
@@ -41,6 +37,25 @@ bool add(IdMap& map, const KeysTuple& tuple, uintptr_t rows, IdMap::Undo* undo, 
     return without_gil([&] { return map.add(keys, at<int64_t>(rows), undo, threads); });
 }
 
+// The maps, their keys, and the ways back; the rows of all lie side by side. Returns -1, or the map that is full.
+int64_t add_to_maps(const std::vector<std::tuple<IdMap*, KeysTuple, IdMap::Undo*>>& batches, uintptr_t rows,
+                    int threads) {
+    std::vector<Addition> additions;
+    int64_t* to = at<int64_t>(rows);
+    for (const auto& [map, tuple, undo] : batches) {
+        additions.push_back({*map, keys_of(tuple), to, *undo});
+        to += additions.back().keys.count;
+    }
+    return without_gil([&] { return add_all(additions, threads); });
+}
+
+using CursorTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+IdMap::Cursor cursor_of(const CursorTuple& tuple) {
+    const auto [used, clock, probation_used, ring] = tuple;
+    return {used, clock, probation_used, ring};
+}
+
 // Where a table's cells are saved to and restored from: by cell, from 1 on. Texts lie side by side.
 struct Saved {
     uint64_t* numbers;
@@ -56,18 +71,27 @@ Saved saved_at(const SavedTuple& tuple) {
     return {at<uint64_t>(numbers), at<uint32_t>(last), at<uint32_t>(counts), at<int64_t>(offsets), at<char>(text)};
 }
 
-void save(const IdMap& map, bool on_probation, const SavedTuple& tuple) {
+// The i-th of some cells, or of all where none are given.
+int64_t cell_at(uintptr_t cells, int64_t i) {
+    return cells == 0 ? i + 1 : at<const int32_t>(cells)[i];
+}
+
+int64_t text_bytes(const IdMap& map, bool on_probation, uintptr_t cells, int64_t count) {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < count; ++i)
+        bytes += map.key_of(on_probation, cell_at(cells, i)).length;
+    return bytes;
+}
+
+void save(const IdMap& map, bool on_probation, uintptr_t cells, int64_t count, const SavedTuple& tuple) {
     const Saved saved = saved_at(tuple);
-    const KeyTable& table = map.keys(on_probation);
-    const IdMap::Cursor cursor = map.cursor();
-    const int64_t count = on_probation ? cursor.probation_used : cursor.used;
     int64_t end = 0;
     for (int64_t i = 0; i < count; ++i) {
-        const uint32_t seen = map.count(on_probation, i + 1);
-        const bool taken = !on_probation || seen != 0;
-        const Key key = taken ? table.key_of(i + 1) : Key{0};
+        const int64_t cell = cell_at(cells, i);
+        const Key key = map.key_of(on_probation, cell);
+        const uint32_t seen = map.count(on_probation, cell);
         saved.numbers[i] = key.number;
-        if (saved.last != nullptr) saved.last[i] = map.last(i + 1);
+        if (saved.last != nullptr) saved.last[i] = map.last(cell);
         if (saved.counts != nullptr) saved.counts[i] = seen;
         if (saved.offsets == nullptr) continue;
         saved.offsets[i] = end;
@@ -78,13 +102,12 @@ void save(const IdMap& map, bool on_probation, const SavedTuple& tuple) {
 }
 
 // Returns false for a key that occurs twice. Counts of 0 mark cells on probation without a key.
-bool restore(IdMap& map, const std::tuple<int64_t, int64_t, int64_t, int64_t>& cursor, const SavedTuple& rows,
-             const SavedTuple& probation) {
-    const auto [used, clock, probation_used, ring] = cursor;
-    map.restore({used, clock, probation_used, ring});
+bool restore(IdMap& map, const CursorTuple& tuple, const SavedTuple& rows, const SavedTuple& probation) {
+    const IdMap::Cursor cursor = cursor_of(tuple);
+    map.restore(cursor);
     for (const bool on_probation : {false, true}) {
         const Saved saved = saved_at(on_probation ? probation : rows);
-        const int64_t count = on_probation ? probation_used : used;
+        const int64_t count = on_probation ? cursor.probation_used : cursor.used;
         const Keys keys = {saved.numbers, count, saved.text, saved.offsets};
         for (int64_t i = 0; i < count; ++i) {
             const uint32_t seen = saved.counts == nullptr ? 0 : saved.counts[i];
@@ -167,10 +190,16 @@ void bind_id_map(py::module_& module) {
              })
         .def("bytes", &IdMap::bytes)
         .def(
-            "text_bytes", [](const IdMap& map, bool on_probation) { return map.keys(on_probation).text_bytes(); },
-            arg("on_probation"))
-        .def("save", &save, arg("on_probation"), arg("to"))
+            "changed",
+            [](const IdMap& map, bool on_probation, const CursorTuple& since, int64_t first, int64_t end) {
+                const auto cells = without_gil([&] { return map.changed(on_probation, cursor_of(since), first, end); });
+                return buffer_of(cells.data(), cells.size() * sizeof(int32_t));
+            },
+            arg("on_probation"), arg("since"), arg("first"), arg("end"))
+        .def("text_bytes", &text_bytes, arg("on_probation"), arg("cells"), arg("count"))
+        .def("save", &save, arg("on_probation"), arg("cells"), arg("count"), arg("to"))
         .def("restore", &restore, arg("cursor"), arg("rows"), arg("probation"));
+    module.def("add_to_maps", &add_to_maps, arg("batches"), arg("rows"), arg("threads"));
     module.def(
         "hash_texts",
         [](uintptr_t bytes, uintptr_t offsets, int64_t count, uintptr_t out, int threads) {

@@ -173,6 +173,27 @@ int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads) {
     return unique_by_radix<Wide>(ids, first, range, rows, local);
 }
 
+int64_t Owners::of(int64_t id) const {
+    if (bits == 0) return 0;
+    constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;
+    const uint64_t last = (uint64_t(1) << bits) - 1, low = uint64_t(id) & last, high = uint64_t(id) >> bits;
+    const uint64_t bucket = (low * factor + (high * kGolden >> (64 - bits))) & last;
+    return int64_t(bucket * uint64_t(world_size) >> bits);
+}
+
+void by_owner(Ids ids, const Owners& owners, int64_t* ordered, int64_t* places, int64_t* counts) {
+    std::fill_n(counts, owners.world_size, int64_t(0));
+    for (int64_t i = 0; i < ids.count; ++i)
+        ++counts[places[i] = owners.of(ids.data[i])];
+    std::vector<int64_t> next(size_t(owners.world_size), 0);
+    for (size_t rank = 1; rank < next.size(); ++rank)
+        next[rank] = next[rank - 1] + counts[rank - 1];
+    for (int64_t i = 0; i < ids.count; ++i) {
+        const int64_t place = next[size_t(places[i])]++;
+        ordered[places[i] = place] = ids.data[i];
+    }
+}
+
 bool merge_ids(const FeatureIds& features, int64_t* rows, int64_t num_rows, int threads) {
     std::vector<int64_t> begins, ends;  // among the ids; among the rows
     int64_t total = 0;

@@ -68,7 +68,6 @@ class KeyTable {
     Key key_of(int64_t cell) const;
     bool exact() const { return exact_; }
     int64_t bytes() const;
-    int64_t text_bytes() const { return int64_t(text_.size()) - unused_text_; }
 
   private:
     static constexpr int kSlots = 16;

@@ -27,87 +27,117 @@ inline int64_t num_pairs(int64_t vectors) {
     return vectors * (vectors - 1) / 2;
 }
 
-// One sample's vectors, from both of their places.
-struct Sample {
-    const float* first;
-    const float* rest;
-    int64_t width;
+constexpr int64_t kRows = 4;  // of a product, at once: their sums do not wait for one another
 
-    const float* at(int64_t i) const { return i == 0 ? first : rest + (i - 1) * width; }
-};
+inline int64_t in_blocks(int64_t rows) {
+    return (rows + kRows - 1) / kRows * kRows;
+}
 
-inline Sample sample_of(const Samples& samples, int64_t s) {
-    return {samples.first + s * samples.width, samples.rest + s * samples.others * samples.width, samples.width};
+// to(i) <- row i of factors times matrix, for all rows, in blocks. Sums are taken in the order of the terms. A row's
+// first columns(i) are right, which do not decrease with i: lanes past them go where a later row has columns in the
+// same lanes, or in lanes before them, which are stored later.
+template <typename Columns, typename To>
+inline void multiply(const float* factors, int64_t rows, int64_t terms, const float* matrix, int64_t stride,
+                     Columns&& columns, To&& to) {
+    for (int64_t first = 0; first < rows; first += kRows)
+        for (int64_t column = padded(columns(first + kRows - 1)) - kLanes; column >= 0; column -= kLanes) {
+            Vector sums[kRows] = {};
+            for (int64_t term = 0; term < terms; ++term) {
+                const Vector lanes = *reinterpret_cast<const Vector*>(matrix + term * stride + column);
+                for (int64_t i = 0; i < kRows; ++i)
+                    sums[i] += factors[(first + i) * terms + term] * lanes;
+            }
+            for (int64_t i = 0; i < kRows; ++i)
+                *reinterpret_cast<Vector*>(to(first + i) + column) = sums[i];
+        }
+}
+
+typedef float Four __attribute__((vector_size(kRows * 4), aligned(4)));
+
+// The first, or the last, two items of each of two vectors, in turns.
+#if __has_builtin(__builtin_shufflevector)
+#define FIRST_OF(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define LAST_OF(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#else  // GCC before 12
+typedef int32_t Places __attribute__((vector_size(kRows * 4)));
+#define FIRST_OF(a, b) __builtin_shuffle(a, b, Places{0, 4, 1, 5})
+#define LAST_OF(a, b) __builtin_shuffle(a, b, Places{2, 6, 3, 7})
+#endif
+
+// to <- kRows rows of a matrix as columns, `stride` apart.
+inline void transpose_rows(const float* rows, int64_t width, float* to, int64_t stride) {
+    int64_t k = 0;
+    for (; k + kRows <= width; k += kRows) {
+        const auto row = [=](int64_t i) { return *reinterpret_cast<const Four*>(rows + i * width + k); };
+        const Four even = FIRST_OF(row(0), row(2)), odd = FIRST_OF(row(1), row(3));
+        const Four later_even = LAST_OF(row(0), row(2)), later_odd = LAST_OF(row(1), row(3));
+        const Four columns[] = {FIRST_OF(even, odd), LAST_OF(even, odd), FIRST_OF(later_even, later_odd),
+                                LAST_OF(later_even, later_odd)};
+        for (int64_t j = 0; j < kRows; ++j)
+            *reinterpret_cast<Four*>(to + (k + j) * stride) = columns[j];
+    }
+    for (; k < width; ++k)
+        for (int64_t i = 0; i < kRows; ++i)
+            to[k * stride + i] = rows[i * width + k];
+}
+
+inline void copy_vectors(const Samples& samples, int64_t s, float* to) {
+    const int64_t width = samples.width, rest_items = samples.others * width;
+    std::memcpy(to, samples.first + s * width, size_t(width) * sizeof(float));
+    std::memcpy(to + width, samples.rest + s * rest_items, size_t(rest_items) * sizeof(float));
 }
 
 int64_t scratch_items(int64_t vectors, int64_t width) {
-    const int64_t products = width * padded(vectors) + width + num_pairs(vectors) + kLanes;
-    const int64_t gradients = vectors * padded(width) + vectors * vectors + padded(width);
-    return products > gradients ? products : gradients;
+    const int64_t rows = in_blocks(vectors);
+    const int64_t products = width * padded(rows) + num_pairs(rows);
+    const int64_t gradients = rows * (vectors + width);
+    return rows * width + kLanes + (products > gradients ? products : gradients) + kLanes;
 }
 
-// Vector i times the transposed vectors, lanes of them at a time.
+// The vectors times the transposed vectors.
 void products(const Samples& samples, float* out, float* scratch, int64_t begin, int64_t end) {
-    const int64_t vectors = 1 + samples.others, width = samples.width, stride = padded(vectors);
-    const int64_t items = width + num_pairs(vectors);
-    float* const transposed = scratch;
-    float* const row = scratch + width * stride;  // a sample's items, with room for the lanes after the last pair
-    for (int64_t k = 0; k < width; ++k)
-        std::memset(transposed + k * stride + vectors, 0, size_t(stride - vectors) * sizeof(float));
+    const int64_t vectors = 1 + samples.others, width = samples.width;
+    const int64_t rows = in_blocks(vectors), stride = padded(rows), pairs = num_pairs(vectors);
+    float* const given = scratch;  // a sample's vectors, with zeros up to whole blocks
+    float* const transposed = given + rows * width + kLanes;
+    float* const found = transposed + width * stride;
+    std::memset(scratch, 0, size_t(scratch_items(vectors, width)) * sizeof(float));
     for (int64_t s = begin; s < end; ++s) {
-        const Sample sample = sample_of(samples, s);
-        for (int64_t i = 0; i < vectors; ++i)
-            for (int64_t k = 0; k < width; ++k)
-                transposed[k * stride + i] = sample.at(i)[k];
-        std::memcpy(row, sample.first, size_t(width) * sizeof(float));
-        float* pair = row + width;
-        for (int64_t i = 1; i < vectors; pair += i, ++i) {
-            const float* const vector = sample.at(i);
-            for (int64_t j = 0; j < i; j += kLanes) {
-                Vector sum = {};
-                for (int64_t k = 0; k < width; ++k)
-                    sum += vector[k] * *reinterpret_cast<const Vector*>(transposed + k * stride + j);
-                *reinterpret_cast<Vector*>(pair + j) = sum;
-            }
-        }
-        std::memcpy(out + s * items, row, size_t(items) * sizeof(float));
+        copy_vectors(samples, s, given);
+        for (int64_t first = 0; first < rows; first += kRows)
+            transpose_rows(given + first * width, width, transposed + first, stride);
+        multiply(
+            given, vectors, width, transposed, stride, [](int64_t i) { return i; },
+            [=](int64_t i) { return found + num_pairs(i); });
+        float* const to = out + s * (width + pairs);
+        std::memcpy(to, given, size_t(width) * sizeof(float));
+        std::memcpy(to + width, found, size_t(pairs) * sizeof(float));
     }
 }
 
-// The symmetric matrix of the pairs' gradients times the vectors.
+// The symmetric matrix of the pairs' gradients, times the vectors.
 void gradients(const Samples& samples, const float* grad, float* grad_first, float* grad_rest, float* scratch,
                int64_t begin, int64_t end) {
-    const int64_t vectors = 1 + samples.others, width = samples.width, stride = padded(width);
-    const int64_t items = width + num_pairs(vectors);
-    float* const rows = scratch;  // the vectors, each followed by zeros
-    float* const matrix = scratch + vectors * stride;
-    float* const row = matrix + vectors * vectors;
-    for (int64_t i = 0; i < vectors; ++i) {
-        std::memset(rows + i * stride + width, 0, size_t(stride - width) * sizeof(float));
-        matrix[i * vectors + i] = 0;
-    }
+    const int64_t vectors = 1 + samples.others, width = samples.width, rest_items = samples.others * width;
+    const int64_t rows = in_blocks(vectors), pairs = num_pairs(vectors);
+    float* const given = scratch;  // a sample's vectors, with room for the lanes after the last one
+    float* const matrix = given + rows * width + kLanes;
+    float* const found = matrix + rows * vectors;
+    std::memset(scratch, 0, size_t(scratch_items(vectors, width)) * sizeof(float));
     for (int64_t s = begin; s < end; ++s) {
-        const Sample sample = sample_of(samples, s);
-        const float* const direct = grad + s * items;
+        copy_vectors(samples, s, given);
+        const float* const direct = grad + s * (width + pairs);
         const float* pair = direct + width;
-        for (int64_t i = 0; i < vectors; pair += i, ++i) {
-            std::memcpy(rows + i * stride, sample.at(i), size_t(width) * sizeof(float));
+        for (int64_t i = 0; i < vectors; pair += i, ++i)
             for (int64_t j = 0; j < i; ++j)
                 matrix[i * vectors + j] = matrix[j * vectors + i] = pair[j];
-        }
-        for (int64_t i = 0; i < vectors; ++i) {
-            for (int64_t k = 0; k < width; k += kLanes) {
-                Vector sum = {};
-                for (int64_t j = 0; j < vectors; ++j)
-                    sum += matrix[i * vectors + j] * *reinterpret_cast<const Vector*>(rows + j * stride + k);
-                *reinterpret_cast<Vector*>(row + k) = sum;
-            }
-            if (i == 0)
-                for (int64_t k = 0; k < width; ++k)
-                    row[k] += direct[k];
-            float* const to = i == 0 ? grad_first + s * width : grad_rest + (s * samples.others + i - 1) * width;
-            std::memcpy(to, row, size_t(width) * sizeof(float));
-        }
+        multiply(
+            matrix, vectors, vectors, given, width, [=](int64_t) { return width; },
+            [=](int64_t i) { return found + i * width; });
+        for (int64_t k = 0; k < width; ++k)
+            found[k] += direct[k];
+        std::memcpy(grad_first + s * width, found, size_t(width) * sizeof(float));
+        std::memcpy(grad_rest + s * rest_items, found + width, size_t(rest_items) * sizeof(float));
     }
 }
 

@@ -3,8 +3,8 @@
 //
 // nvcc, NVRTC and the host compiler read this file and must produce the same bits. Hence only additions,
 // multiplications, divisions and square roots, which IEEE 754 rounds in exactly one way, and no library function. The
-// host compiles with -ffp-contract=off and the device with -fmad=false, so that none are fused. No branches, so that
-// the host compiler can vectorize.
+// host compiles with -ffp-contract=off and the device with -fmad=false, so that none are fused. No branches, and rounds
+// unrolled, so that the host compiler vectorizes.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -15,7 +15,11 @@
 #include <cstring>
 #define SPEEDSWAP_FUNCTION static inline __attribute__((always_inline))
 #define SPEEDSWAP_METHOD inline __attribute__((always_inline))
-#define SPEEDSWAP_UNROLL
+#ifdef __clang__
+#define SPEEDSWAP_UNROLL _Pragma("unroll")
+#else
+#define SPEEDSWAP_UNROLL _Pragma("GCC unroll 16")
+#endif
 #endif
 
 namespace speedswap {
@@ -34,6 +38,7 @@ struct PhiloxWords {
 template <int kRounds>
 SPEEDSWAP_FUNCTION PhiloxWords philox4x32(PhiloxWords counter, PhiloxKey key) {
     Word c0 = counter.word[0], c1 = counter.word[1], c2 = counter.word[2], c3 = counter.word[3];
+    SPEEDSWAP_UNROLL
     for (int round = 0; round < kRounds; ++round) {
         const Word64 product0 = Word64(0xD2511F53u) * c0;
         const Word64 product1 = Word64(0xCD9E8D57u) * c2;

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +13,9 @@
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
+
+#include "per_process.h"
+#include "quiet_thread.h"
 
 namespace speedswap {
 namespace {
@@ -85,20 +87,12 @@ class Pool {
 
     void grow(int helpers) {
         helpers = std::min(helpers, kMaxHelpers);
-        if (helpers_ >= helpers) return;
-        // Signals belong to the interpreter's threads.
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
-            while (helpers_ < helpers) {
-                std::thread([this] { serve(); }).detach();
-                ++helpers_;
-            }
+            for (; helpers_ < helpers; ++helpers_)
+                quiet_thread([this] { serve(); }).detach();
         } catch (const std::system_error&) {
             // No more threads available: the loop runs on the existing ones.
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     void serve() {
@@ -133,21 +127,10 @@ class Pool {
     Loop loop_;
 };
 
-// Never destroyed: helpers may still wait on it while the process exits. In a forked child the parent's pool is
-// abandoned: its threads were not inherited, and the state of its locks is unknown.
-std::atomic<Pool*> current_pool{nullptr};
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { current_pool.store(nullptr); });
-
 thread_local Pool* own_pool = nullptr;
 
 Pool& pool() {
-    if (own_pool != nullptr) return *own_pool;
-    Pool* existing = current_pool.load(std::memory_order_acquire);
-    if (existing != nullptr) return *existing;
-    Pool* fresh = new Pool;
-    if (current_pool.compare_exchange_strong(existing, fresh)) return *fresh;
-    delete fresh;
-    return *existing;
+    return own_pool != nullptr ? *own_pool : per_process<Pool>();
 }
 
 // Runs a loop on torch's OpenMP team, if the calling thread has one of exactly that many threads: two sets of threads

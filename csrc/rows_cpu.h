@@ -62,6 +62,18 @@ int64_t first_duplicate(Ids ids, int64_t num_rows);
 // the number of rows. Ids may be negative.
 int64_t unique(Ids ids, int64_t* rows, int64_t* local, int threads);
 
+// How rows are spread over ranks: the arithmetic of tables/ranks/owners.py, which has the reasons.
+struct Owners {
+    int bits;
+    uint64_t factor;
+    int64_t world_size;
+    int64_t of(int64_t id) const;
+};
+
+// ordered[places[i]] <- ids[i], owner after owner, the ids of one in their order; counts[r] <- those of rank r. ids are
+// not negative.
+void by_owner(Ids ids, const Owners& owners, int64_t* ordered, int64_t* places, int64_t* counts);
+
 // The ids of several features in one array of `count`, int32 or int64: feature f has counts[f] of them from begins[f]
 // on, and ids 0 to limits[f] - 1 stand for rows bases[f] to bases[f] + limits[f] - 1 of a table. begins may be null:
 // the features then follow one another.

@@ -29,8 +29,10 @@ from speedswap.swapping import (
     attach,
     convert,
     ignore_in_ddp,
+    load_checkpoint,
     lookahead,
     parameters_to_ignore,
+    save_checkpoint,
 )
 from speedswap.tables import Block, Column, IdMap, Table, gather_rows, init, scatter_rows
 
@@ -68,12 +70,14 @@ __all__ = [
     "get_num_threads",
     "ignore_in_ddp",
     "init",
+    "load_checkpoint",
     "lookahead",
     "monitor",
     "optim",
     "parameters_to_ignore",
     "plan_accumulation",
     "retry",
+    "save_checkpoint",
     "scatter_rows",
     "set_num_threads",
 ]

@@ -9,18 +9,20 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 
 from speedswap import __version__
 from speedswap._info import describe
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.dlrm import cli as dlrm
+from speedswap.apps.launched import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.running import Ended, ending_signals, word_for
+from speedswap.apps.tables import cli as tables
 from speedswap.apps.word2vec import cli as word2vec
 from speedswap.batching.recovery import is_out_of_memory
-from speedswap.errors import SpeedswapError
+from speedswap.errors import PeerError, SpeedswapError
 
 __all__ = ["main", "run_command"]
 
@@ -35,25 +37,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status, as of :func:`run_command`.
     """
     _open_standard_streams()
-    words, parser = sys.argv[1:] if argv is None else list(argv), _parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parsed(words) if not is_launched() else _parsed_once(words)
+    return run_command(lambda: int(args.run(args)))
+
+
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
     for word in words:
         if word.startswith("-") and word.endswith("=--"):  # argparse would make an empty list of it
             parser.error(f"argument {word.removesuffix('=--')}: -- is not a value")
-    args = parser.parse_args(words)
-    return run_command(lambda: int(args.run(args)))
+    return parser.parse_args(words)
+
+
+def _parsed_once(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; of the ranks of a job, which have the same, one says what is wrong with it."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            return _parsed(words)
+    finally:
+        if said.getvalue() and is_first_to_say(said.getvalue()):
+            sys.stderr.write(said.getvalue())
 
 
 def run_command(command: Callable[[], int]) -> int:
     """Run a function that does a command's work, and report its errors as the command line does.
 
     Returns:
-        The exit status: that of the command; 2 where it failed, with one line on stderr that says why; 130 after
-        Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 where the reader of its output, such as ``head``, has gone.
+        The exit status: that of the command; 2 where it failed, with one line on stderr that says why, from one of the
+        ranks of a job; 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; 141 where the reader of its output, such
+        as ``head``, has gone.
     """
     try:
         with ending_signals():
             status = command()
             sys.stdout.flush()
+    except PeerError as error:
+        return 2 if another_has_spoken() else _say(str(error), 2)
     except SpeedswapError as error:
         return _say(str(error), 2)
     except KeyboardInterrupt as error:
@@ -69,15 +90,17 @@ def run_command(command: Callable[[], int]) -> int:
         return _say(f"{error.strerror or error}{where}", 2)
     except Exception as error:
         if not is_out_of_memory(error):
+            is_first_to_say(repr(error))
             raise
         return _say(f"out of memory: {error}; ask for less at once", 2)
     return status
 
 
 def _say(message: str, status: int) -> int:
-    """Print a line on standard error, unless that is closed; return the exit status."""
+    """Print a line on standard error, unless that is closed or another rank has said it; return the exit status."""
     with suppress(OSError):
-        print(f"speedswap: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        if is_first_to_say(message):
+            print(f"speedswap: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return status
 
 
@@ -85,19 +108,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="speedswap", description="PyTorch embeddings that live outside the GPU.")
     parser.add_argument("--version", action="version", version=f"speedswap {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    info = commands.add_parser("info", help="what was built and found here, and why anything is missing")
-    info.set_defaults(run=_info)
     word2vec.add_parser(commands)
     ncf.add_parsers(commands)
     dlrm.add_parsers(commands)
     digits.add_parser(commands)
     bench.add_parser(commands)
+    tables.add_parsers(commands, describe)
     return parser
-
-
-def _info(args: argparse.Namespace) -> int:
-    print(describe())
-    return 0
 
 
 def _open_standard_streams() -> None:

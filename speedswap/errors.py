@@ -16,6 +16,7 @@
     ├── RanksError              (RuntimeError)  tables of several processes would be trained apart in silence
     ├── IdMapError              (RuntimeError)  keys were to be added to a frozen id map
     │   └── IdMapFullError                      an id map has no row left for a new key
+    ├── CheckpointError         (ValueError)    a checkpoint is missing, damaged, or of another model or run
     ├── ThreadError             (RuntimeError)  two threads are in a training step of one module at once
     └── TableError
         ├── TableFormatError    (ValueError)    a file is damaged, or is not a table
@@ -31,6 +32,7 @@ from __future__ import annotations
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
     "ConversionError",
     "CoupledLossError",
     "DuplicateIdError",
@@ -112,6 +114,10 @@ class RanksError(SpeedswapError, RuntimeError):
     """Tables of several processes would silently be trained apart, or mixed."""
 
 
+class CheckpointError(SpeedswapError, ValueError):
+    """A checkpoint that is missing, damaged, or of another model or run; nothing was loaded."""
+
+
 class ThreadError(SpeedswapError, RuntimeError):
     """Two threads are in a training step of one module at once; the second one's gradient was not taken."""
 
@@ -121,7 +127,7 @@ class TableError(SpeedswapError):
 
 
 class TableFormatError(TableError, ValueError):
-    """A table's directory is damaged, or is not a table."""
+    """A table's directory, or a file of rows to import, is damaged, or is none."""
 
 
 class TableBusyError(TableError, OSError):

@@ -101,11 +101,14 @@ def answer(connection: Connection) -> Any:
     return connection.recv()
 
 
-# A process that has imported what takes seconds, and computes nothing, so that its forks have no thread missing.
+# A process that has imported what takes seconds, and computes nothing, so that its forks have no thread missing. Nor do
+# they look at the imported objects for garbage, for which every page of these would have to be copied.
 _WARM = """
-import importlib, json, os, sys
+import gc, importlib, json, os, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.collect()
+gc.freeze()
 for line in sys.stdin:
     order = json.loads(line)
     child = os.fork()
@@ -159,6 +162,25 @@ def run_script(
             raise AssertionError(f"the script takes more than {seconds} seconds: {err.read_text()}")
         status = int(warm.stdout.readline())
         return subprocess.CompletedProcess(code, status, out.read_text(), err.read_text())
+
+
+# Options of torchrun for a script in ranks that it forks, so that they need not import torch each.
+FORKED = ("--start-method=fork", "--run-path")
+
+
+def torchrun(ranks: int, words: Sequence[object]) -> str:
+    """Run a command in this folder by torchrun, with one thread in each rank; return what they print."""
+    done = run_script(
+        """
+        import sys, torch
+        from torch.distributed.run import main
+        torch.set_num_threads(1)
+        main(sys.argv[1:])
+        """,
+        *("--standalone", "--nproc-per-node", ranks, *words),
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return done.stdout
 
 
 @functools.cache

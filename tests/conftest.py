@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +21,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # simulated_gpu is not a test
+sys.path.insert(0, str(Path(__file__).parent))  # what is here and no test
 
 import simulated_gpu
+from rank_pool import RankPool
 
 _PACKAGE = str(Path(str(find_spec("speedswap").origin)).parent)  # not imported: the simulated GPU comes first
 
@@ -62,6 +65,13 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-only", action="store_true", help="only tests that ask for a device, or need a GPU")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files that know no device unread where only tests on a GPU are asked for: importing them takes long."""
+    if not config.getoption("--gpu-only") or not collection_path.name.startswith("test_"):
+        return None
+    return True if re.search(r"\bdevice\b|needs a GPU", collection_path.read_text()) is None else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -126,29 +136,33 @@ _set_interrupt.restype = None
 
 
 @pytest.fixture
-def interrupted_at(usual_signals: None) -> Callable[[int], AbstractContextManager[None]]:
-    """Let Ctrl-C come inside a block, once so many lines of speedswap have run."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        sys.settrace(None)  # once
-        raise KeyboardInterrupt
+def interrupted_at(usual_signals: None) -> Callable[..., AbstractContextManager[list[str]]]:
+    """Let Ctrl-C come inside a block, once so many calls and lines of speedswap or a folder have run; yield where."""
 
     @contextmanager
-    def interrupted_at(line: int) -> Iterator[None]:
-        lines = 0
+    def interrupted_at(line: int, folder: str = "") -> Iterator[list[str]]:
+        lines, came, counted = 0, list[str](), str(Path(_PACKAGE) / folder)
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            sys.settrace(None)
+            if not came:  # one that was deferred may be repeated
+                came.append("" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}")
+                raise KeyboardInterrupt
 
         def trace(frame: FrameType, event: str, arg: object) -> Any:
             nonlocal lines
-            if event == "line":
+            if not frame.f_code.co_filename.startswith(counted):
+                return None
+            if event in ("call", "line"):
                 lines += 1
                 if lines == line:
-                    return _set_interrupt
-            return trace if frame.f_code.co_filename.startswith(_PACKAGE) else None
+                    return _set_interrupt  # called as the next line begins, which is at its work as the signal is seen
+            return trace
 
         usual, before = signal.signal(signal.SIGINT, interrupt), sys.gettrace()
         sys.settrace(trace)
         try:
-            yield
+            yield came
         finally:
             sys.settrace(before)
             signal.signal(signal.SIGINT, usual)
@@ -176,9 +190,29 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 @pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Five processes of a job; a scenario runs on the first of them, as many as it likes."""
+    pool = RankPool(5)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Real data beside the project, which is not part of it."""
     path = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not path.is_dir():
         pytest.skip("needs the text and ratings of ../shared/data, which are not part of the project")
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own, of four megabytes, or of the module's ``SMALL_DISK``."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request.module, 'SMALL_DISK', '4m')}", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip(f"may not make a small file system here: {' '.join(command[:3])} fails")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -98,6 +98,8 @@ def test_a_failure_is_shown_when_it_happens(tmp_path):
     done = run(tmp_path, FAILING, "-v")
     assert done.returncode == 1
     assert done.stdout.index("assert 'a value to look at' == 2") < done.stdout.index("test_right PASSED")
+    (named,) = re.findall(r"^FAILED \S*test_small\.py::test_wrong \(call\) - (.*)$", done.stdout, re.MULTILINE)
+    assert named.startswith("AssertionError: assert 'a value to look at' == 2")
 
 
 def test_a_run_stops_by_itself_and_has_passed_if_nothing_failed(tmp_path):

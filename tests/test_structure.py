@@ -19,7 +19,7 @@ from speedswap.kernels.cuda.launch import launch_kernel
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"
 
-OPEN_TO_ALL = {"errors", "_install", "_locks", "_words"}
+OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_locks", "_threads", "_words"}
 # Each package may import itself and these.
 BELOW: dict[str, set[str]] = {
     "kernels": set(),
@@ -84,7 +84,7 @@ def own_underscore_names(package: str) -> set[str]:
 
 
 # As attributes, these are torch's or a named tuple's.
-NOT_OURS = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.Module()), "_replace", "_asdict"}
+NOT_OURS = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.Module()), "_replace", "_asdict", "_fields"}
 UNDERSCORE_NAMES = {package: own_underscore_names(package) for package in BELOW}
 
 

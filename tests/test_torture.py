@@ -135,6 +135,16 @@ def test_seed_decides_every_round():
     assert set(repeated) < set(first)
 
 
+def _counts(seed: int, folder: Path) -> dict[str, int]:
+    return {"states": 5, "lives": 2}
+
+
+def test_round_may_count_several_things():
+    result, _, table = _found(_counts)
+    assert result.kinds == {"states": 15, "lives": 6}
+    assert "states 15" in table
+
+
 def _slow(seed: int, folder: Path) -> str:
     time.sleep(0.2)
     return "slow"

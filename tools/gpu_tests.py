@@ -68,7 +68,8 @@ class _Watch:
         if report.failed:
             text = report.longreprtext
             shown = text if len(text) <= LONGEST else f"{text[: LONGEST // 3]}\n…\n{text[-2 * LONGEST // 3 :]}"
-            print(f"\n__ {report.nodeid} ({report.when})\n{shown}\n", flush=True)
+            why = getattr(getattr(report.longrepr, "reprcrash", None), "message", text).partition("\n")[0]
+            print(f"\nFAILED {report.nodeid} ({report.when}) - {why}\n{shown}\n", flush=True)
         seconds = float(os.environ.get("GPU_CHECK_SECONDS", "inf"))
         if time.monotonic() - _began > seconds:
             self._config.stash[_session].shouldstop = STOPPED

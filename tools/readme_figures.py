@@ -13,13 +13,16 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import readme_disk
 import readme_gpu
 import readme_pictures
+import readme_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = ("README.md", "benchmarks/README.md")
+PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE)
+RANKS = RESULTS / "ranks-cpu.json"
 HEAD = ("| What | speedswap | Compared with | Ratio | Source |", "|---|---|---|---|---|")
 
 
@@ -27,6 +30,8 @@ def blocks(page: str) -> dict[str, str]:
     """Return the text between each pair of marks of a page, by the name in the marks."""
     if page == "README.md":
         return {"chosen": chosen(), "GPU status": readme_gpu.status(RESULTS)}
+    if page == readme_ranks.PAGE:
+        return readme_ranks.blocks(_read("ranks-cpu.json")["results"]) if RANKS.exists() else {}
     sections = {name: section(name) for name in SECTIONS if (RESULTS / f"{name}-cpu.json").exists()}
     return {**sections, "GPU": readme_gpu.table(RESULTS)}
 
@@ -347,6 +352,13 @@ def ncf_lines(found: dict[str, Any], source: str) -> list[str]:
     """Return the rows for NeuMF's ranking quality and its speed on large tables."""
     ours, dense, scale = found["speedswap_mean"], found["torch_dense_adam_mean"], found["scale"]
     by_tenth = scale["steps_per_second_by_tenth"]
+    memory, beside = f", {scale['resident_gib']['most']:.1f} GiB peak resident memory", "|"
+    if "beside" in scale:  # whose memory is in the same process
+        other = scale["beside"]
+        memory, beside = (
+            "",
+            f"{other['storage']} {other['steps_per_second']:.1f} steps/s | {1 / other['step_over']:.2f}",
+        )
     return [
         f"| NeuMF on {found['ratings']}, best of the epochs, mean of {len(found['speedswap'])} seeds "
         f"| HR@10 {ours['hr']:.3f}, NDCG@10 {ours['ndcg']:.3f} "
@@ -354,8 +366,7 @@ def ncf_lines(found: dict[str, Any], source: str) -> list[str]:
         f"| NeuMF, {scale['users']:,} users × {scale['items']:,} items × {scale['width']}, {scale['optimizer']}, "
         f"{scale['storage']}, {scale['table_gib']:.1f} GiB of tables "
         f"| {scale['steps_per_second']:.1f} steps/s of {scale['scores_a_step']:,} scores "
-        f"({min(by_tenth):.1f} to {max(by_tenth):.1f} by tenth of the run), {scale['resident_gib']['most']:.1f} GiB "
-        f"peak resident memory | | | {source} |",
+        f"({min(by_tenth):.1f} to {max(by_tenth):.1f} by tenth of the run){memory} | {beside} | {source} |",
     ]
 
 
@@ -365,6 +376,8 @@ SECTIONS = {
     "step": step_lines,
     "many_tables": many_tables_lines,
     "id_map": id_map_lines,
+    "disk": readme_disk.lines,
+    "ranks": readme_ranks.lines,
     "dlrm": dlrm_lines,
     "batching": batching_lines,
     "retry": retry_lines,
@@ -396,7 +409,11 @@ def filled(page: str) -> str:
 
 def drawn() -> dict[str, str]:
     """Return the text of each picture, by its file's name."""
-    return readme_pictures.pictures(_read("step-cpu.json")["results"])
+    step, disk = (
+        _read(f"{name}-cpu.json")["results"] if (RESULTS / f"{name}-cpu.json").exists() else None
+        for name in ("step", "disk")
+    )
+    return readme_pictures.pictures(step, disk)
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -411,6 +428,8 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, text in drawn().items():
         (PICTURES / name).write_text(text)
+    if RANKS.exists():
+        (ROOT / readme_ranks.PICTURE).write_text(readme_ranks.picture(_read(RANKS.name)["results"]))
 
 
 if __name__ == "__main__":

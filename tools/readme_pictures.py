@@ -40,11 +40,12 @@ WIDTH = 880
 FONT = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 
 
-def pictures(step: dict[str, Any]) -> dict[str, str]:
+def pictures(step: dict[str, Any], disk: dict[str, Any] | None = None) -> dict[str, str]:
     """Draw all pictures.
 
     Args:
         step: the results of ``step-cpu.json``.
+        disk: those of ``disk-cpu.json``; None leaves its picture out.
 
     Returns:
         The text of each file, by its name under ``docs/pictures``.
@@ -53,6 +54,8 @@ def pictures(step: dict[str, Any]) -> dict[str, str]:
     for name, colors in (("light", LIGHT), ("dark", DARK)):
         drawn[f"swap-{name}.svg"] = swap(colors)
         drawn[f"step-{name}.svg"] = steps(colors, step)
+        if disk is not None:
+            drawn[f"disk-{name}.svg"] = disks(colors, disk)
     return drawn
 
 
@@ -215,6 +218,37 @@ def steps(colors: dict[str, str], found: dict[str, Any]) -> str:
             y += BAR
         y += GROUP_GAP
     return _svg(round(y - GROUP_GAP + 6), "A training step of speedswap beside torch and FBGEMM", parts)
+
+
+def disks(colors: dict[str, str], found: dict[str, Any]) -> str:
+    """Draw thousands of rows per second that come cold from a disk, and that steps swap, by store."""
+    cold, work = found["cold"], found["workload"]
+    reads = [("random 4K reads of the disk", cold["reads_per_second"])] if "reads_per_second" in cold else []
+    groups = [("Cold", [("speedswap", cold["rows_per_second"]), *reads])]
+    for kind, title in (("uniform", "Uniform"), ("zipf", "Zipf")):
+        stores = found["ids"][kind]["stores"]
+        groups.append((title, [(name, entry["rows_per_second"]) for name, entry in stores.items()]))
+    most = max(rate for _, bars in groups for _, rate in bars)
+    size = work["rows"] * work["row_bytes"] / found["limits"]["memory"]
+    words = f"{work['rows']:,} rows of {work['row_bytes']:,} bytes, {size:.0f} times the memory of each store"
+    parts = [
+        _text(0, 20, "Training on disk, thousands of rows per second", colors["text"], size=16, bold=True),
+        _text(0, 41, words, colors["muted"], size=13),
+    ]
+    y = 62.0
+    for title, bars in groups:
+        parts.append(_text(BAR_X - 16, y + 15, title, colors["text"], bold=True, anchor="end"))
+        for name, rate in bars:
+            ours, said = name == "speedswap", f"{rate / 1000:.1f}"
+            width = (BAR_END - BAR_X) * rate / most
+            parts += [
+                _box(BAR_X, y, width, BAR - 4, colors["in" if ours else "weight"]),
+                _text(BAR_X + width + 8, y + 13, said, colors["in" if ours else "text"], size=13, bold=ours),
+                _text(BAR_X + width + 20 + 8 * len(said), y + 13, name, colors["muted"], size=13),
+            ]
+            y += BAR
+        y += GROUP_GAP
+    return _svg(round(y - GROUP_GAP + 6), "Steps of tables larger than memory, speedswap beside other stores", parts)
 
 
 def _cut(x: float, y: float, page: str) -> str:

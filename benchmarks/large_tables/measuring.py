@@ -17,10 +17,9 @@ from typing import Any
 import step_profile
 import torch
 
-from large_tables.trainers import KINDS, Contestant, Kind, Lookups, Ours, Shape, contestants, draw, verify
+from large_tables.trainers import KINDS, OURS, Contestant, Kind, Lookups, Shape, contestants, draw, verify
 from speedswap.apps.bench.measure import Peer, in_turn, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
-from speedswap.apps.errors import WrongResultError
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.tables.memory.host import available_bytes
 
@@ -55,6 +54,7 @@ class Plan:
         seconds: for all of it: tables that take longer to make get fewer rows, or are left out.
         share: of the free memory, for tables.
         gib_per_second: the assumed speed of making tables, until the first ones are made.
+        exact: tables have all their rows, or are left out: a machine's memory may grow as it is used.
     """
 
     shape: Shape
@@ -63,6 +63,7 @@ class Plan:
     seconds: float
     share: float = 0.85
     gib_per_second: float = 1.5
+    exact: bool = False
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Plan:
@@ -73,7 +74,14 @@ class Plan:
         return cls(Shape(10, 4_000_000, 128, 104_857), 12, 5, 70.0)
 
 
-def measure(device: str, plan: Plan, *, profile_to: Path | None = None, engine: str = "auto") -> dict[str, Any]:
+def measure(
+    device: str,
+    plan: Plan,
+    *,
+    profile_to: Path | None = None,
+    engine: str = "auto",
+    keep: Callable[[Mapping[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
 
     Args:
@@ -81,14 +89,12 @@ def measure(device: str, plan: Plan, *, profile_to: Path | None = None, engine: 
         plan: the sizes.
         profile_to: folder for a profile of a few steps.
         engine: between host memory and a GPU, as for :class:`speedswap.Embedding`.
+        keep: called with the figures so far after each of the tables: what follows may be cut short.
 
     Returns:
         The figures, as JSON can hold them: ``peers``, ``workload``, ``published`` (by others, on another machine),
         ``optimizers``, ``acceptance`` and, if asked for, ``profile``; ``failed``: those of ours that could not be
-        measured, with the reason.
-
-    Raises:
-        WrongResultError: a trainer's result differs from torch's.
+        measured, or whose result differs from torch's, with the reason.
     """
     peers = step_peers(device)
     shape = plan.shape
@@ -105,34 +111,35 @@ def measure(device: str, plan: Plan, *, profile_to: Path | None = None, engine: 
             "zipf_exponent": EXPONENT,
         },
         "published": PUBLISHED,
-        "optimizers": {},
+        "optimizers": {kind.name: {"trainers": {}} for kind in KINDS},
         "failed": [],
     }
     bench = _Bench(device, plan, peers, engine)
-    # The most important first: ours as asked for, then ours in one table, then the peers.
-    for turn in ("ours", "merged", "peers"):
-        for kind in KINDS:
-            result = found["optimizers"].setdefault(kind.name, {"trainers": {}})
-            with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
-                if turn == "ours":
-                    into = profile_to if "profile" not in found else None
-                    try:
-                        result |= bench.ours(kind, into)
-                    except WrongResultError:
-                        raise
-                    except Exception as error:  # the figures of the others are worth keeping
-                        found["failed"].append(f"{kind.name}: {type(error).__name__}: {error}")
-                        print(traceback.format_exc(), file=sys.stderr)
-                    if "profile" in result:
-                        found["profile"] = result.pop("profile")
-                else:
-                    wanted = [c for c in contestants(kind, device) if _turn(c) == turn]
-                    for one in wanted:
-                        if one.package not in peers or peers[one.package].present:
-                            result["trainers"][one.name] = bench.other(kind, one)
+    for kind, tables in _by_worth(device):
+        result = found["optimizers"][kind.name]
+        some = [one for one in contestants(kind, device) if one.tables == tables]
+        with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
+            if tables == "peers":
+                for one in some:
+                    if one.package not in peers or peers[one.package].present:
+                        result["trainers"][one.name] = bench.other(kind, one)
+                continue
+            try:
+                measured = bench.ours(kind, some, profile_to if "profile" not in found else None)
+            except Exception as error:  # the figures of the others are worth keeping
+                found["failed"].append(f"{kind.name}, {tables}: {type(error).__name__}: {error}")
+                print(traceback.format_exc(), file=sys.stderr)
+                keep(found)
+                continue
+        if "profile" in measured:
+            found["profile"] = measured.pop("profile")
+        result["trainers"] |= measured.pop("trainers")
+        for key, value in measured.items():  # of the first tables, which are worth most
+            result.setdefault(key, value)
+        keep(found)
     for result in found["optimizers"].values():
         for entry in result["trainers"].values():
-            if "seconds" in entry and "floor" in result:
+            if "seconds" in entry and entry["rows"] == result.get("rows"):
                 entry["over_floor"] = entry["seconds"] / result["floor"]["both"]
     found["acceptance"] = [
         _accepted(name, found["optimizers"][name], asked, shape) for name, asked in ASKED_SECONDS.items()
@@ -141,8 +148,16 @@ def measure(device: str, plan: Plan, *, profile_to: Path | None = None, engine: 
     return found
 
 
-def _turn(one: Contestant) -> str:
-    return ("merged" if "one table" in one.name else "ours") if one.package == "speedswap" else "peers"
+def _by_worth(device: str) -> list[tuple[Kind, str]]:
+    """Return optimizers and tables in the order of the measurement, which may be cut short.
+
+    SGD's tables are a third of Adam's: they are made soon, and tell how long the others will take.
+    """
+    sgd, adam, compact = KINDS
+    merged, near, each = OURS
+    order = [(sgd, merged), (adam, merged), (adam, near), (sgd, near), (compact, merged)]
+    order += [(kind, tables) for tables in (each, "peers") for kind in (adam, sgd, compact)]
+    return [(kind, tables) for kind, tables in order if tables != near or device != "cpu"]
 
 
 class _Bench:
@@ -151,25 +166,26 @@ class _Bench:
     def __init__(self, device: str, plan: Plan, peers: Mapping[str, Peer], engine: str) -> None:
         self._device, self._plan, self._peers, self._engine = device, plan, peers, engine
         self._deadline = time.monotonic() + plan.seconds
-        self._bytes_per_second = plan.gib_per_second * 2**30
+        self._bytes_per_second, self._made = plan.gib_per_second * 2**30, False
         shape = plan.shape
         self._batches = draw(shape, 2 * plan.steps, device, exponent=EXPONENT)
         self._grad = torch.randn(shape.tables, shape.lookups, shape.dim, device=device)
 
-    def ours(self, kind: Kind, profile_to: Path | None) -> dict[str, Any]:
-        """Verify our tables, then time them, plain and with lookahead, and the floor in turn."""
-        ahead, plain, *_ = contestants(kind, self._device)
-        for one in (ahead, plain):
+    def ours(self, kind: Kind, everyone: Sequence[Contestant], profile_to: Path | None) -> dict[str, Any]:
+        """Verify some of ours in the same tables, then time them in turn, and the floor."""
+        for one in everyone:
             verify(kind, one, self._device)
         shape = self._shape_for(kind)
         if isinstance(shape, str):
-            return {"trainers": {one.name: {"package": one.package, "skipped": shape} for one in (ahead, plain)}}
-        print(f"making {shape.tables} tables of {shape.rows:,} × {shape.dim} for {kind.name}", flush=True)
+            return {"trainers": {one.name: {"package": one.package, "skipped": shape} for one in everyone}}
+        how = everyone[0].tables
+        print(f"\nmaking {how}: {shape.tables} × {shape.rows:,} × {shape.dim} for {kind.name}", flush=True)
         begin = time.monotonic()
-        trainer = Ours(shape, kind, self._device, engine=self._engine)
+        trainer: Any = everyone[0].make(shape, kind, self._device, engine=self._engine if "GPU" not in how else "auto")
         try:
             setup = time.monotonic() - begin
-            self._bytes_per_second = trainer.table_bytes / setup
+            if "GPU" not in how:
+                self._bytes_per_second, self._made = trainer.table_bytes / setup, True
             batches = self._batches_of(shape)
             unique = sum(len(torch.unique(ids)) for batch in batches[:4] for ids in batch.each) / len(batches[:4])
             nbytes = round(unique * trainer.row_bytes)
@@ -181,7 +197,7 @@ class _Bench:
 
                 return steps
 
-            loops = {ahead.name: loop(1), plain.name: loop(0)}
+            loops = {one.name: loop(one.ahead) for one in everyone}
             seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=self._plan.repeats)
             found: dict[str, Any] = {
                 "tables": shape.tables,
@@ -198,6 +214,8 @@ class _Bench:
                     for name, took in seconds.items()
                 },
             }
+            for name, took in seconds.items():  # what a run that is cut short has told
+                print(f"  {kind.name}, {name}: {1000 * took:.3f} ms", flush=True)
             if profile_to is not None:
                 trainer.ahead = 1
                 steps_of = lambda count: trainer.steps(self._taken(batches, 0)[:count], self._grad)  # noqa: E731
@@ -221,11 +239,7 @@ class _Bench:
                 seconds = steps_in_turn(loops, steps=self._plan.steps, repeats=min(3, self._plan.repeats))
             finally:
                 trainer.close()
-        except WrongResultError:
-            raise
         except Exception as error:
-            if one.package == "speedswap":
-                raise
             return {**entry, "skipped": f"failed: {type(error).__name__}: {error}"}
         return {**entry, "rows": shape.rows, "seconds": seconds[one.name]}
 
@@ -233,6 +247,9 @@ class _Bench:
         """Reduce the workload to the rows that memory and time allow; or say why those are too few."""
         shape = self._plan.shape
         each = shape.tables * kind.bytes_of(shape.dim)
+        if self._plan.exact:
+            late = self._made and 1.5 * each * shape.rows / self._bytes_per_second > self._deadline - time.monotonic()
+            return "there is no time for it" if late else shape
         # Making them may take two passes: over the weights, and again with the optimizer's state beside them.
         left = self._deadline - time.monotonic()
         by_time = int(0.7 * left * self._bytes_per_second) // each
@@ -302,14 +319,16 @@ def bus_floor(nbytes: int, device: str) -> dict[str, float]:
 
 
 def _accepted(name: str, result: Mapping[str, Any], asked: float, shape: Shape) -> dict[str, Any]:
-    """Compare the goal, for the full workload, with the best of ours with lookahead."""
-    reached = {
-        trainer: entry["seconds"]
+    """Compare the goal with the best of ours with lookahead in host memory, of those with the most rows."""
+    ours = {
+        trainer: entry
         for trainer, entry in result["trainers"].items()
-        if entry["package"] == "speedswap" and "lookahead" in trainer and "seconds" in entry
+        if "lookahead" in trainer and "on the GPU" not in trainer and "seconds" in entry
     }
+    most = max((entry["rows"] for entry in ours.values()), default=0)
+    reached = {trainer: entry["seconds"] for trainer, entry in ours.items() if entry["rows"] == most}
     best = min(reached, key=reached.__getitem__, default=None)
-    full = result.get("rows") == shape.rows == Plan.of("cuda", False).shape.rows
+    full = replace(shape, rows=most) == Plan.of("cuda", False).shape
     return {
         "what": f"a step of {name} with lookahead",
         "asked_seconds": asked,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,7 +22,19 @@ from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE
 from speedswap.apps.bench.workload import spread_ids
 from speedswap.apps.errors import WrongResultError
 
-__all__ = ["KINDS", "Contestant", "Kind", "Lookups", "Ours", "Shape", "Trainer", "contestants", "draw", "verify"]
+__all__ = [
+    "KINDS",
+    "OURS",
+    "Contestant",
+    "Kind",
+    "Lookups",
+    "Ours",
+    "Shape",
+    "Trainer",
+    "contestants",
+    "draw",
+    "verify",
+]
 
 _BETAS = (0.9, 0.999)
 _EPS = 1e-8
@@ -110,11 +123,19 @@ class Ours:
     Args:
         ahead: depth of the lookahead.
         merged: one table has the rows of all.
-        engine: between host memory and a GPU, as for :class:`speedswap.Embedding`.
+        engine, storage: of the tables, as for :class:`speedswap.Embedding`.
     """
 
     def __init__(
-        self, shape: Shape, kind: Kind, device: str, *, ahead: int = 1, merged: bool = False, engine: str = "auto"
+        self,
+        shape: Shape,
+        kind: Kind,
+        device: str,
+        *,
+        ahead: int = 1,
+        merged: bool = False,
+        engine: str = "auto",
+        storage: str = "auto",
     ) -> None:
         self._shape = shape
         self._merged = merged
@@ -126,6 +147,7 @@ class Ours:
                 shape.dim,
                 init=speedswap.init.uniform(-0.1, 0.1),
                 engine=engine,
+                storage=storage,
                 seed=table,
                 name=f"table {table}",
                 device=device,
@@ -272,20 +294,33 @@ class Fbgemm(trainers.Fbgemm):
 
 
 class Contestant(NamedTuple):
-    """One way to train: its name, its library, and the maker of the trainer."""
+    """One way to train: its name, its library, the maker of the trainer, and the tables that ours share.
+
+    ``tables`` is one of :data:`OURS`, or ``peers``: ours in the same tables take turns, with a lookahead of ``ahead``.
+    """
 
     name: str
     package: str
-    make: Callable[[Shape, Kind, str], Trainer]
+    make: Callable[..., Trainer]
+    tables: str = "peers"
+    ahead: int = 0
+
+
+OURS = ("one table", "one table on the GPU", "a table each")
 
 
 def contestants(kind: Kind, device: str) -> list[Contestant]:
-    """Return the trainers of several tables with this optimizer: ours first."""
-    everyone = [
-        Contestant("speedswap, lookahead", "speedswap", Ours),
-        Contestant("speedswap", "speedswap", lambda *how: Ours(*how, ahead=0)),
-        Contestant("speedswap, one table, lookahead", "speedswap", lambda *how: Ours(*how, merged=True)),
-    ]
+    """Return the trainers of several tables with this optimizer: ours first, by their tables."""
+    everyone = []
+    for tables, name in zip(OURS, (", one table", ", one table on the GPU", ""), strict=True):
+        if tables == "one table on the GPU" and device == "cpu":
+            continue
+        make = partial(
+            Ours, merged=tables != "a table each", storage="device" if tables == "one table on the GPU" else "auto"
+        )
+        for ahead, more in ((1, ", lookahead"), (0, "")):
+            one = Contestant(f"speedswap{name}{more}", "speedswap", partial(make, ahead=ahead), tables, ahead)
+            everyone.append(one)
     if kind.state_dtype is None and (kind.optimizer == "sgd" or device != "cpu"):
         everyone.append(Contestant("FBGEMM", "FBGEMM", Fbgemm))
     return [*everyone, Contestant("torch, pinned buffers" if device != "cpu" else "torch, buffers", "torch", Torch)]

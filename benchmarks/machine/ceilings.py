@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import mmap
+import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,7 @@ from machine.link import Link
 from speedswap import kernels
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
-from speedswap.kernels.cuda import choice, pinning
+from speedswap.kernels.cuda import pinning
 from speedswap.tables.memory.host import available_bytes
 
 __all__ = ["Plan", "run"]
@@ -47,6 +49,7 @@ class Plan:
         registered_bytes: of the memory that is registered for its own sake.
         repeats: timed calls.
         seconds: after which no further point is begun.
+        exact: all footprints are measured, whatever memory seems free and however long they take to make.
     """
 
     footprints: Sequence[int]
@@ -58,6 +61,7 @@ class Plan:
     registered_bytes: int
     repeats: int
     seconds: float
+    exact: bool = False
 
     @classmethod
     def of(cls, device: str, quick: bool) -> Plan:
@@ -71,24 +75,31 @@ class Plan:
         )  # fmt: skip
 
 
-def run(device: str, *, quick: bool = False, plan: Plan | None = None) -> dict[str, Any]:
+def run(
+    device: str,
+    *,
+    quick: bool = False,
+    plan: Plan | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
 
     Args:
         device: ``cpu`` or ``cuda``: the compute device.
         quick: small sizes, in seconds.
         plan: other sizes.
+        keep: called with the figures so far after each kind of them: what follows may be cut short.
 
     Returns:
-        The figures, as JSON can hold them, in bytes per second; docs/design/benchmarks.md has the keys.
+        The figures, as JSON can hold them, in bytes per second; docs/design/benchmarks.md has the keys. ``failed``:
+        kinds that could not be measured, with the reason: an error, or a copy of other bytes.
 
     Raises:
         BenchmarkError: this machine cannot measure it.
-        WrongResultError: a copy is wrong.
     """
     plan = plan or Plan.of(device, quick)
     deadline = time.monotonic() + plan.seconds
-    room = int(_SHARE_OF_MEMORY * available_bytes())
+    room = max(plan.footprints) if plan.exact else int(_SHARE_OF_MEMORY * available_bytes())
     footprints = [nbytes for nbytes in plan.footprints if nbytes <= room]
     if not footprints:
         raise BenchmarkError(
@@ -98,24 +109,28 @@ def run(device: str, *, quick: bool = False, plan: Plan | None = None) -> dict[s
     found["left_out"] = [
         f"a table of {nbytes / _GIB:.0f} GiB: not so much memory is free" for nbytes in plan.footprints if nbytes > room
     ]
-    if device == "cuda":
-        measured = choice.measured(0)
-        found["engines"] = None if measured is None else measured.to_json()
-        for name, text in choice.describe(measured).items() if measured is not None else ():
-            print(f"{name}: {text}", flush=True)
     late = _Late(deadline, found["left_out"])
     found["registration"] = registration(min(plan.registered_bytes, room), device)
-    footprints = _quick_enough(footprints, found, plan)
+    footprints = footprints if plan.exact else _quick_enough(footprints, found, plan)
     with Link(footprints[-1], device) as link:
         found["filled"] = {"bytes": link.nbytes, "seconds": link.seconds}
         print(f"\n{link.nbytes / _GIB:.1f} GiB made ready: {_as_text(link.seconds)}", flush=True)
-        if device == "cuda":
-            found["copy_engine"] = copy_engine(link, plan)
-            found["together"] = together(link, plan)
-            found["rows"] = points(link, footprints, plan, late)
-            found["multiprocessors"] = multiprocessors(link, footprints, plan, late)
-        found["cpu"] = cpu(link, footprints[0], plan, late)
-        found["memory"] = memory(link, plan, late)
+        found["failed"] = []
+        kinds: dict[str, Callable[[], object]] = {
+            "copy_engine": lambda: copy_engine(link, plan),
+            "together": lambda: together(link, plan),
+            "rows": lambda: points(link, footprints, plan, late),
+            "multiprocessors": lambda: multiprocessors(link, footprints, plan, late),
+            "cpu": lambda: cpu(link, footprints[0], plan, late),
+            "memory": lambda: memory(link, plan, late),
+        }
+        for kind in kinds if device == "cuda" else ("cpu", "memory"):
+            try:
+                found[kind] = kinds[kind]()
+            except Exception as error:  # the figures of the others are worth keeping
+                found["failed"].append(f"{kind}: {type(error).__name__}: {error}")
+                print(traceback.format_exc(), file=sys.stderr)
+            keep(found)
     for what in found["left_out"]:
         print(f"left out: {what}")
     return found
@@ -237,11 +252,11 @@ def multiprocessors(link: Link, footprints: Sequence[int], plan: Plan, late: _La
     """Measure plain kernels over the bus by their number of multiprocessors: contiguous, and of random rows."""
     found = []
     nbytes = plan.copy_bytes[-1]
-    row_bytes, footprint = plan.few_row_bytes[0], _second(footprints)
+    row_bytes, footprint = plan.few_row_bytes[0], footprints[-1]  # reads by kernels fall with it
     batches = link.batches(footprint, row_bytes, plan.batch_bytes)
     print(
         "\nMultiprocessors over the bus, GB/s: to the GPU, from it, both at once (each); "
-        f"random rows of {row_bytes} B out of {footprint / _GIB:.1f} GiB to the GPU, from it"
+        f"random rows of {row_bytes} B out of {footprint / _GIB:.1f} GiB: the same"
     )
     for asked in plan.multiprocessors:
         count = asked or link.multiprocessors
@@ -249,9 +264,7 @@ def multiprocessors(link: Link, footprints: Sequence[int], plan: Plan, late: _La
             continue
         alone = {way: link.rate(nbytes, [link.kernel(way, nbytes, count)], plan.repeats) for way in DIRECTIONS}
         both = link.rate(nbytes, [link.kernel(way, nbytes, count) for way in DIRECTIONS], plan.repeats)
-        rows = {
-            way: ways.kernel_rate(link, footprint, row_bytes, way, batches, count, plan.repeats) for way in DIRECTIONS
-        }
+        rows = ways.kernel_rates(link, footprint, row_bytes, batches, count, plan.repeats)
         entry = {"multiprocessors": count, "bytes": nbytes, **alone, "both_each": both}
         found.append({**entry, "rows": {"footprint_bytes": footprint, "row_bytes": row_bytes, **rows}})
         print(f"  {count:>4}: " + " ".join(_gb(rate) for rate in [*alone.values(), both, *rows.values()]), flush=True)

@@ -15,7 +15,7 @@ from speedswap.apps.bench.measure import synchronize
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import WrongResultError
 
-__all__ = ["kernel_rate", "point", "ratios", "show"]
+__all__ = ["kernel_rates", "point", "ratios", "show"]
 
 # Shares of the rows that go directly, relative to the one with which both ways end together.
 _SHARES = (-0.1, 0.0, 0.1)
@@ -71,23 +71,25 @@ def point(link: Link, footprint: int, row_bytes: int, batch_bytes: int, repeats:
     return result
 
 
-def kernel_rate(
-    link: Link,
-    footprint: int,
-    row_bytes: int,
-    direction: str,
-    batches: list[Batch],
-    multiprocessors: int,
-    repeats: int,
-) -> float:
-    """Measure bytes per second of ascending rows that a plain kernel moves on a number of multiprocessors.
+def kernel_rates(
+    link: Link, footprint: int, row_bytes: int, batches: list[Batch], multiprocessors: int, repeats: int
+) -> dict[str, float]:
+    """Measure bytes per second of ascending rows that plain kernels move on a number of multiprocessors.
+
+    Returns:
+        In each direction alone; and, as ``both_each``, in each while the other one is busy too.
 
     Raises:
-        WrongResultError: it moves other bytes.
+        WrongResultError: one moves other bytes.
     """
-    mover = _kernel(link, direction, multiprocessors)
-    _verify("a plain kernel", direction, mover, link.matrix(footprint, row_bytes), batches[0])
-    return _rate(link, mover, batches, repeats)
+    found, moves = {}, []
+    for direction in DIRECTIONS:
+        mover = _kernel(link, direction, multiprocessors)
+        _verify("a plain kernel", direction, mover, link.matrix(footprint, row_bytes), batches[0])
+        found[direction] = _rate(link, mover, batches, repeats)
+        batch = batches[0] if not moves else Batch(batches[1].host, batches[1].block.clone())
+        moves.append(lambda call, mover=mover, batch=batch: mover(batch))
+    return {**found, "both_each": link.rate(batches[0].block.nbytes, moves, repeats)}
 
 
 def ratios(rates: dict[str, float]) -> dict[str, float]:
@@ -120,12 +122,12 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _movers(link: Link, footprint: int, row_bytes: int, direction: str) -> dict[str, Mover]:
-    from speedswap.kernels.cuda.engines import STAGED, Way
+    from speedswap.kernels.cuda.engines import WAYS, Way
 
     return {
         "kernel": _kernel(link, direction, link.multiprocessors),
         "zero_copy": _engine(link, footprint, row_bytes, direction, Way(1.0, link.enough_multiprocessors)),
-        "staged": _engine(link, footprint, row_bytes, direction, STAGED),
+        "staged": _engine(link, footprint, row_bytes, direction, WAYS["staged"]),
         "auto": _auto(link, footprint, row_bytes, direction),
         "torch": _torch(link.matrix(footprint, row_bytes), direction),
     }

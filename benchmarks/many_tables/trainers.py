@@ -36,11 +36,12 @@ class Shape(NamedTuple):
     batch: int
 
 
-def draw(shape: Shape, batches: int, ids: str, *, seed: int = 0) -> list[Tensor]:
+def draw(shape: Shape, batches: int, ids: str, *, seed: int = 0, device: str = "cpu") -> list[Tensor]:
     """Draw batches of ids, int64, shape (tables, batch), others for each table.
 
     Args:
         ids: ``zipf``, with the common rows spread over the table, or ``uniform``.
+        device: where they are needed.
 
     >>> draw(Shape(3, 100, 8, 5), 1, "zipf")[0].shape
     torch.Size([3, 5])
@@ -53,7 +54,7 @@ def draw(shape: Shape, batches: int, ids: str, *, seed: int = 0) -> list[Tensor]
             drawn = spread_ids(shape.rows, count, ZIPF_EXPONENT, generator)
         else:
             drawn = torch.from_numpy(generator.integers(0, shape.rows, count))
-        found.append(drawn.view(shape.tables, shape.batch))
+        found.append(drawn.view(shape.tables, shape.batch).to(device))
     return found
 
 
@@ -72,7 +73,7 @@ class Trainer(Protocol):
         """Take these weights, shape (tables, rows, dim), before the first step."""
 
     def weights(self) -> Tensor:
-        """Copy them all."""
+        """Copy them all to the CPU."""
 
     def close(self) -> None:
         """Free the memory."""
@@ -84,11 +85,24 @@ class Ours:
     Args:
         shape: of the tables.
         optimizer: of :data:`speedswap.apps.bench.trainers.OPTIMIZERS`.
+        device: of the computation.
+        storage: of the tables; ``auto`` is the user's default, host memory.
         fused: torch's fused implementation of the optimizer.
+        ahead: prefetch the next batch's rows during a step.
     """
 
-    def __init__(self, shape: Shape, optimizer: str, *, fused: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        optimizer: str,
+        device: str,
+        *,
+        storage: str = "auto",
+        fused: bool = False,
+        ahead: bool = False,
+    ) -> None:
         self._shape = shape
+        self._depth = 1 if ahead else 0
         init = speedswap.init.uniform(-0.1, 0.1)
         self._names = [f"table{i}" for i in range(shape.tables)]
         self.tables = speedswap.EmbeddingBagCollection(
@@ -97,16 +111,18 @@ class Ours:
                     name=name, num_embeddings=shape.rows, embedding_dim=shape.dim, init=init, seed=i, pooling="sum"
                 )
                 for i, name in enumerate(self._names)
-            ]
+            ],
+            device=device,
+            storage=storage,
         )
         how = {"fused": True} if fused else {}
         self.optimizer = DENSE[optimizer](self.tables.parameters(), lr=LEARNING_RATE[optimizer], **how)
         speedswap.attach(self.optimizer, self.tables)  # so that state gets its place before anything is written
 
     def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
-        offsets = torch.arange(self._shape.tables * self._shape.batch + 1)
-        for ids in batches:
-            keyed = speedswap.KeyedJaggedTensor(self._names, ids.view(-1), offsets=offsets)
+        offsets = torch.arange(self._shape.tables * self._shape.batch + 1, device=grad.device)
+        given = (speedswap.KeyedJaggedTensor(self._names, ids.view(-1), offsets=offsets) for ids in batches)
+        for keyed in speedswap.lookahead(given, {self.tables: lambda keyed: keyed}, depth=self._depth):
             self.tables(keyed).values().backward(grad)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -133,7 +149,7 @@ class _EachByItself:
 
     def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
         grads = [each.contiguous() for each in grad.chunk(len(self.modules), dim=1)]
-        offsets = torch.arange(len(grad))
+        offsets = torch.arange(len(grad), device=grad.device)
         for ids in batches:
             pooled = [module(some, offsets) for module, some in zip(self.modules, ids, strict=True)]
             torch.autograd.backward(pooled, grads)
@@ -145,10 +161,11 @@ class _EachByItself:
 class Separate(_EachByItself):
     """A :class:`speedswap.EmbeddingBag` for each table."""
 
-    def __init__(self, shape: Shape, optimizer: str) -> None:
+    def __init__(self, shape: Shape, optimizer: str, device: str) -> None:
         init = speedswap.init.uniform(-0.1, 0.1)
         modules = [
-            speedswap.EmbeddingBag(shape.rows, shape.dim, mode="sum", init=init, seed=i) for i in range(shape.tables)
+            speedswap.EmbeddingBag(shape.rows, shape.dim, mode="sum", init=init, seed=i, device=device)
+            for i in range(shape.tables)
         ]
         super().__init__(modules, DENSE[optimizer]([each.weight for each in modules], lr=LEARNING_RATE[optimizer]))
         self.tables = [module.table for module in modules]
@@ -168,13 +185,12 @@ class Separate(_EachByItself):
 
 
 class Torch(_EachByItself):
-    """``nn.EmbeddingBag`` with sparse gradients for each table, and the optimizer that takes them."""
+    """``nn.EmbeddingBag`` on the compute device with sparse gradients for each table, and an optimizer for those."""
 
-    def __init__(self, shape: Shape, optimizer: str) -> None:
+    def __init__(self, shape: Shape, optimizer: str, device: str) -> None:
+        size = (shape.rows, shape.dim)
         modules = [
-            nn.EmbeddingBag(
-                shape.rows, shape.dim, mode="sum", sparse=True, _weight=torch.rand(shape.rows, shape.dim) / 5 - 0.1
-            )
+            nn.EmbeddingBag(*size, mode="sum", sparse=True, _weight=torch.rand(size, device=device) / 5 - 0.1)
             for _ in range(shape.tables)
         ]
         super().__init__(modules, SPARSE[optimizer]([each.weight for each in modules], lr=LEARNING_RATE[optimizer]))
@@ -184,27 +200,37 @@ class Torch(_EachByItself):
             module.weight.data.copy_(rows)
 
     def weights(self) -> Tensor:
-        return torch.stack([module.weight.detach() for module in self.modules])
+        return torch.stack([module.weight.detach() for module in self.modules]).cpu()
 
     def close(self) -> None:
         del self.modules, self.optimizer
 
 
 class Fbgemm:
-    """FBGEMM's table-batched bags on the CPU, whose backward pass is the optimizer's step."""
+    """FBGEMM's table-batched bags, whose backward pass is the optimizer's step.
 
-    def __init__(self, shape: Shape, optimizer: str) -> None:
+    Args:
+        shape, optimizer, device: as for :class:`Ours`.
+        near: on a GPU, keep the tables there, not in host memory that the GPU reads and writes.
+    """
+
+    def __init__(self, shape: Shape, optimizer: str, device: str, *, near: bool = False) -> None:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
-        kinds = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}
-        place = (shape.rows, shape.dim, tbe.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)
+        kinds = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD, "adam": EmbOptimType.ADAM}
+        places = tbe.EmbeddingLocation
+        if device == "cpu":
+            place = (shape.rows, shape.dim, places.HOST, tbe.ComputeDevice.CPU)
+        else:
+            place = (shape.rows, shape.dim, places.DEVICE if near else places.MANAGED, tbe.ComputeDevice.CUDA)
         self.embedding = tbe.SplitTableBatchedEmbeddingBagsCodegen(
             [place] * shape.tables,
             optimizer=kinds[optimizer],
             learning_rate=LEARNING_RATE[optimizer],
-            eps=1e-10,  # torch's
+            eps=1e-8 if optimizer == "adam" else 1e-10,  # torch's
             pooling_mode=tbe.PoolingMode.SUM,
+            **({} if device == "cpu" or near else {"uvm_host_mapped": True}),
         )
         for weights in self._tables():
             weights.uniform_(-0.1, 0.1)
@@ -215,7 +241,7 @@ class Fbgemm:
     def steps(self, batches: Sequence[Tensor], grad: Tensor) -> Iterator[None]:
         for ids in batches:
             if ids is batches[0]:
-                offsets = torch.arange(ids.numel() + 1)
+                offsets = torch.arange(ids.numel() + 1, device=ids.device)
             self.embedding(ids.view(-1), offsets).backward(grad)
             yield
 
@@ -224,7 +250,7 @@ class Fbgemm:
             ours.copy_(theirs)
 
     def weights(self) -> Tensor:
-        return torch.stack(self._tables())
+        return torch.stack(self._tables()).cpu()
 
     def close(self) -> None:
         del self.embedding
@@ -235,19 +261,25 @@ class Contestant(NamedTuple):
 
     name: str
     package: str
-    make: Callable[[Shape, str], Trainer]
+    make: Callable[[Shape, str, str], Trainer]
 
 
-def contestants(optimizer: str) -> list[Contestant]:
+def contestants(optimizer: str, device: str) -> list[Contestant]:
     """Return the trainers that have this optimizer: ours first."""
     sparse = SPARSE[optimizer].__name__ + ("" if optimizer == "adam" else ", sparse")
+    on_gpu = ", on the GPU" if device != "cpu" else ""
     everyone = [
         Contestant("speedswap", "speedswap", Ours),
         Contestant("speedswap, fused", "speedswap", partial(Ours, fused=True)),
         Contestant("speedswap, separate modules", "speedswap", Separate),
-        Contestant(f"torch {sparse}", "torch", Torch),
+        Contestant(f"torch {sparse}{on_gpu}", "torch", Torch),
     ]
-    if optimizer != "adam":  # which FBGEMM's CPU build lacks
+    if device != "cpu":
+        ahead, near = partial(Ours, fused=True, ahead=True), partial(Ours, fused=True, storage="device")
+        everyone.insert(2, Contestant("speedswap, fused, lookahead", "speedswap", ahead))
+        everyone.insert(3, Contestant("speedswap, fused, on the GPU", "speedswap", near))
+        everyone.append(Contestant("FBGEMM, on the GPU", "FBGEMM", partial(Fbgemm, near=True)))
+    if device != "cpu" or optimizer != "adam":  # which FBGEMM's CPU build lacks
         everyone.append(Contestant("FBGEMM", "FBGEMM", Fbgemm))
     return everyone
 
@@ -255,7 +287,7 @@ def contestants(optimizer: str) -> list[Contestant]:
 _SMALL = Shape(tables=3, rows=2000, dim=16, batch=1024)
 
 
-def verify(optimizer: str, one: Contestant) -> None:
+def verify(optimizer: str, one: Contestant, device: str) -> None:
     """Check that one trains small tables as torch's sparse optimizer does in double precision, three steps.
 
     The gradients are eighths, so that their sum over an id's lookups is the same in any order; only the update rounds.
@@ -271,10 +303,10 @@ def verify(optimizer: str, one: Contestant) -> None:
     expected = torch.stack(
         [trained_by_torch(optimizer, rows, [ids[i] for ids in batches], some) for i, (rows, some) in enumerate(each)]
     )
-    trainer = one.make(_SMALL, optimizer)
+    trainer = one.make(_SMALL, optimizer, device)
     try:
         trainer.load(weights)
-        deque(trainer.steps(batches, grad), maxlen=0)
+        deque(trainer.steps([ids.to(device) for ids in batches], grad.to(device)), maxlen=0)
         found = trainer.weights()
     finally:
         trainer.close()

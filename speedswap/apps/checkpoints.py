@@ -1,44 +1,39 @@
-"""Checkpoints of a run, complete or absent: directories under ``checkpoints`` in its output directory.
+"""Checkpoints of a run, in the folder ``checkpoints`` of its output directory, and the choice to go on from one.
 
-One is written under another name and gets its own when it is complete and durable. Beside what an application puts
-there, such as tables, ``training.pt`` has the settings, the dense parameters with their optimizer state, and the
-progress.
+They are those of :func:`speedswap.save_checkpoint`, with the settings and the progress of the run as ``extra``.
 """
 
 from __future__ import annotations
 
-import io
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor
-from torch.nn import Parameter
+from torch import nn
 from torch.optim import Optimizer
 
-from speedswap.apps.errors import CheckpointError
-from speedswap.apps.files import (
-    UNFINISHED,
-    fresh_folder,
-    open_archive,
-    remove_aside,
-    remove_leftovers,
-    says_unwritable,
-    take_name,
-)
+import speedswap
+from speedswap.apps.errors import CheckpointError, OutputError
+from speedswap.apps.files import says_unwritable
 from speedswap.apps.options import Options
+from speedswap.apps.ranks import Job
 from speedswap.batching.recovery import is_out_of_memory
-from speedswap.errors import SpeedswapError
+from speedswap.errors import SpeedswapError, TableFullError
+from speedswap.swapping.checkpoints.folders import Folders
 
-__all__ = ["FOLDER", "Checkpoint", "Place", "clean", "plain_value"]
+__all__ = ["FOLDER", "RESTART", "Checkpoint", "Pace", "Place", "add_resume", "plain_value", "require_same"]
 
 FOLDER = "checkpoints"
-TRAINING = "training.pt"
+SECONDS_BETWEEN = 300.0
+"""From one checkpoint to the next within an epoch, at least."""
+STEPS_PER_SAVE = 20.0
+"""Time of training for each second of writing, at least."""
+_NONE = -1
+RESTART = "start over (--restart)"
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
@@ -49,14 +44,26 @@ class Place(NamedTuple):
     epoch: int
     step: int
 
-    @property
-    def folder(self) -> str:
-        return f"{self.epoch:04}-{self.step:08}"
 
-    @classmethod
-    def of(cls, folder: Path) -> Place | None:
-        found = re.fullmatch(r"(\d{4,})-(\d{8,})", folder.name)
-        return cls(*map(int, found.groups())) if found else None
+class Pace:
+    """The times at which a checkpoint is due within an epoch: minutes apart, and writing them takes a small share."""
+
+    def __init__(self) -> None:
+        self._saved = time.perf_counter()
+        self._took = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """True if the last checkpoint is old enough."""
+        return time.perf_counter() - self._saved >= max(SECONDS_BETWEEN, STEPS_PER_SAVE * self._took)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure the time to write a checkpoint."""
+        started = time.perf_counter()
+        yield
+        self._saved = time.perf_counter()
+        self._took = self._saved - started
 
 
 @dataclass(frozen=True)
@@ -65,112 +72,149 @@ class Checkpoint:
 
     Attributes:
         deciding: settings that a resumed run must share with the checkpoint.
+        folder: of the checkpoint.
+        step: a count that goes up in the course of the run.
+        content: settings, place and progress of the run.
     """
 
     deciding: ClassVar[tuple[str, ...]] = ()
 
     folder: Path
-    place: Place
+    step: int
     content: dict[str, Any]
-    """The content of ``training.pt``."""
+
+    @property
+    def place(self) -> Place:
+        """The point that the run had reached."""
+        return Place(*self.content["place"])
+
+    # ------------------------------------------------------------------ writing
 
     @staticmethod
     def write(
         output: Path,
-        place: Place,
+        step: int,
         *,
-        keep: Place | None,
-        start_over: bool,
-        fill: Callable[[Path], object],
+        place: Place,
+        keep: int | None,
         settings: Options,
-        dense: Mapping[str, Parameter],
+        model: nn.Module,
         optimizer: Optimizer,
         **more: Any,
     ) -> None:
-        """Write a checkpoint; of the earlier ones only that at ``keep`` stays.
+        """Write a checkpoint; of the earlier ones, also those of another run, only that of step ``keep`` stays.
 
         Args:
             output: the run's output directory.
+            step: a count that goes up in the course of the run.
             place: the point that the run has reached.
-            keep: the earlier checkpoint that stays.
-            start_over: True if the existing checkpoints are another run's: this one replaces them all.
-            fill: writes the application's own files into a folder, durably.
+            keep: the step of the earlier checkpoint that stays.
             settings: of the run.
-            dense: the parameters beside the tables, by name.
-            optimizer: holds them.
-            **more: for ``training.pt``; tensors, and values that JSON can hold.
+            model, optimizer: as for :func:`speedswap.save_checkpoint`.
+            **more: plain data and tensors.
 
         Raises:
             OutputError: it cannot be written; the existing checkpoints stay.
         """
         content = {
             "settings": {name: plain_value(value) for name, value in asdict(settings).items()},
-            "model": {name: parameter.detach().cpu() for name, parameter in dense.items()},
-            "optimizer": {name: optimizer.state.get(parameter, {}) for name, parameter in dense.items()},
+            "place": list(place),
             **more,
         }
-        # In memory first: torch reports a file that cannot be written as an error of its own.
-        training = io.BytesIO()
-        torch.save(content, training)
-        checkpoints = real_folder(output)
-        with says_unwritable(f"checkpoint {output / FOLDER / place.folder}", "make room and go on with resume"):
-            checkpoints.parent.mkdir(parents=True, exist_ok=True)
-            if not start_over:
-                checkpoints.mkdir(exist_ok=True)
-            whole = start_over and can_be_replaced(checkpoints)
-            if start_over and not whole:
-                checkpoints.mkdir(exist_ok=True)
-            with fresh_folder(checkpoints.parent if whole else checkpoints) as unfinished:
-                written = unfinished / place.folder if whole else unfinished
-                written.mkdir(exist_ok=True)
-                fill(written)
-                write_durably(written / TRAINING, training.getbuffer())
-                try:
-                    take_name(unfinished, checkpoints if whole else checkpoints / place.folder)
-                finally:
-                    if whole:
-                        rescue_others(unfinished, checkpoints)
-            for folder in checkpoints.iterdir():
-                if Place.of(folder) not in (None, place, None if start_over else keep):
-                    remove_aside(folder)
+        kept = [keep] if keep not in (None, step) else []
+        with says_unwritable(f"checkpoint {output / FOLDER}", "make room and run again, which goes on from the last"):
+            try:
+                speedswap.save_checkpoint(
+                    *(output / FOLDER, model, optimizer),
+                    step=step,
+                    extra=content,
+                    keep=kept,
+                    tables="copy",  # those on disk are temporary
+                )
+            except TableFullError as error:
+                raise OutputError(str(error)) from error
+
+    # ------------------------------------------------------------------ reading
 
     @classmethod
-    def latest(cls: type[AnyCheckpoint], output: Path | None, remedy: str = "start without resume") -> AnyCheckpoint:
-        """Read the latest checkpoint of a run.
+    def read(cls: type[AnyCheckpoint], output: Path, step: int | None = None, remedy: str = RESTART) -> AnyCheckpoint:
+        """Read the last checkpoint of a run, or that of a step.
 
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        if output is not None:
-            put_back(real_folder(output))
-        places = sorted(places_in(output)) if output is not None else []
-        if not places:
+        if not cls.is_in(output):
             raise CheckpointError(f"output {output} has no checkpoint to go on from: {remedy}")
-        return cls.read(Path(output or "") / FOLDER, places[-1])
+        found = speedswap.load_checkpoint(output / FOLDER, None, step=step)
+        try:
+            return cls(found.path, found.step, cls.checked(found.extra))
+        except Exception as error:  # contents that do not fit together raise anything
+            raise CheckpointError(
+                f"checkpoint {found.path} cannot be read ({error}): remove it to go on from an earlier one"
+            ) from error
 
     @classmethod
-    def read(cls: type[AnyCheckpoint], checkpoints: Path, place: Place) -> AnyCheckpoint:
-        """Read the checkpoint of a place.
+    def is_in(cls, output: Path) -> bool:
+        """Tell whether an output directory has checkpoints."""
+        return bool(Folders(output / FOLDER).found())
+
+    @classmethod
+    def last(cls: type[AnyCheckpoint], output: Path | None, resume: bool | None) -> AnyCheckpoint | None:
+        """Read the checkpoint that a run may go on from.
+
+        Args:
+            output: the output directory, if there is one.
+            resume: True to insist on one, False for none, None for one that is there.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: it is missing or damaged.
         """
-        folder = checkpoints / place.folder
-        try:
-            with open_archive(folder / TRAINING) as file:
-                content = cls.checked(torch.load(file, weights_only=True))
-        except Exception as error:  # a damaged pickle raises anything
-            raise CheckpointError(
-                f"checkpoint {folder} cannot be read ({error}): remove it to go on from an earlier one"
-            ) from error
-        return cls(folder, place, content)
+        if resume or (resume is None and output is not None and cls.is_in(output)):
+            return cls.read(Path(output or ""))
+        return None
 
     @classmethod
     def checked(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of ``training.pt`` if it is complete; otherwise raise any error."""
+        """Return the content if it is complete; otherwise raise any error."""
         if not {*cls.deciding} <= content["settings"].keys():
             raise ValueError("its settings are not complete")
+        epoch, step = content["place"]
+        if not all(isinstance(count, int) and count >= 0 for count in (epoch, step, content["settings"]["epochs"])):
+            raise ValueError("its place has no epoch and step")
         return content
+
+    # ------------------------------------------------------------------ the choice to go on
+
+    def chosen(
+        self: AnyCheckpoint, resume: bool | None, settings: Options, check: Callable[[], None]
+    ) -> AnyCheckpoint | None:
+        """Return the checkpoint if the run goes on from it.
+
+        Args:
+            resume: None to go on with an unfinished run of the same settings alone.
+            settings: of the run.
+            check: raises CheckpointError where the run cannot go on from it.
+
+        Raises:
+            CheckpointError: it cannot, and ``resume`` insists.
+        """
+        if resume:
+            check()
+            return self
+        try:
+            check()
+        except CheckpointError:
+            return None
+        return self if self.is_unfinished(settings) else None
+
+    def is_unfinished(self, settings: Options) -> bool:
+        """Tell whether the checkpoint is of a run of as many epochs that has not come to its end."""
+        epochs = self.content["settings"]["epochs"]
+        return bool(epochs == vars(settings)["epochs"] and self.place.epoch < epochs)
+
+    def __str__(self) -> str:
+        epoch, step = self.place
+        return f"going on from epoch {epoch + 1}, step {step:,}, by {self.folder}; --restart starts over"
 
     def check_settings(self, settings: Options) -> None:
         """Refuse to go on with other settings.
@@ -184,7 +228,7 @@ class Checkpoint:
             if value != before[name]:
                 raise CheckpointError(
                     f"{name} is {value}, but the checkpoint {self.folder} is of a run with {before[name]}: give the "
-                    "same, or start without resume"
+                    f"same, or {RESTART}"
                 )
 
     def check_epochs(self, epochs: int) -> None:
@@ -197,7 +241,7 @@ class Checkpoint:
         if epochs < begun:
             raise CheckpointError(
                 f"epochs is {epochs}, but the checkpoint {self.folder} is in epoch {begun}: give {begun} or more, or "
-                "start without resume"
+                f"{RESTART}"
             )
 
     @contextmanager
@@ -205,93 +249,51 @@ class Checkpoint:
         """Turn errors of contents that do not fit together into one that names the checkpoint."""
         try:
             yield
-        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, AttributeError, TypeError, ValueError, RuntimeError, FileNotFoundError) as error:
             if isinstance(error, SpeedswapError) or is_out_of_memory(error):
                 raise
             raise CheckpointError(f"checkpoint {self.folder} is damaged ({error}): train again") from error
 
-    def restore(self, dense: Mapping[str, Parameter], optimizer: Optimizer | None = None) -> None:
-        """Restore dense parameters and their optimizer state, the tables being loaded already."""
-        with self.says_damaged():
-            for name, parameter in dense.items():
-                with torch.no_grad():
-                    parameter.copy_(self.content["model"][name])
-                state = self.content["optimizer"][name]
-                if optimizer is not None and state:
-                    optimizer.state[parameter] = {
-                        key: moved(value, optimizer.state[parameter].get(key), parameter)
-                        for key, value in state.items()
-                    }
+    def restore(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        """Restore a model, and its optimizer if given; the random numbers of a run are its own.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        speedswap.load_checkpoint(self.folder, model, optimizer, random_state=False)
+
+
+def require_same(job: Job, checkpoint: Checkpoint | None) -> None:
+    """Refuse to go on where the ranks of a job have not all chosen the same checkpoint, or none.
+
+    Raises:
+        CheckpointError: they see different ones.
+    """
+    steps = job.agree(_NONE if checkpoint is None else checkpoint.step, "the choice of a checkpoint")
+    if len({*steps}) > 1:
+        seen = ", ".join("none" if step == _NONE else f"{step:,}" for step in steps)
+        remedy = f"give all of them the same output directory, on a file system that they share, or {RESTART}"
+        raise CheckpointError(f"the ranks see checkpoints of different steps ({seen}): {remedy}")
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say whether a run goes on from a checkpoint, for ``resume``."""
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--resume",
+        action="store_true",
+        default=None,
+        help="insist on going on from the last checkpoint in the output directory, also of a finished run to more "
+        "--epochs; an unfinished run of the same settings goes on without this",
+    )
+    choice.add_argument(
+        "--restart",
+        dest="resume",
+        action="store_false",
+        help="start over; the first checkpoint replaces those in the output directory",
+    )
 
 
 def plain_value(value: object) -> int | float | str | None:
     """Return a setting as a checkpoint has it."""
     return value if isinstance(value, int | float | None) else str(value)
-
-
-def write_durably(path: Path, content: memoryview) -> None:
-    """Write a file in a folder that does not have its final name yet."""
-    with open(path, "xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def moved(value: Any, like: Any, parameter: Tensor) -> Any:
-    """Move a value of the optimizer's state to the device of the value that it replaces."""
-    if not isinstance(value, Tensor):
-        return value
-    if isinstance(like, Tensor):
-        return value.to(like.device)
-    return value.to(parameter.device) if value.shape == parameter.shape else value
-
-
-# ---- the folder of checkpoints: its replacement, and the leftovers of a killed run ----------------------------------
-
-
-def clean(output: Path) -> None:
-    """Remove the leftovers of a killed run from its output directory, with a warning for each."""
-    checkpoints = real_folder(output)
-    put_back(checkpoints)
-    remove_leftovers(output)
-    remove_leftovers(checkpoints.parent, rescue=lambda folder: rescue_others(folder, checkpoints))
-    remove_leftovers(checkpoints)
-    if (checkpoints / "unfinished").is_dir():  # as former versions called it
-        remove_aside(checkpoints / "unfinished")
-
-
-def places_in(output: Path) -> list[Place]:
-    folder = output / FOLDER
-    return [place for path in folder.iterdir() if (place := Place.of(path))] if folder.is_dir() else []
-
-
-def real_folder(output: Path) -> Path:
-    """Return the folder of checkpoints, with a link to a larger disk resolved."""
-    return Path(os.path.realpath(output / FOLDER))
-
-
-def can_be_replaced(checkpoints: Path) -> bool:
-    """Tell whether the folder of checkpoints can exchange names with another one beside it."""
-    parent = checkpoints.parent
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return False
-    return not checkpoints.exists() or (not os.path.ismount(checkpoints) and os.access(checkpoints, os.W_OK))
-
-
-def rescue_others(folder: Path, checkpoints: Path) -> None:
-    """Move the user's other files out of a folder of checkpoints before its removal, to the one that stays."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        kept = checkpoints / path.name
-        if Place.of(path) is None and not path.name.startswith(UNFINISHED) and not os.path.lexists(kept):
-            os.rename(path, kept)
-
-
-def put_back(checkpoints: Path) -> None:
-    """Restore the name of the folder that a killed run had put aside, where two cannot exchange names atomically."""
-    aside = checkpoints.with_name(f".{checkpoints.name}.before")
-    with suppress(OSError):
-        if aside.is_dir() and not os.path.lexists(checkpoints):
-            os.rename(aside, checkpoints)
-        elif aside.is_dir():  # killed once the new one had the name
-            rescue_others(aside, checkpoints)
-            remove_aside(aside)

@@ -5,7 +5,7 @@ All but ``OutputError`` and ``WrongResultError`` are raised before the run has w
 
 from __future__ import annotations
 
-from speedswap.errors import SpeedswapError
+from speedswap.errors import CheckpointError, SpeedswapError
 
 __all__ = [
     "BenchmarkError",
@@ -48,10 +48,6 @@ class RatingsError(SpeedswapError, ValueError):
 
 class SamplesError(SpeedswapError, ValueError):
     """Samples that cannot be read, or have nothing to learn from or to test on."""
-
-
-class CheckpointError(SpeedswapError, ValueError):
-    """A checkpoint that is missing, damaged or of another run."""
 
 
 class UnknownUserError(SpeedswapError, LookupError):

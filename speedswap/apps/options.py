@@ -17,12 +17,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import torch
 from torch.optim import Optimizer
 
 from speedswap.apps.errors import SettingsError
+from speedswap.apps.launched import is_launched, local_gpu
+from speedswap.apps.option_types import of_type
 from speedswap.apps.output import check_scratch
 from speedswap.tables.memory.host import available_bytes
 
@@ -85,7 +87,7 @@ def option(default: Any, text: str, *, check: Check | None = None, **more: Any) 
 class Options:
     """The base of an application's settings, whose fields are each an :func:`option`.
 
-    ``device``, ``optimizer`` and ``lr`` are among them.
+    ``device``, ``storage``, ``lookahead``, ``optimizer`` and ``lr`` are among them.
 
     Attributes:
         suited_lr: learning rates at the beginning, by :func:`plain` name; other optimizers have their own default.
@@ -103,7 +105,9 @@ class Options:
         cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for one in fields(self):
+            object.__setattr__(self, one.name, of_type(one.name, getattr(self, one.name), hints[one.name]))
             check, value = one.metadata[_DECLARED].check, getattr(self, one.name)
             if check is not None and value is not None:
                 check(one.name, value)
@@ -137,6 +141,16 @@ class Options:
     def compute_device(self) -> torch.device:
         """Return the compute device."""
         return compute_device(vars(self)["device"])
+
+    def lookahead_depth(self) -> int:
+        """Return how many batches ahead rows are fetched.
+
+        Without a given number it is none where rows are read from memory by the processor that computes: fetching
+        them beside a step only takes its cores.
+        """
+        given: int | None = vars(self)["lookahead"]
+        is_near = self.compute_device().type == "cpu" and vars(self)["storage"] not in ON_DISK
+        return int(not is_near) if given is None else given
 
     def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
         """Make the optimizer of a model's parameters, with a learning rate that suits it unless one is given.
@@ -211,6 +225,8 @@ def check_loss(loss: float, *, lr: float, optimizer: str, when: str, remedy: str
 def compute_device(name: str | None) -> torch.device:
     """Return the device of a name; without one, CUDA where there is a GPU, else the CPU.
 
+    Under torchrun a process without a GPU's number takes that of its place on the machine.
+
     Raises:
         SettingsError: this machine has no such device.
     """
@@ -223,12 +239,15 @@ def compute_device(name: str | None) -> torch.device:
         raise SettingsError(wrong) from error
     if found.type not in available or (found.index or 0) >= max(torch.cuda.device_count(), 1):
         raise SettingsError(wrong)
+    if found.type == "cuda" and found.index is None and is_launched():
+        return torch.device("cuda", local_gpu())
     return found
 
 
 # ---- settings that several applications have ------------------------------------------------------------------------
 
-STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
+ON_DISK = ("memmap", "disk")
+STORAGES = ("auto", "device", "pinned", "pageable", *ON_DISK)
 STATE_DTYPES = ("float32", "bfloat16")
 STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES)}"
 DEVICE_TEXT = "where to compute (default: cuda where there is a GPU, else cpu)"
@@ -270,7 +289,11 @@ def state_dtype() -> Any:
 def lookahead() -> Any:
     """Declare the depth of the lookahead."""
     return option(
-        1, "how many batches ahead rows are fetched; 0 for a plain loop, with the same result", check=whole(0, 1024)
+        None,
+        "how many batches ahead rows are fetched; 0 for a plain loop, with the same result (default: 1 where they come "
+        "to a GPU or from a disk, else 0)",
+        check=whole(0, 1024),
+        type=int,
     )
 
 
@@ -313,8 +336,12 @@ def optimizer_of(model: torch.nn.Module, name: str, lr: float | None) -> Optimiz
         SettingsError: no optimizer has the name, or it takes neither the parameters nor the learning rate.
     """
     make: Any = named_optimizer(name)
+    given: dict[str, Any] = {} if lr is None else {"lr": lr}
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if on_cpu and "fused" in inspect.signature(make).parameters:
+        given["fused"] = True  # one pass over memory, where torch's default takes five
     try:
-        optimizer: Optimizer = make(model.parameters(), **({} if lr is None else {"lr": lr}))
+        optimizer: Optimizer = make(model.parameters(), **given)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"optimizer is {name!r}, which does not take this model: {error}") from error
     return optimizer

@@ -1,6 +1,7 @@
 """A run under way: its progress, shown, and requests to end it.
 
 Ctrl-C and a scheduler's SIGTERM are requests: training ends after the step in progress, and saves its results so far.
+In a job of several processes a request to one of them is one to all, after the same step.
 """
 
 from __future__ import annotations
@@ -8,18 +9,29 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from speedswap._install import pip_install
-from speedswap.swapping.interrupts import set_handlers
+import torch
 
-__all__ = ["Ended", "Shown", "Stop", "ending_signals", "listening", "show_progress", "word_for"]
+from speedswap._install import pip_install
+from speedswap._interrupts import set_handlers
+from speedswap.apps.launched import another_has_spoken
+from speedswap.apps.ranks import Job, joined
+from speedswap.errors import PeerError
+
+__all__ = ["Ended", "Shown", "Stop", "begun", "ending_signals", "listening", "show_progress", "word_for"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Sent by Ctrl-C; by ``kill`` and schedulers; by a terminal that is closed."""
+WORD_SECONDS = 3.0
+"""The time that a rank has to say why it has failed, before others say that it has."""
+REPEATED_SECONDS = 5.0
+"""In a job another signal within so long is the same one, which both the terminal and torchrun have sent."""
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
@@ -45,6 +57,10 @@ class Stop:
     SIGINT in a shell's background, stays ignored. In threads other than the main one, which Python does not interrupt,
     nothing is done.
 
+    Args:
+        job: the processes of the run, if it is more than one. A signal to one of them is a request from the next
+            :meth:`poll` on.
+
     Example:
         >>> with Stop() as stop:
         ...     stop.listen()
@@ -53,7 +69,10 @@ class Stop:
         (True, 143, 'terminated')
     """
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job | None = None) -> None:
+        self.job = job or Job()
+        self._came: int | None = None  # to this process
+        self._came_at = 0.0
         self._signal: int | None = None
         self._usual: dict[int, Any] = {}
 
@@ -64,6 +83,21 @@ class Stop:
         found = {number: signal.getsignal(number) for number in SIGNALS}
         self._usual = {number: usual for number, usual in found.items() if usual not in (signal.SIG_IGN, None)}
         set_handlers(dict.fromkeys(self._usual, self._ask))
+
+    def poll(self, *, due: bool = False) -> bool:
+        """Agree with the other processes on requests; all of them call this after a step.
+
+        Args:
+            due: True if this process wants a checkpoint to be saved.
+
+        Returns:
+            Whether one of them does.
+        """
+        if self.job.size == 1:
+            return due
+        notes = self.job.agree((self._came or 0) << 1 | due, "the end of a step")
+        self._signal = self._signal or max(notes) >> 1 or None
+        return any(note & 1 for note in notes)
 
     def is_set(self) -> bool:
         """Tell whether the signal has come."""
@@ -79,6 +113,22 @@ class Stop:
         """The signal's effect, for messages."""
         return word_for(self._signal)
 
+    def report(self, interrupted: bool, saved: Iterable[Path]) -> int:
+        """Print the end of a run that can be resumed; return the exit status.
+
+        Args:
+            interrupted: True if the run was ended by this request.
+            saved: the files and folders that it leaves.
+        """
+        if interrupted:
+            print(f"{self.word}: the training so far is saved; the same command goes on from there")
+        print("saved", ", ".join(map(str, saved)))
+        return self.status_of(interrupted)
+
+    def status_of(self, interrupted: bool) -> int:
+        """Return the exit status of a run, which this request may have ended."""
+        return self.status if interrupted else 0
+
     def __enter__(self) -> Stop:
         return self
 
@@ -86,8 +136,14 @@ class Stop:
         self._put_back()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._signal = number
-        self._put_back()
+        if self.job.size == 1:
+            self._signal = number
+            self._put_back()
+        elif self._came is None:
+            self._came, self._came_at = number, time.monotonic()
+        elif time.monotonic() - self._came_at > REPEATED_SECONDS:
+            self._put_back()
+            signal.raise_signal(number)
 
     def _put_back(self) -> None:
         usual, self._usual = self._usual, {}
@@ -95,13 +151,29 @@ class Stop:
 
 
 @contextmanager
-def listening(stop: Stop | None) -> Iterator[Stop]:
-    """Let a request to end listen: the caller's own, which goes on listening, or one for this block."""
+def begun(device: torch.device) -> Iterator[tuple[Job, Stop]]:
+    """Surround a run with its job's beginning and end; provide the job and a request to end it.
+
+    Args:
+        device: to compute on.
+    """
+    with Stop() as stop, joined(device) as job:  # signals are as usual again when the ranks have come to their end
+        stop.job = job
+        try:
+            yield job, stop
+        except PeerError:
+            another_has_spoken(seconds=WORD_SECONDS)  # before torchrun ends this process
+            raise
+
+
+@contextmanager
+def listening(stop: Stop | None, job: Job | None = None) -> Iterator[Stop]:
+    """Let a request to end listen: the caller's own, which goes on listening, or one of the job for this block."""
     if stop is not None:
         stop.listen()
         yield stop
         return
-    with Stop() as own:
+    with Stop(job) as own:
         own.listen()
         yield own
 
@@ -165,6 +237,10 @@ class Bar:
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
+        try:
+            bar.refresh()
+        except OSError:
+            bar.disable = True
 
     def update(self, steps: float) -> None:
         try:
@@ -205,9 +281,8 @@ def show_progress(total_steps: int, done: int = 0, *, shown: bool, unit: str = "
         return
     seconds = 0.1 if sys.stderr.isatty() else 10.0
     scaled = unit != " steps"
-    bar = Bar(
-        tqdm(total=total_steps, initial=done, unit=unit, unit_scale=scaled, mininterval=seconds, dynamic_ncols=True)
-    )
+    how = {"unit": unit, "unit_scale": scaled, "mininterval": seconds, "dynamic_ncols": True}
+    bar = Bar(tqdm(total=total_steps, initial=done, delay=1e-9, **how))  # delayed, so that Bar shows it first
     try:
         yield bar
     finally:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from speedswap.collectives import RankGroup
+
 __all__ = [
     "HALF_PRECISION",
     "Float32Sums",
@@ -76,7 +78,12 @@ class GradientKeeper(Protocol):
 
     A parameter or leaf names it in its attribute ``gradient_keeper``, as those of a :class:`speedswap.Embedding` do:
     there a gradient belongs to the rows of the lookups so far, and a leaf lives for one lookup.
+
+    Attributes:
+        group: the ranks among which it spreads the gradients; None where they stay on this one.
     """
+
+    group: RankGroup | None
 
     def save_gradient(self) -> Callable[[], None]:
         """Save the present gradient; return a function that restores it, as often as it is called."""

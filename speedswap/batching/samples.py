@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from speedswap._threads import EndingThread
 from speedswap._words import a_kind
 from speedswap.errors import BatchError
 
@@ -135,7 +136,7 @@ class ReadAhead(Generic[Item]):
         self._bytes = self._handed_out = self._largest = 0
         self._ended = self._closed = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._read, name="speedswap-feed", daemon=True)
+        self._thread = EndingThread(self._read, name="speedswap-feed", ask=self._stop)
         self._thread.start()
 
     def __iter__(self) -> ReadAhead[Item]:
@@ -158,12 +159,15 @@ class ReadAhead(Generic[Item]):
 
     def close(self) -> None:
         """Stop reading, drop waiting items, and wait for the thread."""
+        self._stop()
+        self._thread.join()
+        self._waiting.clear()
+
+    def _stop(self) -> None:
         with self._changed:
             self._closed = True
             self._waiting.clear()
             self._changed.notify_all()
-        self._thread.join()
-        self._waiting.clear()
 
     def _read(self) -> None:
         try:

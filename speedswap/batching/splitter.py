@@ -57,7 +57,8 @@ class BatchSplitter:
 
     Splitting belongs to the backward pass: the optimizer's step, clipping, schedulers and averages of weights stay in
     the training loop, once per batch. Under torch's DistributedDataParallel and fully_shard the gradients, and the
-    returned loss, are those of all ranks' samples together.
+    returned loss, are those of all ranks' samples together. So they are for a model with embeddings whose rows the
+    ranks own together (``process_group=``): its other parameters need no wrapper then.
 
     Args:
         model: the module or modules whose parameters get gradients; by default they are found while a loss function
@@ -273,13 +274,14 @@ class BatchSplitter:
         whole.refuse_graphs()
         changes = Changes(self._modules)
         attempts = BatchAttempts(self._sizes, self._choose([function], [whole]), whole.size, changes, self._ranks)
-        while attempts.again():
-            with attempts:
-                sizes = self._ranks.sizes(whole.size, attempts.size)
-                passes = TwoPasses(function, whole, sizes, self._sizes.known)
-                around = self._micro_batches.one_by_one(sizes, changes)
-                with self._micro_batches.statistics(len(sizes), changes):
-                    outputs = passes.first(around, changes, with_graph=torch.is_grad_enabled())
+        with self._ranks.passes():
+            while attempts.again():
+                with attempts:
+                    sizes = self._ranks.sizes(whole.size, attempts.size)
+                    passes = TwoPasses(function, whole, sizes, self._sizes.known)
+                    around = self._micro_batches.one_by_one(sizes, changes)
+                    with self._micro_batches.statistics(len(sizes), changes):
+                        outputs = passes.first(around, changes, with_graph=torch.is_grad_enabled())
         attempts.fitted()
         if not torch.is_grad_enabled():
             return outputs

@@ -1,6 +1,45 @@
 """Agreement between the processes of a job: rounds of numbers, votes, one error for all, and sums of gradients."""
 
+from speedswap.collectives.ahead import Ahead, Ended, Errand
 from speedswap.collectives.buckets import BUCKET_BYTES, Buckets
 from speedswap.collectives.exchange import Exchange, PeerOutOfMemory, Status, is_distributed
+from speedswap.collectives.group import RankGroup
+from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.lane import SPARE_IDS, Lane
+from speedswap.collectives.letters import Letter, Parcel, as_bytes, packed, unpacked
+from speedswap.collectives.lines import Round, note_of
+from speedswap.collectives.pace import OwnPace, Server
+from speedswap.collectives.sharing import share
+from speedswap.collectives.sheet import ROOM, Agreed
+from speedswap.collectives.task import Pending, Task
 
-__all__ = ["BUCKET_BYTES", "Buckets", "Exchange", "PeerOutOfMemory", "Status", "is_distributed"]
+__all__ = [
+    "ANYTHING",
+    "BUCKET_BYTES",
+    "ROOM",
+    "SPARE_IDS",
+    "Agreed",
+    "Ahead",
+    "Buckets",
+    "Ended",
+    "Errand",
+    "Exchange",
+    "Kind",
+    "Lane",
+    "Letter",
+    "OwnPace",
+    "Parcel",
+    "PeerOutOfMemory",
+    "Pending",
+    "RankGroup",
+    "Round",
+    "Server",
+    "Status",
+    "Task",
+    "as_bytes",
+    "is_distributed",
+    "note_of",
+    "packed",
+    "share",
+    "unpacked",
+]

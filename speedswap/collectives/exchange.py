@@ -9,7 +9,9 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
+from speedswap.collectives.connections import connect
 from speedswap.errors import PeerError
 
 __all__ = ["Exchange", "PeerOutOfMemory", "Status", "is_distributed"]
@@ -49,8 +51,9 @@ class Exchange:
     def __init__(self, ranks: Sequence[int], caller: str) -> None:
         self.ranks = list(ranks)
         self._caller = caller
-        # A group of its own: these rounds must neither mingle with the model's collectives nor wait for its device.
-        self._group = dist.new_group(self.ranks, backend="gloo", use_local_synchronization=True)
+        # Connections of its own: these rounds must neither mingle with the model's collectives nor wait for its device.
+        job, timeout = distributed_c10d._get_default_group(), distributed_c10d.default_pg_timeout
+        self._group = connect(job, "exchange", self.ranks, timeout)
         self._task = 0.0
         self._over = True
 
@@ -112,7 +115,9 @@ class Exchange:
 
     def maximum(self, values: Tensor) -> Tensor:
         """Replace values by the elementwise maximum over all ranks, which must have equally many; return them."""
-        self._attempt(lambda: dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group))
+        options = distributed_c10d.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._attempt(lambda: self._group.allreduce([values], options))
         return values
 
     def anywhere(self, flags: Sequence[int]) -> tuple[list[int], bool]:
@@ -124,12 +129,12 @@ class Exchange:
     def _gather(self, line: list[float]) -> list[list[float]]:
         mine = torch.tensor(line, dtype=torch.float64)
         lines = [torch.empty_like(mine) for _ in self.ranks]
-        self._attempt(lambda: dist.all_gather(lines, mine, group=self._group))
+        self._attempt(lambda: self._group.allgather([lines], [mine]))
         return [other.tolist() for other in lines]
 
-    def _attempt(self, collective: Callable[[], object]) -> None:
+    def _attempt(self, collective: Callable[[], dist.Work]) -> None:
         try:
-            collective()
+            collective().wait()
         except RuntimeError as error:
             self._over = True
             raise PeerError("another rank cannot be reached any more; its log says why") from error

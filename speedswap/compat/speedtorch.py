@@ -156,7 +156,19 @@ class CPUPytorchModelFactory(PytorchModelFactory):
 
 
 class OptimizerFactory(CupyMethods, swapping.OptimizerFactory):
-    """:class:`speedswap.OptimizerFactory`."""
+    """:class:`speedswap.OptimizerFactory` of one process."""
+
+    def __init__(
+        self,
+        given_optimizer: Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, CPUPinn)
 
 
 class OptimizerFactoryMM(DiskMethods, swapping.OptimizerFactory):

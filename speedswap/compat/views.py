@@ -11,9 +11,10 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.swapping import OptimizerFactory
-from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.collection import Collection
-from speedswap.tables import Table
+from speedswap.tables import Column, LocalStore, Table
+from speedswap.tables.init import Initializer
+from speedswap.tables.whole_table import as_numpy
 
 __all__ = ["CupyMethods", "DiskMethods", "TorchMethods"]
 
@@ -36,7 +37,7 @@ def _as_cupy(view: Tensor, pinned: bool) -> Any:
     strides = tuple(stride * item_bytes for stride in view.stride())
     nbytes = sum((size - 1) * stride for size, stride in zip(view.shape, strides, strict=True)) + item_bytes
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(view.data_ptr(), nbytes, view), 0)
-    dtype = arrays.as_numpy(torch.empty(0, dtype=view.dtype)).dtype
+    dtype = as_numpy(torch.empty(0, dtype=view.dtype)).dtype
     return cupy.ndarray(tuple(view.shape), dtype, memory, strides=strides)
 
 
@@ -69,6 +70,11 @@ class DiskMethods(Collection):
             number += 1
         self.fileName = f"{os.fspath(self.diskname)}{number}.memmap"
         return Path(self.fileName)
+
+    def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
+        weight = Column("weight", (self.width,), self.row_dtype, init)
+        name, storage = self.name, "memmap"
+        return Table(LocalStore.create(self.num_rows, weight, storage=storage, path=path, seed=seed, name=name))
 
     def getCupyMM(self) -> Any:
         """Return the collection itself as a NumPy array over its file, which then takes its full size on disk."""

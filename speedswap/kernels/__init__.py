@@ -4,6 +4,7 @@ from speedswap.kernels._compiled import with_compiled_part
 
 __path__ = with_compiled_part(__path__)
 
+from speedswap.kernels.bringing import Bringing
 from speedswap.kernels.features import FeatureIds, first_outside, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
@@ -17,9 +18,20 @@ from speedswap.kernels.host import (
     require_memory,
     set_num_threads,
 )
-from speedswap.kernels.id_map import Cursor, IdMapUndo, KeyMap, SavedKeys, Texts, hash_texts, texts_of, texts_of_fixed
+from speedswap.kernels.id_map import (
+    Cursor,
+    IdMapUndo,
+    KeyMap,
+    SavedKeys,
+    Texts,
+    add_to_maps,
+    hash_texts,
+    texts_of,
+    texts_of_fixed,
+)
 from speedswap.kernels.ids import (
     Asked,
+    by_owner,
     check_ids,
     find_all,
     find_rows,
@@ -39,12 +51,12 @@ from speedswap.kernels.records import (
     Records,
     Stored,
     gather_records,
-    prepare_engine,
     round_rows,
     rounding_key,
     scatter_records,
     stored_bytes,
 )
+from speedswap.kernels.row_log import RowLayout, RowLog, RowLogDamaged
 from speedswap.kernels.segment_sum import (
     Groups,
     dot_segments,
@@ -61,10 +73,12 @@ from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
 from speedswap.kernels.transfers.cpu import Found, WantedColumn, finish_transfers, prefetch_on_cpu, scatter_on_cpu
 from speedswap.kernels.transfers.forward import forward, places_among
 from speedswap.kernels.transfers.transfer import Lookup, Transfer, Transfers, in_transfer_thread, used_here
+from speedswap.kernels.vectors import Vectors, read_vectors, write_vectors
 
 __all__ = [
     "ENGINES",
     "Asked",
+    "Bringing",
     "Cursor",
     "FeatureIds",
     "Fence",
@@ -76,14 +90,20 @@ __all__ = [
     "Lookup",
     "Part",
     "Records",
+    "RowLayout",
+    "RowLog",
+    "RowLogDamaged",
     "SavedKeys",
     "Stored",
     "Texts",
     "Transfer",
     "Transfers",
+    "Vectors",
     "WantedColumn",
+    "add_to_maps",
     "as_ids",
     "as_read",
+    "by_owner",
     "capabilities",
     "check_ids",
     "compiled_in",
@@ -114,8 +134,8 @@ __all__ = [
     "pair_products",
     "places_among",
     "prefetch_on_cpu",
-    "prepare_engine",
     "read_lines",
+    "read_vectors",
     "require_apart",
     "require_dense",
     "require_id_dtype",
@@ -136,4 +156,5 @@ __all__ = [
     "texts_of_fixed",
     "unique",
     "used_here",
+    "write_vectors",
 ]

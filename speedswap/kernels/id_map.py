@@ -14,7 +14,17 @@ from speedswap.kernels import _C
 from speedswap.kernels._C import IdMapUndo
 from speedswap.kernels.host import address, get_num_threads
 
-__all__ = ["Cursor", "IdMapUndo", "KeyMap", "SavedKeys", "Texts", "hash_texts", "texts_of", "texts_of_fixed"]
+__all__ = [
+    "Cursor",
+    "IdMapUndo",
+    "KeyMap",
+    "SavedKeys",
+    "Texts",
+    "add_to_maps",
+    "hash_texts",
+    "texts_of",
+    "texts_of_fixed",
+]
 
 _EVICT = {None: 0, "lru": 1, "lfu": 2}
 
@@ -112,11 +122,25 @@ class KeyMap:
         """Bytes of memory."""
         return self._map.bytes()
 
-    def save(self, on_probation: bool) -> SavedKeys:
-        """Return the keys of all rows, or those on probation."""
+    def changed(self, on_probation: bool, since: Cursor, also: range = range(0)) -> Tensor:
+        """Return the rows, or places on probation, that may differ from what they were.
+
+        Args:
+            on_probation: True for places.
+            since: the counters at that time, of this map; its clock has not begun anew since.
+            also: rows or places that are returned as well.
+
+        Returns:
+            int32, shape (n,), ascending.
+        """
+        return _tensor(self._map.changed(on_probation, since, also.start, also.stop), torch.int32)
+
+    def save(self, on_probation: bool, cells: Tensor | None = None) -> SavedKeys:
+        """Return the keys of rows, or those on probation: of all, or in some ``cells``, int32."""
         count = self.cursor.probation_used if on_probation else self.cursor.used
-        saved = self.room(on_probation, count, self._map.text_bytes(on_probation) if self._exact else 0)
-        self._map.save(on_probation, saved.pointers())
+        some = (0, count) if cells is None else (address(cells), len(cells))
+        saved = self.room(on_probation, some[1], self._map.text_bytes(on_probation, *some) if self._exact else 0)
+        self._map.save(on_probation, *some, saved.pointers())
         return saved
 
     def room(self, on_probation: bool, count: int, text_bytes: int) -> SavedKeys:
@@ -136,6 +160,26 @@ class KeyMap:
     def restore(self, cursor: Cursor, rows: SavedKeys, probation: SavedKeys) -> bool:
         """Fill an empty map; return False if a key occurs twice."""
         return self._map.restore(cursor, rows.pointers(), probation.pointers())
+
+
+def add_to_maps(
+    maps: Sequence[KeyMap], keys: Sequence[tuple[Tensor, Texts | None]], undos: Sequence[IdMapUndo]
+) -> tuple[list[Tensor], int]:
+    """Add a batch of keys to each of several maps, side by side, as :meth:`KeyMap.add` does: to all, or to none.
+
+    Args:
+        maps: no map twice.
+        keys: numbers and texts for each.
+        undos: become the ways back.
+
+    Returns:
+        The rows of each batch, and -1; or the first map that lacks rows, and nothing has changed.
+    """
+    counts = [len(numbers) for numbers, _ in keys]
+    rows = torch.empty(sum(counts), dtype=torch.int64)
+    batches = [(each._map, _keys(*some), undo) for each, some, undo in zip(maps, keys, undos, strict=True)]
+    full = _C.add_to_maps(batches, address(rows), get_num_threads())
+    return list(torch.split(rows, counts)), full
 
 
 def _pointer(array: Tensor | None) -> int:

@@ -16,6 +16,7 @@ from speedswap.kernels.host import address, as_ids, empty, get_num_threads, requ
 
 __all__ = [
     "Asked",
+    "by_owner",
     "check_ids",
     "distinct",
     "find_all",
@@ -164,6 +165,27 @@ def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
     return (rows if found_rows == count else rows[:found_rows].clone()), local
 
 
+def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Order ids by the ranks that own their rows, as :class:`speedswap.tables.ranks.Owners` tells them.
+
+    Args:
+        ids: int64, shape (n,), in host memory, not negative.
+        bits, factor, world_size: of the owners.
+
+    Returns:
+        ordered: the ids, those of the first rank first, those of one rank in their order.
+        places: int64, shape (n,); ``ordered[places]`` are the ids.
+        counts: how many each rank owns.
+    """
+    flat = as_ids(ids)
+    ordered, places = torch.empty_like(flat), torch.empty_like(flat)
+    counts = torch.empty(world_size, dtype=torch.int64)
+    _C.by_owner(
+        flat.data_ptr(), len(flat), bits, factor, world_size, address(ordered), address(places), address(counts)
+    )
+    return ordered, places, counts.tolist()
+
+
 def distinct(lookups: Sequence[Tensor], num_rows: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor] | None]:
     """Return each lookup's rows, and each id's position among them: with one sort and one round trip to a device.
 
@@ -302,7 +324,15 @@ def _ask(positions: Sequence[int], *values: Tensor) -> list[list[int]]:
     Args:
         positions: in each of the tensors.
         values: int32 or int64, shape (n,), on one device.
+
+    Raises:
+        RuntimeError: the stream is being captured into a CUDA graph.
     """
+    if values[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "rows are looked up inside torch.cuda.graph, but the number of a batch's rows is not known before the ids "
+            "are; look them up before the graph, and capture what is computed with them"
+        )
     needed = len(positions) * (1 + len(values))
     waiting = _free[values[0].device]
     mailbox = waiting.pop() if waiting else None

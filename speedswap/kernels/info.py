@@ -26,11 +26,8 @@ def cuda_ready() -> tuple[bool, str]:
 
 
 def capabilities() -> dict[str, str]:
-    """Describe what was built and found, for ``speedswap info``: one short text per item.
-
-    With a GPU this includes the rates of the engines, which takes two seconds if they were not measured before.
-    """
-    from speedswap.kernels.cuda import choice, modules
+    """Describe what was built and found, for ``speedswap info``: one short text per item."""
+    from speedswap.kernels.cuda import modules
 
     try:
         built = f"built, {modules.fatbin().stat().st_size / 2**20:.1f} MiB"
@@ -41,7 +38,7 @@ def capabilities() -> dict[str, str]:
     if ready:
         loaded = modules.load()
         kernels = f"{loaded.origin} ({loaded.why})" if loaded.why else loaded.origin
-    found = {
+    return {
         "isa": _C.isa(),
         "threads": str(get_num_threads()),
         "fatbin": built,
@@ -49,10 +46,6 @@ def capabilities() -> dict[str, str]:
         "CuPy": _cupy_version(),
         "CUDA": torch.version.cuda or "torch was built without CUDA",
     }
-    if ready:
-        rates = choice.measured(torch.cuda.current_device())
-        found |= choice.describe(rates) if rates is not None else {"engines": "could not be measured"}
-    return found
 
 
 def _cupy_version() -> str:

@@ -21,14 +21,13 @@ __all__ = [
     "cpu_part",
     "cpu_parts",
     "gather_records",
-    "prepare_engine",
     "round_rows",
     "rounding_key",
     "scatter_records",
     "stored_bytes",
 ]
 
-# auto: the fastest one here, by measurement. The others are in kernels/cuda/engines.py.
+# kernels/cuda/engines.py has them; auto is zero_copy for pinned memory, and staged for any other.
 ENGINES = ("auto", "zero_copy", "staged", "split")
 
 # As in csrc/rows_cpu.h.
@@ -37,7 +36,10 @@ _SCALE_BYTES = 4
 
 
 class Fence:
-    """Pending work of GPUs on pinned memory, which the host waits for before it touches the memory itself."""
+    """Pending work of GPUs on memory, by stream.
+
+    A stream waits for the work of the others that it must come after; so does the host before it touches the memory.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,13 +59,28 @@ class Fence:
         """Mark the memory as shared: outside work on it is not tracked."""
         self._shared = True
 
-    def wait(self, *, reads: bool = True) -> None:
-        """Wait for queued writes of the memory, and for queued reads too if asked for."""
-        if self._shared:
+    def order(self, stream: torch.cuda.Stream, *, writes: bool, forwarded: torch.cuda.Stream | None = None) -> None:
+        """Let a stream wait for the writes that others have queued, and for their reads too before it writes.
+
+        Args:
+            stream: about to read or write the memory.
+            writes: True if it writes.
+            forwarded: a stream whose writes need not be waited for: their rows are forwarded.
+        """
+        with self._lock:
+            for events in (self._writes, self._reads) if writes else (self._writes,):
+                for other, event in events.items():
+                    if other not in (stream, forwarded):
+                        stream.wait_event(event)
+
+    def wait(self, *, reads: bool = True, forwarded: torch.cuda.Stream | None = None) -> None:
+        """Wait for queued writes of the memory, and for queued reads too if asked for; ``forwarded`` as for order."""
+        if self._shared and forwarded is None:
             torch.cuda.synchronize()
             return
         with self._lock:
-            events = [*self._writes.values(), *(self._reads.values() if reads else ())]
+            events = [event for other, event in self._writes.items() if other != forwarded]
+            events += self._reads.values() if reads else ()
         for event in events:
             event.synchronize()
 
@@ -73,7 +90,8 @@ class Records(NamedTuple):
 
     ``pinned`` means that host memory is registered with CUDA, so that the GPU may read and write it. ``owner`` keeps
     the memory alive. ``engine`` is the way between host memory and a GPU (:data:`ENGINES`). ``fence`` tracks what GPUs
-    do with pinned memory, and the CPU waits for it before it touches the memory; None if the caller takes care of that.
+    do with the memory, so that moves on several streams keep their order; None if the caller takes care of that.
+    ``ahead`` means that rows of pending writes are forwarded to a gather: it does not wait for them, nor they for it.
     """
 
     pointer: int
@@ -84,6 +102,7 @@ class Records(NamedTuple):
     owner: object
     engine: str = "auto"
     fence: Fence | None = None
+    ahead: bool = False
 
 
 class Stored(NamedTuple):
@@ -194,13 +213,6 @@ def cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> 
     """
     copied = (offset, _width(row_bytes, stored), block, row_bytes)
     return copied if stored is None else (*copied, _FORMS[stored.dtype], stored.key is not None, stored.key or 0)
-
-
-def prepare_engine(engine: str, nbytes: int) -> None:
-    """Measure the engines for a new pinned table of ``nbytes``: about two seconds, once per machine."""
-    from speedswap.kernels.cuda import choice
-
-    choice.prepare(engine, nbytes)
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 :class:`Embedding` and :class:`EmbeddingBag` are used as torch's; :func:`attach` lets an optimizer's row state live in
 their tables; :func:`lookahead` prefetches the next batch's rows while this one is computed; :func:`convert` replaces
 torch's embeddings by these. :class:`EmbeddingBagCollection` and :class:`EmbeddingCollection` are many tables in one
-step. :func:`ignore_in_ddp` and :func:`parameters_to_ignore` keep wrappers for several processes
-off their weights. :class:`ModelFactory` and :class:`OptimizerFactory` swap rows by hand, for models with a plain
-``nn.Embedding``.
+step. :func:`save_checkpoint` and :func:`load_checkpoint` save a training and go on with it. :func:`ignore_in_ddp` and
+:func:`parameters_to_ignore` keep wrappers for several processes off their weights. :class:`ModelFactory` and
+:class:`OptimizerFactory` swap rows by hand, for models with a plain ``nn.Embedding``.
 """
 
 from speedswap.swapping.attach import attach
+from speedswap.swapping.checkpoints import LoadedCheckpoint, SavedCheckpoint, load_checkpoint, save_checkpoint
 from speedswap.swapping.collections import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -35,12 +36,16 @@ __all__ = [
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "LoadedCheckpoint",
     "Lookahead",
     "ModelFactory",
     "OptimizerFactory",
+    "SavedCheckpoint",
     "attach",
     "convert",
     "ignore_in_ddp",
+    "load_checkpoint",
     "lookahead",
     "parameters_to_ignore",
+    "save_checkpoint",
 ]

@@ -10,13 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from speedswap._interrupts import deferred_interrupts
 from speedswap.errors import OptimizerError
-from speedswap.swapping.interrupts import deferred_interrupts
+from speedswap.swapping.apart import rows_are_apart
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found
 from speedswap.swapping.optimizers import holds, innermost
 from speedswap.swapping.probe import is_probing
 from speedswap.swapping.row_step import RowStep, every_step, step_of
+from speedswap.swapping.sharded_step import joint_step
 from speedswap.tables import Commit, Table
 
 __all__ = ["attach"]
@@ -122,7 +124,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     # With a closure, gradients are still to come.
     steps = [step for step in trainable if closure is not None or step.takes_part()]
     if steps:
-        _attach(optimizer, steps)
+        with joint_step(steps):
+            _attach(optimizer, steps)
     if trainable and not steps and _only_makes_state(optimizer):
         _add_state_hooks(optimizer)
         _with_initial_state.add(optimizer)
@@ -131,9 +134,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if closure is None:
         begun: list[RowStep] = []
         try:
-            for step in steps:
-                step.swap_in(optimizer)
-                begun.append(step)
+            with joint_step(steps):
+                for step in steps:
+                    step.swap_in(optimizer)
+                    begun.append(step)
         except BaseException:
             for step in begun:
                 step.undo()
@@ -180,12 +184,13 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     LostUpdates.steps_anywhere += 1
     steps = [step for _, step in _steps_of(optimizer)]
     if steps:
-        with deferred_interrupts(), Commit() as commit:
+        with deferred_interrupts(), joint_step(steps) as agree, Commit() as commit:
             try:
-                # First all, so that one that does not fit keeps every table as it is.
+                # First all, on all ranks, so that one that does not fit keeps every table as it is.
                 leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]
                 for step, left in leaving:
                     step.add_columns(left)
+                agree()
                 for step, left in leaving:
                     step.swap_out(optimizer, left, commit)
             except BaseException:
@@ -205,13 +210,16 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             step.state.attach(optimizer, _examined(optimizer, step))
         if step.state.optimizer is optimizer:
             state_dict["state"].pop(place, None)  # as it was before a failure was noticed
-            state = {**step.state.read(initial=initial), **optimizer.state.get(step.weight, {})}
+            columns = {} if rows_are_apart() else step.state.read(initial=initial)
+            state = {**columns, **optimizer.state.get(step.weight, {})}
             if state:  # an empty entry would say that there is state
                 state_dict["state"][place] = state
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Write the tables' part of a state_dict that an optimizer loads, and return the rest of it."""
+    if rows_are_apart():
+        return state_dict
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     states = dict(state_dict["state"])
     taken = []

@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
 import torch
@@ -20,6 +20,12 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.memory.host import resolve_engine, resolve_storage
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["convert"]
 
@@ -53,6 +59,9 @@ def convert(
     stored_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     rounding: str | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    reduction: str = "mean",
+    **disk: Unpack[DiskArguments],
 ) -> Model:
     """Replace the large embeddings of a model, in place, by speedswap's with the same rows.
 
@@ -70,7 +79,9 @@ def convert(
         model: any module; it may be an embedding itself.
         min_rows: smaller embeddings are left unchanged.
         skip: dotted names of further embeddings to leave unchanged.
-        storage, engine, stored_dtype, state_dtype, rounding: of the tables, as for :class:`speedswap.Embedding`.
+        storage, engine, stored_dtype, state_dtype, rounding, disk: of the tables, as for :class:`speedswap.Embedding`.
+        process_group, reduction: the ranks that are to own the rows together, as for :class:`speedswap.Embedding`; each
+            converts the same model, before it is wrapped.
         path: a directory for memmap tables, each in a subdirectory named like its module.
 
     Returns:
@@ -103,6 +114,9 @@ def convert(
         "stored_dtype": stored_dtype,
         "state_dtype": state_dtype,
         "rounding": rounding,
+        "process_group": process_group,
+        "reduction": reduction,
+        **disk,
     }
     resolve_engine(engine, storage, resolve_storage(storage, path))
     found = _large(model, min_rows, skip)
@@ -159,7 +173,7 @@ def _replacement(old: _Plain, settings: dict[str, Any]) -> TableModule:
     try:
         new = _with_rows(old, old.weight, old.padding_idx, settings)
     except BaseException:
-        if place is not None:
+        if place is not None and settings["process_group"] is None:  # else other ranks' rows are there, too
             shutil.rmtree(place, ignore_errors=True)
         raise
     for name in _own_attributes(old):
@@ -233,7 +247,8 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     if more:
         yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
     try:
-        trial = _with_rows(module, weight[:1], None, {**settings, "storage": "pageable", "engine": "auto"})
+        plain = {"storage": "pageable", "engine": "auto", "process_group": None}
+        trial = _with_rows(module, weight[:1], None, {**settings, **plain})
     except (ValueError, TypeError) as error:
         yield str(error)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.table_module import TableModule
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["Embedding"]
 
@@ -43,8 +50,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         padding_idx: a row that starts as zeros and gets no gradient.
         storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``memmap`` or ``auto`` (see
             :meth:`speedswap.Table.create`).
-        engine: the way between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto`` for the
-            fastest on this machine (see there).
+        engine: the way between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto`` (see there).
         path: the directory of a memmap table.
         dtype: of the weights; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in
@@ -59,14 +65,23 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             float32. ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
         rounding: of trained values that are stored so: ``"stochastic"`` (the default: small updates survive in the
             mean) or ``"nearest"``.
-        local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it a training
-            forward is refused there: nothing would keep the ranks' tables alike. The wrapper of the model must leave
-            ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`, :func:`speedswap.parameters_to_ignore`).
+        local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it, or a
+            ``process_group``, a training forward is refused there: nothing would keep the ranks' tables alike. The
+            wrapper of the model must leave ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`,
+            :func:`speedswap.parameters_to_ignore`).
         id_map: an :class:`speedswap.IdMap` that gives keys their rows; ``num_embeddings`` is its ``num_rows``, and row
             0, of keys without a row, the padding row. A training lookup (in training mode, of a weight that requires
             a gradient, with gradients enabled) adds new keys. A row that goes to another key starts anew, and takes
             no part in what is left of a step that its old key is in. The map is kept with the table: an existing
             ``table`` brings its own.
+        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds`` and ``scratch`` of a memmap table, as for
+            :meth:`speedswap.Table.create`.
+        process_group: the ranks of a torch.distributed job that own the rows together, each about as many; every rank
+            makes the embedding, with the same arguments. Lookups, backward passes and optimizer steps are then made by
+            all of them at once, in one order, each with ids of its own, of any number; the result is that of one
+            process that trains on all their batches.
+        reduction: of the ranks' gradients, with a process group: ``"mean"``, as DistributedDataParallel reduces those
+            of other layers, or ``"sum"``.
         max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
 
     Shape:
@@ -105,6 +120,9 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         name: str | None = None,
         stored_dtype: torch.dtype | None = None,
         local_to_rank: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
+        **disk: Unpack[DiskArguments],
     ) -> Embedding:
         """Return an embedding with the given rows, as ``nn.Embedding.from_pretrained`` does.
 
@@ -113,7 +131,8 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             freeze: True if they are for lookup only.
             padding_idx: a row that gets no gradient.
             max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
-            storage, path, name, stored_dtype: as for the class.
+            storage, path, name, stored_dtype, disk: as for the class.
+            local_to_rank, process_group, reduction: as for the class; every rank gives the same rows.
 
         Raises:
             ValueError, TypeError: an argument of torch's is not supported, or the rows are no matrix or are integers.
@@ -139,6 +158,9 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             name=name,
             stored_dtype=stored_dtype,
             local_to_rank=local_to_rank,
+            process_group=process_group,
+            reduction=reduction,
+            **disk,
         )
 
     @outside_graphs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,12 @@ from speedswap.swapping.bags import Bags, bags_of, keyed_bags
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import pool
 from speedswap.swapping.table_module import TableModule
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["EmbeddingBag"]
 
@@ -93,6 +99,9 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         name: str | None = None,
         stored_dtype: torch.dtype | None = None,
         local_to_rank: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
+        **disk: Unpack[DiskArguments],
     ) -> EmbeddingBag:
         """Return a bag over the given rows, as ``nn.EmbeddingBag.from_pretrained`` does.
 
@@ -113,6 +122,9 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             name=name,
             stored_dtype=stored_dtype,
             local_to_rank=local_to_rank,
+            process_group=process_group,
+            reduction=reduction,
+            **disk,
         )
 
     @outside_graphs

@@ -12,7 +12,7 @@ from torch import Tensor
 from speedswap._words import a_kind
 from speedswap.errors import IdError
 
-__all__ = ["Exclude", "Excluded", "Pieces", "excluded"]
+__all__ = ["Exclude", "Excluded", "Exclusions", "Pieces", "exclusions_of"]
 
 Exclude: TypeAlias = "Tensor | Sequence[Tensor] | None"
 
@@ -78,8 +78,19 @@ class Excluded:
                 scores[self._queries[pairs] - group * self._pieces.group, self._theirs[pairs] - start] = -math.inf
 
 
-def excluded(exclude: Exclude, pieces: Pieces, device: torch.device, padding_idx: int | None, table: str) -> Excluded:
-    """Check and index the excluded ids, in any of their forms.
+class Exclusions(NamedTuple):
+    """The rows that a search leaves out, as :class:`Excluded` takes them."""
+
+    mask: Tensor | None
+    ids: Tensor
+    queries: Tensor
+    theirs: Tensor
+
+
+def exclusions_of(
+    exclude: Exclude, pieces: Pieces, device: torch.device, padding_idx: int | None, table: str
+) -> Exclusions:
+    """Check the excluded ids, in any of their forms, and return them in one.
 
     Args:
         exclude: bool (num_rows,); or ids (n,) for every query; or ids (q, m), padded with -1; or q tensors of ids.
@@ -109,7 +120,7 @@ def excluded(exclude: Exclude, pieces: Pieces, device: torch.device, padding_idx
         queries, theirs = _listed(exclude, pieces, device, table)
     if padding_idx is not None:
         ids = torch.cat([ids, ids.new_tensor([padding_idx])])
-    return Excluded(pieces, mask, ids, queries, theirs)
+    return Exclusions(mask, ids, queries, theirs)
 
 
 def _padded(exclude: Tensor, pieces: Pieces, device: torch.device, table: str) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,11 @@ R = TypeVar("R")
 _Gather = Callable[[Tensor], tuple[Block, Tensor]]
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
+
+
+def _is_exporting() -> bool:
+    # Not torch.compiler.is_exporting: until torch 2.12 that is True in torch.compile's graphs as well.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:

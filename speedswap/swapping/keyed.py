@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.swapping.prefetched import Given
+from speedswap.swapping.sharded_step import ShardedStep
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
+from speedswap.tables.ranks import ShardedIdMap
 
 if TYPE_CHECKING:
     from speedswap.swapping.row_step import RowStep
 
-__all__ = ["AskedLookup", "Claim", "KeyedRows", "require_map"]
+__all__ = ["AskedLookup", "KeyedLookup", "KeyedRows", "ask_all", "find_all", "require_map", "take_all", "together"]
 
 
 class AskedLookup:
@@ -49,22 +53,6 @@ class AskedLookup:
         return _equal(as_keys(given, kind), self.asked.keys)
 
 
-class Claim(NamedTuple):
-    """A training lookup whose keys can have rows.
-
-    Attributes:
-        take: give the keys their rows, and return these; rows that go to another key start anew in the table.
-        give_up: forget the lookup, as if it had not come.
-    """
-
-    take: Callable[[], Tensor]
-    give_up: Callable[[], None]
-
-
-def _nothing() -> None:
-    return None
-
-
 class KeyedRows:
     """The id map of a module's table.
 
@@ -72,22 +60,29 @@ class KeyedRows:
         id_map: keys to rows.
         table: its rows.
         step: the module's training step, which rows that start anew leave.
+        first_row: of the table, among those of the step.
     """
 
-    def __init__(self, id_map: IdMap, table: Table, step: RowStep) -> None:
+    def __init__(self, id_map: IdMap, table: Table, step: RowStep, first_row: int = 0) -> None:
         self.id_map = id_map
+        self.first_row = first_row
+        self.step = step
         self._table = table
-        self._step = step
+        if isinstance(id_map, ShardedIdMap):
+            renew = weakref.WeakMethod(self._start_anew)
+            id_map.renew = lambda rows: (found := renew()) and found(rows)
         # Lookups that have not been made, inside a lookahead: of any batch, and of the present one.
         self._asked: list[AskedAhead] = []
         self._turn: list[AskedLookup] = []
 
+    @property
+    def is_over_ranks(self) -> bool:
+        """True if ranks own the keys; these are not asked for ahead of their turn."""
+        return isinstance(self.id_map, ShardedIdMap)
+
     def ask(self, given: Any, device: torch.device) -> AskedLookup:
         """Add the keys of a training lookup ahead of its turn."""
-        asked = self.id_map.ask(given)
-        if len(asked.keys):
-            self._asked.append(asked)
-        return AskedLookup(asked, given, device)
+        return ask_all([KeyedLookup(self, given, device)])[0]
 
     def rows(self, given: Any, device: torch.device, *, adds: bool) -> Tensor:
         """Return the rows of a lookup's keys, on a device.
@@ -98,29 +93,18 @@ class KeyedRows:
             adds: True for a training lookup. Rows that go to another key then start anew in the table.
         """
         if not adds:
-            return self.id_map.lookup(given).to(device)
-        return self.claim(given, device).take()
+            return find_all([KeyedLookup(self, given, device)])[0]
+        if self.is_over_ranks:
+            return take_all([KeyedLookup(self, given, device)])[0]
+        in_turn = self.lookup(given, device).in_turn
+        if in_turn is not None:
+            return self._take_turn(in_turn, device)
+        return self._add(as_keys(given, self.id_map.keys), device)
 
-    def claim(self, given: Any, device: torch.device) -> Claim:
-        """Make sure that the keys of a training lookup can have rows, without giving them any yet.
-
-        Args:
-            given, device: as for :meth:`rows`.
-
-        Raises:
-            IdMapFullError, IdMapError, TypeError, ValueError: they cannot. Nothing has changed.
-        """
-        for lookup in self._turn:
-            if lookup.matches(given, self.id_map.keys):
-                return Claim(functools.partial(self._take_turn, lookup, device), _nothing)
-        keys = as_keys(given, self.id_map.keys)
-        # Under a lookahead, what is looked up out of turn counts before the batches that wait: it cannot wait as well.
-        if self.id_map.has_room(len(keys)) or self.id_map.waits:
-            return Claim(functools.partial(self._add, keys, device), _nothing)
-        asked = self.id_map.ask(keys)
-        return Claim(
-            functools.partial(self._take_asked, asked, device), functools.partial(self.id_map.take_back, [asked])
-        )
+    def lookup(self, given: Any, device: torch.device) -> KeyedLookup:
+        """Return a training lookup that is to be made now."""
+        in_turn = next((each for each in self._turn if each.matches(given, self.id_map.keys)), None)
+        return KeyedLookup(self, given, device, in_turn)
 
     def _take_turn(self, lookup: AskedLookup, device: torch.device) -> Tensor:
         self._turn.remove(lookup)
@@ -145,12 +129,21 @@ class KeyedRows:
     def end(self) -> None:
         """Leave a lookahead: batches that did not have their turn never came."""
         self.begin([])
-        if not self._step.lookaheads:
+        if not self.step.lookaheads:
             self._take_back(self._asked)
 
     def _take_back(self, gone: list[AskedAhead]) -> None:
         self._asked = [each for each in self._asked if each not in gone]
         self.id_map.take_back(gone)
+
+    def _start_anew(self, rows: Tensor) -> None:
+        """Let rows start anew that no training lookup of this rank has asked for; every rank calls this."""
+        assert isinstance(self.step, ShardedStep)
+        try:
+            self.step.start_anew(rows + self.first_row)
+        except BaseException:
+            self.id_map.renew_later(rows)
+            raise
 
     def renew(self, rows: Tensor, device: torch.device) -> None:
         """Let rows start anew: in the table, and without the gradient of lookups before."""
@@ -158,11 +151,117 @@ class KeyedRows:
             return
         try:
             with Commit() as commit:
-                self._table.reset_rows(rows, device=device, pending=commit if self._step.lookaheads else None)
+                self._table.reset_rows(rows, device=device, pending=commit if self.step.lookaheads else None)
         except BaseException:
             self.id_map.renew_later(rows)
             raise
-        self._step.drop_gradient(rows)
+        self.step.drop_gradient(rows + self.first_row)
+
+
+class KeyedLookup(NamedTuple):
+    """A training lookup of one table.
+
+    Attributes:
+        table: its map.
+        given: keys, as :meth:`speedswap.IdMap.lookup` takes them.
+        device: where the rows are needed.
+        in_turn: the lookup of the present batch that was asked for ahead with these keys.
+        parts: the number of keys of each feature, where there are several.
+    """
+
+    table: KeyedRows
+    given: Any
+    device: torch.device
+    in_turn: AskedLookup | None = None
+    parts: Sequence[int] | None = None
+
+    @property
+    def rows(self) -> Tensor | None:
+        """The rows, where they are known before it is made."""
+        return None if self.in_turn is None else self.in_turn.rows.to(self.device)
+
+
+def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
+    """Add the keys of training lookups ahead of their turn: of all, or of none.
+
+    Raises:
+        IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.ask` does.
+    """
+    found = IdMap.ask_all([each.table.id_map for each in lookups], [each.given for each in lookups])
+    for each, asked in zip(lookups, found, strict=True):
+        if len(asked.keys):
+            each.table._asked.append(asked)
+    return [AskedLookup(asked, each.given, each.device) for each, asked in zip(lookups, found, strict=True)]
+
+
+def together(tables: Iterable[KeyedRows], *, adds: bool) -> AbstractContextManager[object]:
+    """Surround a lookup in several tables from the check of its keys on; ranks that own them learn what fails in it.
+
+    Args:
+        tables: all with keys that are owned by the ranks of one group, or none.
+        adds: True for a training lookup.
+    """
+    over_ranks = [each.id_map for each in tables if isinstance(each.id_map, ShardedIdMap)]
+    return ShardedIdMap.together(over_ranks, adds=adds) if over_ranks else nullcontext()
+
+
+def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+    """Return the rows of lookups in several tables that give no key a row."""
+    if over_ranks := _over_ranks(lookups):
+        found = ShardedIdMap.look_up_all(over_ranks, [each.given for each in lookups])
+    else:
+        found = [each.table.id_map.lookup(each.given) for each in lookups]
+    return [rows.to(each.device) for rows, each in zip(found, lookups, strict=True)]
+
+
+def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+    """Return the rows of training lookups in several tables; those that go to another key start anew in their table.
+
+    Raises:
+        IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed.
+    """
+    if over_ranks := _over_ranks(lookups):
+        return _take_over_ranks(over_ranks, lookups)
+    takes: dict[int, Callable[[], Tensor]] = {}
+    for place, (table, given, device, in_turn, _) in enumerate(lookups):
+        if in_turn is not None:
+            takes[place] = functools.partial(table._take_turn, in_turn, device)
+        elif table.id_map.waits:
+            # What is looked up out of turn counts before the batches that wait: it cannot wait as well.
+            takes[place] = functools.partial(table._add, as_keys(given, table.id_map.keys), device)
+    others = [place for place in range(len(lookups)) if place not in takes]
+    asked = IdMap.ask_all([lookups[n].table.id_map for n in others], [lookups[n].given for n in others])
+    for place, own in zip(others, asked, strict=True):
+        takes[place] = functools.partial(lookups[place].table._take_asked, own, lookups[place].device)
+    try:
+        return [takes[place]() for place in range(len(lookups))]
+    except BaseException:
+        for place, own in zip(others, asked, strict=True):
+            lookups[place].table.id_map.take_back([own])
+        raise
+
+
+def _over_ranks(lookups: Sequence[KeyedLookup]) -> list[ShardedIdMap]:
+    """Return the maps of lookups if their keys are owned by ranks, as those of a collection all are or none."""
+    return [each.table.id_map for each in lookups if isinstance(each.table.id_map, ShardedIdMap)]
+
+
+def _take_over_ranks(maps: Sequence[ShardedIdMap], lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+    """Return the rows of training lookups of keys that are owned by ranks, by one exchange."""
+    added = ShardedIdMap.add_all(maps, [each.given for each in lookups], [each.parts for each in lookups])
+    if any(each.is_any_renewed for each in added):
+        renewed: dict[ShardedStep, list[Tensor]] = {}
+        for each, own in zip(lookups, added, strict=True):
+            assert isinstance(each.table.step, ShardedStep)
+            renewed.setdefault(each.table.step, []).append(own.renewed + each.table.first_row)
+        try:
+            for step, rows in renewed.items():
+                step.start_anew(torch.cat(rows))
+        except BaseException:
+            for id_map, own in zip(maps, added, strict=True):
+                id_map.renew_later(own.renewed)
+            raise
+    return [own.rows.to(each.device) for each, own in zip(lookups, added, strict=True)]
 
 
 def require_map(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> None:

@@ -46,6 +46,11 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
     random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
     has every step that was completed; reading or changing it in between waits for pending writes.
 
+    Where ranks own the rows (``process_group``), all of them iterate alike, and the ids go to the owners and the rows
+    come back while a step computes, on the CPU. The ranks learn of the end of each other's batches one step early: with
+    the first rank whose loader ends, all stop, and ranks with more batches warn that they leave them out. An error of
+    one rank's loader or ids is raised on all ranks in the turn of its batch.
+
     An embedding's id map is given the keys ``depth`` steps earlier than without, in the order of the batches. Until a
     batch is looked up for training, everybody else sees the map without its keys; a batch that never is never came.
 
@@ -116,15 +121,12 @@ class Lookahead(Generic[Batch]):
             yield from self._loader
             return
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
-        for module in modules:
-            module.begin_lookahead()
-        try:
+        with ExitStack() as rest:  # of every module, also where a pending write has failed
+            for module in modules:
+                module.begin_lookahead()
+                rest.callback(module.table.drain)
+                rest.callback(module.end_lookahead)
             yield from self._turns(modules)
-        finally:
-            with ExitStack() as rest:  # of every module, also where a pending write has failed
-                for module in modules:
-                    rest.callback(module.table.drain)
-                    rest.callback(module.end_lookahead)
 
     def _turns(self, modules: Sequence[TableModule]) -> Iterator[Batch]:
         source = iter(self._loader)
@@ -132,17 +134,18 @@ class Lookahead(Generic[Batch]):
         while True:
             # An error is raised in its turn: the batches before it are trained on first.
             while len(waiting) <= self.depth and not (waiting and waiting[-1].error):
-                waiting.append(self._next(source))
+                waiting.append(self._next(source, modules))
             turn = waiting.popleft()
             if isinstance(turn.error, StopIteration):
                 return
             if turn.error is not None:
                 raise turn.error
-            for module in modules:
-                module.begin_turn(turn.prefetched[module])
+            has_turn = [module.begin_turn(turn.prefetched[module]) for module in modules]
+            if not all(has_turn):
+                return  # another rank has no more batches
             yield cast(Batch, turn.batch)
 
-    def _next(self, source: Iterator[Batch]) -> _Turn[Batch]:
+    def _next(self, source: Iterator[Batch], modules: Sequence[TableModule]) -> _Turn[Batch]:
         try:
             batch = next(source)
             announced = [each for module, given_of in self._ids.items() for each in module.lookups_of(given_of(batch))]
@@ -151,6 +154,10 @@ class Lookahead(Generic[Batch]):
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):
                 turn.prefetched[module].append(lookup)
-        except Exception as error:
+        except BaseException as error:
+            for module in modules:
+                module.end_announcements(failed=not isinstance(error, StopIteration))
+            if not isinstance(error, Exception):
+                raise
             return _Turn(error=error)
         return turn

@@ -44,9 +44,13 @@ class LostUpdates:
         if self._weight.grad is not None:
             self._grad_version = self._weight.grad._version
 
-    def accept_gradient(self) -> None:
-        """Account for every optimizer step so far: none of them has missed the gradient that has come."""
-        self._steps_seen = LostUpdates.steps_anywhere
+    def accept_gradient(self, steps: int | None = None) -> None:
+        """Account for every optimizer step so far: none of them has missed the gradient that has come.
+
+        Args:
+            steps: by then, if the gradient has come earlier.
+        """
+        self._steps_seen = LostUpdates.steps_anywhere if steps is None else steps
 
     def is_zeroed(self, grad: Tensor) -> bool:
         """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedswap._interrupts import deferred_interrupts
 from speedswap.errors import OptimizerError
-from speedswap.swapping.interrupts import deferred_interrupts
+from speedswap.swapping.apart import says_checkpoint
 from speedswap.swapping.probe import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
+from speedswap.swapping.whole_rows import read_all, write_all
 from speedswap.tables import Block, Column, Commit, Table
 
 __all__ = ["Found", "OptimizerState", "Scalars"]
@@ -86,6 +88,7 @@ class OptimizerState:
         state_dtype: in which the table stores float32 state as wide as the weight; by default as it has it already, or
             as float32.
         rounding: of such state; stochastic by default.
+        whole: the table as the weight stands for it, where the full rows here are some of those.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class OptimizerState:
         weight: TableWeight,
         state_dtype: torch.dtype | None = None,
         rounding: str | None = None,
+        whole: Table | None = None,
     ) -> None:
         self.table = table
+        self._whole = whole or table
         self.weight = weight
         self._stored_as = state_dtype, rounding
         self._trainable = table.columns["weight"].stored_dtype != torch.int8
@@ -323,7 +328,7 @@ class OptimizerState:
     def _is_whole(self, state: dict[str, Any]) -> bool:
         """Return whether a parameter's state has every column for the whole table."""
         for column in self._row_state.columns:
-            value, wanted = state.get(column.name), (self.table.num_embeddings, *column.row_shape)
+            value, wanted = state.get(column.name), (self._whole.num_embeddings, *column.row_shape)
             if not isinstance(value, Tensor) or tuple(value.shape) != wanted or _is_made_of_weight(value):
                 return False
         return True
@@ -341,7 +346,8 @@ class OptimizerState:
         """
         if self._is_initial and not initial:
             return {}
-        columns = {column.name: self.table.read(column=column.name) for column in self._row_state.columns}
+        with says_checkpoint():
+            columns = {column.name: read_all(self._whole, column.name) for column in self._row_state.columns}
         scalars = {key: _copy(value) for key, value in self._row_state.scalars.items()} if self._is_initial else {}
         return {**scalars, **columns}
 
@@ -376,6 +382,27 @@ class OptimizerState:
             self.table.reset_columns(self._row_state.columns)
             self._is_initial = True
 
+    @property
+    def is_initial(self) -> bool:
+        """True until a step: the optimizer makes the rows' state itself."""
+        return self._is_initial
+
+    def resume(self, optimizer: Optimizer, *, initial: bool) -> None:
+        """Go on with the columns and scalars that table and optimizer were given from a checkpoint.
+
+        Args:
+            optimizer: the attached one.
+            initial: as :attr:`is_initial` was.
+        """
+        self.table.attributes.pop(_ATTRIBUTE, None)
+        self._is_initial = initial
+        self._warning = None
+        self._before = {}
+        self._scalars.forget()
+        if not initial:
+            self._scalars.remember(self._row_state.scalars, optimizer.state.get(self.weight, {}))
+        self.table.commit()
+
     def _write(self, state: dict[str, Any]) -> None:
         """Take the columns of a whole table out of a parameter's state and write them."""
         found = self._columns_in(state, self._row_state)
@@ -384,7 +411,7 @@ class OptimizerState:
         self.table.reserve([column.name for column in found])
         self._forget_scalars()
         for column, value in found.items():
-            self.table.write(0, value.to(column.dtype), column=column.name)
+            write_all(self._whole, value, column.name)
             del state[column.name]
         self._is_initial = False
         self._warning = None
@@ -405,7 +432,7 @@ class OptimizerState:
         """
         found = {column: state[column.name] for column in row_state.columns if column.name in state}
         for column, value in found.items():
-            wanted = (self.table.num_embeddings, *column.row_shape)
+            wanted = (self._whole.num_embeddings, *column.row_shape)
             if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from speedswap.errors import PeerError, SpeedswapWarning
 from speedswap.tables import Block, Prefetched, Table, prefetch
+from speedswap.tables.ranks import RowsAhead
 
 __all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
 
@@ -47,6 +50,33 @@ class PrefetchedLookup:
         self._found: tuple[Block, Tensor] | None = None
         self._found_version = -1
         self._rows_version = 0
+
+    @property
+    def rows_ahead(self) -> RowsAhead | None:
+        """The rows on their way from the ranks that own them, if the table is theirs, and the rows not taken yet."""
+        transfer = self._transfer
+        return transfer if isinstance(transfer, RowsAhead) and not transfer.is_taken else None
+
+    def has_turn(self) -> bool:
+        """Wait for the other ranks that own the table; return False if one of them has no batch for this turn.
+
+        Raises:
+            PeerError: since one has failed.
+        """
+        if self.rows_ahead is None:
+            return True
+        ended = self.rows_ahead.ended()
+        if ended is None:
+            return True
+        if ended.failed:
+            raise PeerError(f"rank {ended.rank} failed when it took a batch ahead of its turn; its own error says why")
+        warnings.warn(
+            f"the batches of rank {ended.rank} have come to their end before those of this rank, whose others are left "
+            "out; give all ranks equally many, of which some may be empty",
+            SpeedswapWarning,
+            stacklevel=2,
+        )
+        return False
 
     def matches(self, given: Sequence[Tensor], device: torch.device) -> bool:
         """Return whether rows for these tensors were prefetched, to this device."""

@@ -8,12 +8,11 @@ gradients are generic random ones: special ones (of rank one, say) may hide that
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.optim import Optimizer
 from speedswap._locks import Locked
 from speedswap.errors import OptimizerError
 from speedswap.swapping.weight import is_one_value
+from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
 from speedswap.tables.init import seeded
 
@@ -262,14 +262,17 @@ def _run(
         if moving and "lr" in group and not group["lr"]:
             group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
     step: Callable[..., Any] = type(optimizer).step
-    with _as_probe(), seeded(_SEED, toy.device), torch.enable_grad():
+    with seeded(_SEED, toy.device), torch.enable_grad():
         for grad in values[1:]:
             toy.grad = grad.clone()
             args = [_closure(toy, grad)] if _needs_closure(step) else []
+            _thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
             try:
                 step(clone, *args)
             except Exception as error:
                 raise _refusal(optimizer, weight, values, error) from error
+            finally:
+                _thread.probing = False
     state = clone.state[toy]
     first = state.first if isinstance(state, _FirstValues) else {}
     return _Run(values[0], toy.detach(), dict(state), first)
@@ -286,6 +289,8 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
     memo[id(optimizer.state)] = clone.state
     for key, value in optimizer.state.get(weight, {}).items():
         # State that was made with the optimizer (Adagrad) begins so; state loaded into it goes to the table, every row.
+        if is_divided(value):
+            value = torch.zeros(1, *value.shape[1:], dtype=value.dtype)
         if isinstance(value, Tensor) and value.dim():
             alike = is_one_value(value) or bool((value == value[:1]).all())
             row = value[:1] if alike else torch.zeros_like(value[:1])
@@ -337,12 +342,3 @@ def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], e
         f"{name} takes sparse gradients only ({error}); use {twin}: a table's rows get dense gradients of the batch's "
         "rows alone, so it does the same work"
     )
-
-
-@contextlib.contextmanager
-def _as_probe() -> Iterator[None]:
-    _thread.probing = True
-    try:
-        yield
-    finally:
-        _thread.probing = False

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from speedswap import kernels
 from speedswap._locks import Locked
 from speedswap._words import a_kind
+from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
@@ -39,7 +40,7 @@ from speedswap.swapping.optimizers import is_inner_step, steps_under_way
 from speedswap.swapping.padding import Padding
 from speedswap.tables import Block, Column, Commit
 
-__all__ = ["Leaving", "RowStep", "every_step", "step_of"]
+__all__ = ["Leaving", "RowStep", "drop", "every_step", "step_of"]
 
 
 class _Status(enum.Enum):
@@ -72,6 +73,9 @@ class RowStep(Locked):
     Attributes:
         lookaheads: under way; while there are any, rows may be written behind the next step.
     """
+
+    is_sharded = False
+    group: RankGroup | None = None  # that owns the rows; None where this process does
 
     def __init__(self, state: OptimizerState, padding: Padding) -> None:
         super().__init__()
@@ -131,22 +135,25 @@ class RowStep(Locked):
             self.padding.zero(grad, block.rows)
         for since, rows in self._renewed:
             if version < since:
-                _drop(grad, block.rows, rows)
+                drop(grad, block.rows, rows)
         with self.lock:
             self._require_no_other_step()
             with self._rows.opened():
                 self._abandon_failed_step()
                 self._rows.add(block, version, grad)
                 self._rows.updates.accept_gradient()
-                self._status = _Status.READY
+                self._is_ready()
+
+    def _is_ready(self) -> None:
+        self._status = _Status.READY
 
     def drop_gradient(self, rows: Tensor) -> None:
         """Let rows that have started anew in the table lose the gradient of lookups before."""
         with self.lock, self._rows.opened():
             self._renewed.append((self.table.version, rows))
-            grad, block = self.weight.grad, self._rows.block
+            block, grad = self._rows.block, _tensor.grad.__get__(self.weight)  # without a look for more to come
             if self._status is _Status.READY and grad is not None and block is not None:
-                _drop(grad, block.rows, rows)
+                drop(grad, block.rows, rows)
                 self._rows.updates.accept()
 
     def save_gradient(self) -> Callable[[], None]:
@@ -372,7 +379,10 @@ class RowStep(Locked):
         self._status = _Status.IDLE
 
 
-def _drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
+_tensor: Any = Tensor  # its attributes are descriptors here
+
+
+def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
     """Set the gradient of some rows to zero."""
     grad.masked_fill_(torch.isin(rows, dropped.to(rows.device)).unsqueeze(1), 0)
 

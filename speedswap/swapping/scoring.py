@@ -10,12 +10,12 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.swapping.excluded import Exclude, Excluded, Pieces, excluded
+from speedswap.swapping.excluded import Exclude, Excluded, Exclusions, Pieces, exclusions_of
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.tables import Table
 from speedswap.tables.record import count
 
-__all__ = ["Scored", "read_rows", "top_rows"]
+__all__ = ["Scored", "as_matrix", "best_rows", "read_rows", "top_rows"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -67,21 +67,28 @@ def top_rows(
 
     Source: exact search, in one pass; the best scores so far are the bound that later ones must pass.
     """
-    many = _as_matrix(table, queries)
+    many = as_matrix(table, queries)
     k = count("k", k)
     if k > table.num_embeddings:
         raise ValueError(f"k is {k}, but table {table.name!r} has {table.num_embeddings} rows; give at most as many")
     chunk = None if chunk is None else count("chunk", chunk)
-    pieces = _pieces(table, len(many), k, many.device, chunk)
-    left_out = excluded(exclude, pieces, many.device, padding_idx, table.name)
-    best = Scored(
-        torch.full((len(many), k), -math.inf, dtype=table.dtype, device=many.device),
-        torch.full((len(many), k), -1, dtype=torch.int64, device=many.device),
-    )
-    if len(many):
-        with torch.autocast(many.device.type, enabled=False):
-            _scan(table, many, pieces, left_out, best)
+    whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
+    left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
+    best = best_rows(table, many, k, chunk, left_out)
     return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
+
+
+def best_rows(table: Table, queries: Tensor, k: int, chunk: int | None, left_out: Exclusions) -> Scored:
+    """Return the best rows for queries, shape (q, embedding_dim), that are known to fit; as :func:`top_rows`."""
+    best = Scored(
+        torch.full((len(queries), k), -math.inf, dtype=table.dtype, device=queries.device),
+        torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device),
+    )
+    if len(queries):
+        pieces = _pieces(table, len(queries), k, queries.device, chunk)
+        with torch.autocast(queries.device.type, enabled=False):
+            _scan(table, queries, pieces, Excluded(pieces, *left_out), best)
+    return best
 
 
 def _scan(table: Table, queries: Tensor, pieces: Pieces, left_out: Excluded, best: Scored) -> None:
@@ -166,7 +173,7 @@ def _pieces(table: Table, num_queries: int, k: int, device: torch.device, chunk:
     return Pieces(table.num_embeddings, num_queries, chunk, group)
 
 
-def _as_matrix(table: Table, queries: Tensor) -> Tensor:
+def as_matrix(table: Table, queries: Tensor) -> Tensor:
     """Return the queries with shape (q, embedding_dim) and the table's dtype."""
     kernels.require_dense(queries, "queries")
     if table.dtype.is_complex:

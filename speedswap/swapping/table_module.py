@@ -7,8 +7,9 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.errors import WeightError
+from speedswap.collectives import RankGroup
+from speedswap.errors import LostUpdateError, WeightError
+from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, require_map
@@ -26,15 +29,25 @@ from speedswap.swapping.prefetched import Announced, PrefetchedLookup
 from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Scored, read_rows, top_rows
+from speedswap.swapping.sharded_scoring import top_rows_of_ranks
+from speedswap.swapping.sharded_step import Lent, ShardedStep
 from speedswap.swapping.weight import TableWeight, as_plain
+from speedswap.swapping.whole_rows import read_all, write_all
 from speedswap.tables import Block, IdMap, Table
 from speedswap.tables import init as initializers
+from speedswap.tables.disk.options import DiskArguments, DiskOptions
 from speedswap.tables.memory.host import warn_once
+from speedswap.tables.ranks import RowsAhead, ShardedStore, create_sharded
 from speedswap.tables.record import ROUNDINGS
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
 
 __all__ = ["TableModule"]
 
 _Self = TypeVar("_Self", bound="TableModule")
+_REDUCTIONS = ("mean", "sum")
 
 
 class TableModule(nn.Module):
@@ -70,10 +83,13 @@ class TableModule(nn.Module):
         rounding: str | None = None,
         local_to_rank: bool = False,
         id_map: IdMap | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
+        **disk: Unpack[DiskArguments],
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
         _refuse(max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -91,11 +107,18 @@ class TableModule(nn.Module):
         torch.empty(0, device=device)  # raises where there is no such device, before a table is made
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
-        first_values = None
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
+        if process_group is not None and local_to_rank:
+            raise ValueError(
+                "local_to_rank is True, but process_group has the ranks own the rows together; leave it out"
+            )
+        first_values, _ = None, DiskOptions(**disk)
         if table is None:
             first_values = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
-            table = Table.create(
+            make = Table.create if process_group is None else functools.partial(create_sharded, process_group)
+            table = make(
                 num_embeddings,
                 embedding_dim,
                 dtype=rows_dtype,
@@ -108,6 +131,7 @@ class TableModule(nn.Module):
                 zero_row=padding_idx,
                 stored_dtype=stored_dtype,
                 rounding=(rounding or "stochastic") if compact else "nearest",
+                **disk,
             )
         elif (table.num_embeddings, table.embedding_dim) != (num_embeddings, embedding_dim):
             raise ValueError(
@@ -116,6 +140,7 @@ class TableModule(nn.Module):
             )
         else:
             _require_stored(table, stored_dtype)
+            _require_owners(table, process_group)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
@@ -124,7 +149,7 @@ class TableModule(nn.Module):
         self._init = first_values
         self.weight = TableWeight(table, device)
         padding = Padding([] if padding_idx is None else [padding_idx])
-        self._step = RowStep(OptimizerState(table, self.weight, state_dtype, rounding), padding)
+        self._step = _step_over(table, self.weight, padding, reduction, state_dtype, rounding)
         self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
         self._keyed = self._keyed_by(id_map)
 
@@ -132,7 +157,8 @@ class TableModule(nn.Module):
         if id_map is None:
             return None
         self.table.set_id_map(id_map)
-        return KeyedRows(id_map, self.table, self._step)
+        assert self.table.id_map is not None
+        return KeyedRows(self.table.id_map, self.table, self._step)
 
     @property
     def id_map(self) -> IdMap | None:
@@ -190,7 +216,8 @@ class TableModule(nn.Module):
 
         Rows are brought a chunk at a time, once, from wherever they are stored to the queries' device. Memory is
         bounded: beside queries, result and ``exclude`` it takes about 32 MiB on the CPU and 128 MiB on a GPU, or twice
-        the bytes of ``chunk`` rows. There is no gradient; :meth:`forward` is for training.
+        the bytes of ``chunk`` rows. There is no gradient; :meth:`forward` is for training. Ranks that own the rows call
+        this together, each with queries of its own, of any number; each scores its own rows for all of them.
 
         Args:
             queries: shape (q, embedding_dim), or (embedding_dim,) for one; of a floating-point dtype, and converted to
@@ -220,7 +247,8 @@ class TableModule(nn.Module):
             >>> items.score(torch.tensor([1.0, 0.0]), k=2, exclude=torch.tensor([2])).ids.tolist()
             [0, 1]
         """
-        return top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
+        search = top_rows_of_ranks if self.table.store.is_shared else top_rows
+        return search(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
     def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with a tensor of ids, or with each of several, for a lookahead.
@@ -230,14 +258,17 @@ class TableModule(nn.Module):
                 id map: keys, to which it gives their rows now if the lookup is a training one.
 
         Returns:
-            This module with each of its lookups; none for a tensor without ids.
+            This module with each of its lookups; none for a tensor without ids, nor for keys that are owned by ranks,
+            which are looked up when the batch's turn comes.
 
         Raises:
             TypeError: ``given`` is something else.
             IdMapFullError: the map has no rows for the keys.
         """
+        if self._keyed is not None and self._keyed.is_over_ranks:
+            return []
         announced = [self._announced(each) for each in ([given] if self._is_one(given) else given)]
-        return [(self, lookup) for lookup in announced if lookup.ids.numel()]
+        return [(self, lookup) for lookup in announced if lookup.ids.numel() or self._step.is_sharded]
 
     def _announced(self, given: Any) -> Announced:
         device, asked = self._target(given), None
@@ -253,13 +284,29 @@ class TableModule(nn.Module):
 
     def begin_lookahead(self) -> None:
         """Let rows be written behind the next step, and lookups be announced."""
+        if isinstance(self._step, ShardedStep):
+            self._step.group.ahead.begin()
         self._step.lookaheads += 1
 
-    def begin_turn(self, lookups: list[PrefetchedLookup]) -> None:
-        """Let a batch have its turn, whose lookups were announced and prefetched."""
+    def end_announcements(self, *, failed: bool) -> None:
+        """Note that there are no more lookups to be announced; ranks that own the rows together tell each other.
+
+        Args:
+            failed: because of an error.
+        """
+        if isinstance(self._step, ShardedStep):
+            self._step.group.ahead.announce_end(failed=failed)
+
+    def begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
+        """Let a batch have its turn, whose lookups were announced and prefetched.
+
+        Returns:
+            Whether it has its turn: not where the rows are owned by ranks, one of which has no batch any more.
+        """
         self._lookups = lookups
         if self._keyed is not None:
             self._keyed.begin([each.asked for each in lookups if each.asked is not None])
+        return all(each.has_turn() for each in lookups)
 
     def end_lookahead(self) -> None:
         """Forget the lookups of batches that have not had their turn."""
@@ -295,7 +342,8 @@ class TableModule(nn.Module):
         """Gather a batch's distinct rows to the device of its ids; as :meth:`_gather_given`."""
         if not isinstance(ids, Tensor):
             kernels.require_dense(ids, "ids")
-        weight, local = self._gather_given((ids,) if ids.numel() else (), ids.device, lambda: ids)
+        given = (ids,) if ids.numel() or self._step.is_sharded else ()
+        weight, local = self._gather_given(given, ids.device, lambda: ids)
         return weight, local.view(ids.shape)
 
     def _gather_given(
@@ -328,10 +376,15 @@ class TableModule(nn.Module):
             if is_trained:
                 refuse_training(self.table.name)
             return constant_rows(ids_of(), functools.partial(self._gather_now, columns=["weight"]))
+        if isinstance(self._step, ShardedStep) and not is_trained and not self._step.group.own_pace.is_active:
+            ahead = self._rows_ahead(given, device)
+            return self._step.store.look_up(ids_of, device, training=False, ahead=ahead)[:2]
         if not is_trained:
             block, local = self._gather_ahead(given, device, ids_of, ["weight"])
             return block.weight, local
-        require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank)
+        require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank or self._step.is_sharded)
+        if isinstance(self._step, ShardedStep):
+            return self._borrow(self._step, given, device, ids_of)
         self._step.before_forward()
         block, local = self._gather_ahead(given, device, ids_of, None)
         # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
@@ -340,6 +393,38 @@ class TableModule(nn.Module):
         leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
         leaf.gradient_keeper = self._step  # type: ignore[attr-defined]
         return leaf, local
+
+    def _borrow(
+        self, step: ShardedStep, given: tuple[Tensor, ...], device: torch.device, ids_of: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Bring a training lookup's rows from the ranks that own them, as :meth:`_gather_given`."""
+        step.settle_missed()
+        with step.store.together(training=True) as task:
+            try:
+                step.before_forward()
+            except LostUpdateError:
+                if task is not None:
+                    task.give_up(drops=True)
+                raise
+            if task is None:
+                asked = kernels.Asked(ids_of(), self.num_embeddings, f"table {self.table.name!r}")
+                rows, local = kernels.find_rows(asked)
+                weights, lent = step.store.look_up_at_own_pace(rows.cpu()).to(device), Lent(rows)
+            else:
+                ahead = self._rows_ahead(given, device)
+                weights, local, way = step.store.look_up(ids_of, device, training=True, ahead=ahead)
+                lent = Lent(way.rows, way)
+                step.lend(lent)
+            step.begin(lent)
+        leaf = weights.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(functools.partial(step.receive_asked, lent))  # type: ignore[no-untyped-call]
+        leaf.gradient_keeper = step  # type: ignore[attr-defined]
+        return leaf, local
+
+    def _rows_ahead(self, given: tuple[Tensor, ...], device: torch.device) -> RowsAhead | None:
+        """Return what a lookahead has brought for these tensors from the ranks that own the rows."""
+        lookups = [each for each in self._lookups or () if each.rows_ahead is not None]
+        return next((each.rows_ahead for each in lookups if each.matches(given, device)), None)
 
     def _is_replacement(self, weight: Tensor) -> bool:
         """Return whether to look up in a tensor that ``torch.func.functional_call`` has put in the weight's place."""
@@ -367,8 +452,9 @@ class TableModule(nn.Module):
 
     def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Gather the distinct rows of ids from the table; return them and each id's place among them."""
-        rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
-        return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
+        with self.table.store.together(training=False):
+            rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
+            return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
 
     def _gather_ahead(
         self,
@@ -472,9 +558,12 @@ class TableModule(nn.Module):
         super().register_parameter(name, param)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.table.read()
+        if rows_are_apart():
+            return
+        with says_checkpoint():
+            destination[prefix + "weight"] = read_all(self.table)
         if self.id_map is not None:
-            destination[prefix + "id_map"] = self.id_map.to_bytes()
+            destination[prefix + "id_map"] = self.id_map.whole_bytes()
 
     def _load_from_state_dict(
         self,
@@ -487,6 +576,8 @@ class TableModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         key = prefix + "weight"
+        if rows_are_apart():
+            return
         if key not in state_dict:
             if strict:
                 missing_keys.append(key)
@@ -496,13 +587,31 @@ class TableModule(nn.Module):
         if tuple(values.shape) != wanted:
             error_msgs.append(f"size mismatch for {key}: the checkpoint has {tuple(values.shape)}, the table {wanted}")
             return
+        of_map: AbstractContextManager[None] = nullcontext()
         if self.id_map is not None:
             if prefix + "id_map" in state_dict:
-                self.id_map.restore(state_dict[prefix + "id_map"], what=f"{prefix}id_map")
+                of_map = self.id_map.restoring(state_dict[prefix + "id_map"], what=f"{prefix}id_map")
             elif strict:
                 missing_keys.append(prefix + "id_map")
-        self._step.abandon()
-        self.table.write(0, values.detach().to(self.table.dtype))
+                return
+        with of_map:  # both, or neither
+            write_all(self.table, values)
+            self._step.abandon()
+
+
+def _step_over(
+    table: Table,
+    weight: TableWeight,
+    padding: Padding,
+    reduction: str,
+    state_dtype: torch.dtype | None,
+    rounding: str | None,
+) -> RowStep:
+    """Return the training step of a table's rows, or of those of them that this rank owns."""
+    if isinstance(table.store, ShardedStore):
+        state = OptimizerState(table.store.own, weight, state_dtype, rounding, whole=table)
+        return ShardedStep(state, padding, table.store, reduction)
+    return RowStep(OptimizerState(table, weight, state_dtype, rounding), padding)
 
 
 def _refuse(max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> None:
@@ -534,6 +643,17 @@ def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
         raise ValueError(
             f"stored_dtype is {stored_dtype}, but table {table.name!r} stores its weights as {stored}; leave it out, "
             "or copy them to a new table"
+        )
+
+
+def _require_owners(table: Table, process_group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError unless an existing table is owned by the ranks that were given, if they were."""
+    if process_group is None:
+        return
+    if not isinstance(table.store, ShardedStore) or table.store.group is not RankGroup.of(process_group):
+        raise ValueError(
+            f"table is {table!r}, which is not owned by the ranks of process_group; leave table out, or give the table "
+            "of an embedding that was made with this process_group"
         )
 
 

@@ -215,13 +215,14 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     taken_by: weakref.WeakSet[Optimizer]
     _keeper: weakref.ref[Any] | None
+    _settle: weakref.WeakMethod[Callable[[], None]] | None  # to be called before the gradient is looked at
 
     def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
         one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
         weight: TableWeight = torch.Tensor._make_subclass(cls, one_row, True)
         weight._table = weakref.ref(table)
         weight.taken_by = weakref.WeakSet()
-        weight._keeper = None
+        weight._keeper = weight._settle = None
         return weight
 
     # An optimizer asks for these two in methods of its own. A property sees which method asks; a torch function may be
@@ -234,6 +235,8 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     @property
     def grad(self) -> Tensor | None:
         self._note_optimizer(sys._getframe(1))
+        if self._settle is not None and (settle := self._settle()) is not None:
+            settle()
         with as_plain():
             return _tensor.grad.__get__(self)  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensor
 from speedswap.tables import init
 from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.block import Block
+from speedswap.tables.disk.store import LogStore
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.keys import Keys, as_keys
 from speedswap.tables.local import LocalStore
@@ -25,6 +26,7 @@ __all__ = [
     "IdMap",
     "Keys",
     "LocalStore",
+    "LogStore",
     "Prefetched",
     "RowStore",
     "Table",

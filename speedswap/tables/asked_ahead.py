@@ -48,13 +48,9 @@ class BatchesAhead:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def append(self, asked: AskedAhead) -> bool:
-        """Add the next batch; return False if rows are lacking."""
-        self._bring_back()
-        if not self._add(asked):
-            return False
+    def append(self, asked: AskedAhead) -> None:
+        """Note the next batch, which is in the map."""
         self._batches.append(asked)
-        return True
 
     def is_next(self, asked: AskedAhead) -> bool:
         """Return whether the map is as it is to be when this batch has had its turn, but for those after it."""
@@ -72,9 +68,9 @@ class BatchesAhead:
         try:
             yield
         finally:
-            self._bring_back()
+            self.bring_back()
 
-    def _bring_back(self) -> None:
+    def bring_back(self) -> None:
         """Add the batches that are not in the map; they get the same rows again if it has not changed.
 
         One that finds no rows any more stays out, and raises when its turn comes.

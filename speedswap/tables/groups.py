@@ -8,8 +8,9 @@ from typing import Any
 from speedswap.errors import TableClosedError
 from speedswap.kernels import WantedColumn
 from speedswap.tables import init as initializers
-from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.manifest import Manifest, SegmentEntry, require_size
+from speedswap.tables.files.manifest_file import AnyManifest
 from speedswap.tables.memory import host as storages
 from speedswap.tables.memory.file import FileMemory
 from speedswap.tables.memory.host import Memory, Storage
@@ -94,6 +95,8 @@ class RecordGroups:
         if found is None:
             return False
         manifest, memories = found
+        assert isinstance(manifest, Manifest)
+        assert not isinstance(memories, LogFiles)
         attributes.clear()
         attributes.update(manifest.attributes)
         self.seed, self.written, self.writes = manifest.seed, manifest.written, manifest.writes
@@ -110,12 +113,12 @@ class RecordGroups:
         self._groups = tuple(groups)
         return True
 
-    def _require_same_table(self, manifest: Manifest) -> None:
+    def _require_same_table(self, manifest: AnyManifest) -> None:
         assert self.directory is not None
         mine, weight = self.columns["weight"], manifest.columns["weight"]
         now = (manifest.name, manifest.num_embeddings, weight.row_shape, weight.dtype)
         before = (self.name, self.num_embeddings, mine.row_shape, mine.dtype)
-        if now != before:
+        if now != before or not isinstance(manifest, Manifest):
             raise TableClosedError(
                 f"table {self.name!r} is no longer at {str(self.directory.path)!r}: what is there now has (name, rows, "
                 f"shape, dtype) {now}, and this table has {before}; open it again with Table.open"
@@ -209,9 +212,9 @@ class RecordGroups:
     def _rebuild(self, columns: Sequence[Column]) -> None:
         """Put all columns in one record; the old memory is released first, so that the peak is the new table alone."""
         layouts = [group.layout for group in self]
-        for group in self:
-            group.close()
         try:
+            for group in self:
+                group.close()
             self._groups = (self._new(columns),)
         except BaseException:
             self.lost = True  # and stays so if this fails as well
@@ -253,15 +256,6 @@ class RecordGroups:
         if self.directory is not None:
             entries = [SegmentEntry(str(group.file), group.layout) for group in self]
             self.directory.write_manifest(self._manifest(entries, attributes, self.key_files))
-
-    def save_to(self, directory: TableDirectory, attributes: dict[str, Any], key_files: dict[str, str]) -> None:
-        """Write a copy of everything to another directory, where id maps are in files already."""
-        entries = []
-        for group in self:
-            group.memory.settle()
-            entries.append(SegmentEntry(directory.save_data(group.memory), group.layout))
-        directory.sync()
-        directory.write_manifest(self._manifest(entries, attributes, key_files))
 
     def _manifest(
         self, entries: Sequence[SegmentEntry], attributes: dict[str, Any], key_files: dict[str, str]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,9 @@ from speedswap._locks import Locked
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.tables.asked_ahead import AskedAhead, BatchesAhead
 from speedswap.tables.files import keys_file
+from speedswap.tables.files.damage import require, says_damaged
+from speedswap.tables.key_parts import joined
+from speedswap.tables.key_sweep import Sweep
 from speedswap.tables.keys import KINDS, Keys, as_keys
 from speedswap.tables.record import count
 
@@ -81,7 +84,10 @@ class IdMap(Locked):
         self.num_rows = self.capacity + 1
         self.version = 0
         self.holder: Callable[[], object] = lambda: None  # the store that the map is kept with
+        self.successor: IdMap | None = None  # of a map that was given to a table owned by ranks: theirs
+        self.part: keys_file.SavedMap | None = None  # the keys that one of several ranks owned, as they were found
         self._map = self._empty()
+        self._token = object()  # another one once the keys are replaced
         self._ahead = BatchesAhead(self._add_ahead)
         self._stale = torch.empty(0, dtype=torch.int64)  # rows that start anew when the next keys are added
         self._free_rows_are_stale = False
@@ -94,10 +100,14 @@ class IdMap(Locked):
 
     # ------------------------------------------------------------------ description
 
+    def stands_for(self, id_map: IdMap) -> bool:
+        """Return whether a map given to this one's table is this one; also a new one, where ranks have found theirs."""
+        return id_map is self
+
     def __len__(self) -> int:
         """Return the number of keys that have a row."""
         with self.lock, self._as_of_now():
-            return self._map.cursor.used
+            return self._map.cursor.used if self.part is None else self.part.cursor.used
 
     @property
     def nbytes(self) -> int:
@@ -113,12 +123,6 @@ class IdMap(Locked):
     def waits(self) -> bool:
         """True while batches that were asked for ahead wait for their turn."""
         return bool(len(self._ahead))
-
-    def has_room(self, count: int) -> bool:
-        """Return whether so many keys can be added for certain, whichever they are."""
-        if self.frozen:
-            return False
-        return count <= (self.capacity - self._map.cursor.used if self.evict is None else self.capacity)
 
     def __repr__(self) -> str:
         return (
@@ -144,6 +148,24 @@ class IdMap(Locked):
         found = as_keys(keys, self.keys)
         with self._unbroken(), self._as_of_now():
             return _shaped(self._map.find(found.numbers, found.texts), found)
+
+    def row_keys(self) -> Tensor | kernels.Texts:
+        """Return the keys of rows 1 to ``len(self)``, in order.
+
+        Returns:
+            int64, shape (n,): the keys, or the hashes of ``"hashed"`` strings. For ``"exact"`` strings their bytes side
+            by side, uint8, and the place where each begins and the last ends, int64, shape (n + 1,).
+
+        Example:
+            >>> import torch, speedswap
+            >>> users = speedswap.IdMap(10)
+            >>> rows, _ = users.add(torch.tensor([7, -3, 7]))
+            >>> users.row_keys()
+            tensor([ 7, -3])
+        """
+        with self._unbroken(), self._as_of_now():
+            saved = self._map.save(False)
+        return saved.numbers if saved.texts is None else saved.texts
 
     def add(self, keys: Any) -> tuple[Tensor, Tensor]:
         """Return the row of each key, after new ones were given theirs.
@@ -181,12 +203,43 @@ class IdMap(Locked):
         Raises:
             IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`add`.
         """
-        found = as_keys(keys, self.keys)
-        with self._changing():
-            asked = AskedAhead(found, found.numbers.view(found.shape), found.numbers)
-            if len(found) and not self._ahead.append(asked):
-                self._raise_full(found)
-            return asked
+        return self.ask_all([self], [keys])[0]
+
+    @staticmethod
+    def ask_all(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
+        """Add the keys of a batch to several maps ahead of its turn, as :meth:`ask` does, side by side: to all or none.
+
+        Raises:
+            IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`ask`.
+        """
+        if len({*maps}) < len(maps):
+            return _ask_in_turn(maps, keys)
+        found = [as_keys(some, each.keys) for each, some in zip(maps, keys, strict=True)]
+        asked = [AskedAhead(some, some.numbers.view(some.shape), some.numbers) for some in found]
+        batches = [(each, one) for each, one in zip(maps, asked, strict=True) if len(one.keys)]
+        with ExitStack() as held:
+            for each in sorted(maps, key=id):
+                held.enter_context(each._changing())
+            for each, _ in batches:
+                each._ahead.bring_back()
+            before = [each._map.cursor for each, _ in batches]
+            try:
+                rows, full = kernels.add_to_maps(
+                    [each._map for each, _ in batches],
+                    [(one.keys.numbers, one.keys.texts) for _, one in batches],
+                    [one.undo for _, one in batches],
+                )
+                if full >= 0:
+                    batches[full][0]._raise_full(batches[full][1].keys)
+                for (each, one), own, cursor in zip(batches, rows, before, strict=True):
+                    one.rows, one.renewed = own.view(one.keys.shape), each._renewed_since(cursor)
+                    each._ahead.append(one)
+            except BaseException:  # such as Ctrl-C, which comes as soon as the loops have returned
+                for each, one in batches:
+                    each._ahead.remove([one])
+                    each._map.undo(one.undo)
+                raise
+        return asked
 
     def begin(self, asked: AskedAhead) -> Tensor:
         """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending.
@@ -233,7 +286,7 @@ class IdMap(Locked):
         renewed = self._map.renewed
         if self._free_rows_are_stale:
             renewed = torch.cat([renewed, torch.arange(before.used + 1, self._map.cursor.used + 1)])
-        return renewed.sort().values
+        return renewed.sort().values if len(renewed) > 1 else renewed
 
     def _add_ahead(self, asked: AskedAhead) -> bool:
         added = self._add(asked.keys, asked.undo)
@@ -265,6 +318,15 @@ class IdMap(Locked):
     def _unbroken(self) -> Iterator[None]:
         """Hold the lock, of a map that was not being changed when this process was forked."""
         with self.lock:
+            if self.successor is not None:
+                raise IdMapError(
+                    "the id map was given to an embedding with a process group, whose ranks own the keys; use "
+                    "embedding.id_map, or collection.id_maps"
+                )
+            if self.part is not None:
+                raise IdMapError(
+                    "the id map has the keys that one of several ranks owned; open or load the table of all ranks"
+                )
             if self._is_changing and os.getpid() != self._owner_pid:
                 raise IdMapError(
                     f"the id map was being changed by process {self._owner_pid} when this one was forked from it; fork "
@@ -305,12 +367,44 @@ class IdMap(Locked):
 
     def to_bytes(self) -> Tensor:
         """Return the map as bytes, uint8, shape (n,): without the batches that have not had their turn."""
+        if self.part is not None:
+            return keys_file.encode(self.part)
         with self._unbroken(), self._as_of_now():
-            settings = {name: getattr(self, name) for name in ("capacity", "keys", "admit_after", "evict")}
-            rows, probation = self._map.save(False), self._map.save(True)
-            return keys_file.encode(
-                keys_file.SavedMap(settings, self._map.cursor, rows, probation, self._stale, self._free_rows_are_stale)
-            )
+            saved = self._saved()
+        return keys_file.encode(saved)
+
+    def changes(self, before: Sweep | None) -> tuple[keys_file.SavedMap, Sweep]:
+        """Return what a file lacks of the map that has the pieces up to an earlier call, and the map's state now.
+
+        Args:
+            before: the state that the earlier call returned, of this map or of another one; None without one.
+
+        Returns:
+            The whole map, or the cells that have changed and some that have not; and the state.
+        """
+        if self.part is not None:
+            return self.part, self.state
+        with self._unbroken(), self._as_of_now():
+            if before is None or not before.is_before(self._token, self._map.cursor):
+                return self._saved(), self.state
+            after, cells = before.step(self._map)
+            return self._saved(cells), after
+
+    @property
+    def state(self) -> Sweep:
+        """The state of a map that was read or saved as a whole and has not changed since."""
+        return Sweep.whole(self._token, self._map.cursor)
+
+    def _saved(self, cells: tuple[Tensor, Tensor] | None = None) -> keys_file.SavedMap:
+        """Return the map, or some rows and places on probation of it."""
+        settings = {name: getattr(self, name) for name in ("capacity", "keys", "admit_after", "evict")}
+        rows, probation = (self._map.save(bool(i), None if cells is None else cells[i]) for i in range(2))
+        is_stale = self._free_rows_are_stale
+        return keys_file.SavedMap(settings, self._map.cursor, rows, probation, self._stale, is_stale, cells=cells)
+
+    def whole_bytes(self) -> Tensor:
+        """Return the map as :meth:`to_bytes` does, with the keys of all ranks where ranks own them."""
+        return self.to_bytes()
 
     @classmethod
     def from_bytes(
@@ -335,37 +429,70 @@ class IdMap(Locked):
             tensor([2, 0])
         """
         saved = keys_file.decode(raw.detach().cpu().contiguous(), what)
+        return cls.of_saved(saved, frozen=frozen, left_open=left_open, what=what)
+
+    @classmethod
+    def of_saved(
+        cls, saved: keys_file.SavedMap, *, frozen: bool = False, left_open: bool = False, what: str = "the id map"
+    ) -> IdMap:
+        """Return a map that was read; arguments and errors as of :meth:`from_bytes`."""
         found = cls(**saved.settings)
-        found._adopt(saved, what)
+        if saved.own_rows is not None:
+            found.part = saved._replace(free_rows_are_stale=saved.free_rows_are_stale | left_open)
+            return found
+        found._adopt(saved, keys_file.restored(saved, what))
         found._is_frozen = frozen
         found._free_rows_are_stale |= left_open
         return found
 
-    def restore(self, raw: Tensor, *, what: str = "the id map") -> None:
-        """Replace the map's keys by those that :meth:`to_bytes` described.
+    def restore(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> None:
+        """Replace the map's keys by those that :meth:`to_bytes` described; arguments and errors as of `restoring`."""
+        with self.restoring(raw, what=what):
+            pass
+
+    @contextmanager
+    def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
+        """Replace the map's keys by those that :meth:`to_bytes` described, if the block ends without an error.
 
         Args:
-            raw: uint8, shape (n,).
+            raw: uint8, shape (n,); of a map whose keys were owned by ranks one tensor of each of them.
             what: the bytes' place, for messages.
 
         Raises:
             TableFormatError: they are damaged.
-            ValueError: they are those of a map with other settings. In both cases nothing has changed.
+            ValueError: they are those of a map with other settings. In both cases the block does not begin.
         """
-        saved = keys_file.decode(raw.detach().cpu().contiguous(), what)
-        with self._unbroken():
-            for name, value in saved.settings.items():
+        parts = []
+        for each in [raw] if isinstance(raw, Tensor) else raw:
+            part = keys_file.decode(each.detach().cpu().contiguous(), what)
+            for name, value in part.settings.items():
                 if value != getattr(self, name):
                     raise ValueError(
                         f"{what} was made with {name}={value!r}, and this map with {getattr(self, name)!r}; make the "
                         "map with the same settings"
                     )
-            self._adopt(saved, what)
+            parts.append(self._kept(part))
+        saved, restored = self._restored(parts, what)
+        yield
+        with self._unbroken():
+            self._adopt(saved, restored)
 
-    def _adopt(self, saved: keys_file.SavedMap, what: str) -> None:
-        restored = keys_file.restored(saved, what)
+    def _kept(self, part: keys_file.SavedMap) -> keys_file.SavedMap:
+        """Return what is kept here of a saved map, or of a part of one."""
+        return part
+
+    def _restored(self, parts: list[keys_file.SavedMap], what: str) -> tuple[keys_file.SavedMap, kernels.KeyMap]:
+        """Return a map that was saved in parts as one, and the loops' map of it."""
+        saved = parts[0] if len(parts) == 1 and parts[0].own_rows is None else joined(parts, self.capacity)
+        if saved.own_rows is not None:
+            with says_damaged(what, "; restore it from a copy"):
+                is_whole = torch.equal(saved.own_rows.long(), torch.arange(1, len(saved.own_rows) + 1))
+                require(is_whole, "the keys of some rows are missing")
+        return saved, keys_file.restored(saved, what)
+
+    def _adopt(self, saved: keys_file.SavedMap, restored: kernels.KeyMap) -> None:
         with self._ahead.left_out(self._map):
-            self._map = restored
+            self._map, self._token = restored, object()
             self._stale = saved.stale.clone()
             self._free_rows_are_stale = saved.free_rows_are_stale
         self.version += 1
@@ -375,6 +502,19 @@ class IdMap(Locked):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_frozen, (self.to_bytes().numpy().tobytes(),))
+
+
+def _ask_in_turn(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
+    """Ask maps of which some are the same, one after the other: all, or none."""
+    asked: list[AskedAhead] = []
+    try:
+        for each, some in zip(maps, keys, strict=True):
+            asked.append(each.ask(some))
+    except BaseException:
+        for each, one in zip(maps, asked, strict=False):
+            each.take_back([one])
+        raise
+    return asked
 
 
 def _ascending(rows: list[Tensor]) -> Tensor:

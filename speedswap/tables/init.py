@@ -220,10 +220,17 @@ class GivenRows(Initializer):
         return True
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
+        target.rows(first_row, num_rows).copy_(self._rows()[first_row : first_row + num_rows])
+
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        given = self._rows()
+        target.view.copy_(given[rows.to(given.device)])
+
+    def _rows(self) -> Tensor:
         rows = self.source()
         if rows is None:
             raise RuntimeError("the given rows are gone; they are copied once, while the table is created")
-        target.rows(first_row, num_rows).copy_(rows[first_row : first_row + num_rows])
+        return rows
 
     @property
     def is_function_of_row(self) -> bool:
@@ -283,8 +290,12 @@ class _FromTorch(Initializer):
         for start in range(first_row - first_row % CHUNK_ROWS, stop_row, CHUNK_ROWS):
             shape = (min(CHUNK_ROWS, target.num_embeddings - start), *target.view.shape[1:])
             chunk = torch.empty(shape, dtype=target.view.dtype, device="cpu")
-            with seeded((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
-                self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
+            was_enabled = torch.is_grad_enabled()
+            try:
+                with seeded((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
+                    self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
+            finally:
+                torch.set_grad_enabled(was_enabled)  # a Ctrl-C as no_grad() ends would leave gradients off
             begin, end = max(start, first_row), min(start + CHUNK_ROWS, stop_row)
             target.rows(begin, end - begin).copy_(chunk[begin - start : end - start])
 
@@ -389,6 +400,10 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
         from speedswap.tables.ranges import InRanges
 
         return InRanges.from_json(data)
+    if data["kind"] == "owned":
+        from speedswap.tables.ranks.owned import OwnedRows
+
+        return OwnedRows.from_json(data)
     if data["kind"] not in _OF_NUMBERS:
         return None
     make, names = _OF_NUMBERS[data["kind"]]
@@ -423,10 +438,18 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     states = [generator.get_state() for generator in generators]
+
+    def restore() -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
     try:
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        try:
+            restore()
+        except BaseException:  # such as Ctrl-C
+            restore()
+            raise

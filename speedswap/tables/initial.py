@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from speedswap.tables.init import ColumnMemory, CopyOf
 from speedswap.tables.record import Column
 
-__all__ = ["initial_values", "require_functions_of_row"]
+__all__ = ["initial_chunk", "initial_values", "require_functions_of_row", "require_sources"]
 
 _CPU = torch.device("cpu")
 
@@ -24,6 +24,27 @@ def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
                 f"column {name!r} of table {table!r} has initial values of kind {kind!r}, which cannot be computed "
                 "again for rows that start anew; make the table with one of speedswap.init"
             )
+
+
+def require_sources(columns: Sequence[Column], present: Mapping[str, Column], table: str) -> None:
+    """Raise ValueError if columns begin as copies of others that are not there, or have rows of another shape.
+
+    Args:
+        columns: about to be made, or to begin anew, in this order.
+        present: the table's columns.
+        table: its name, for the message.
+    """
+    known = {name: column.row_shape for name, column in present.items()}
+    for column in columns:
+        if isinstance(column.init, CopyOf):
+            source, shape = column.init.column, known.get(column.name, column.row_shape)
+            if source == column.name or known.get(source) != shape:
+                fitting = ", ".join(name for name in known if known[name] == shape and name != column.name)
+                raise ValueError(
+                    f"column {column.name!r} of table {table!r} was to begin as a copy of {source!r}, which is not "
+                    f"another column with rows of shape {shape}; copy one of {fitting or 'no column'}"
+                )
+        known.setdefault(column.name, column.row_shape)
 
 
 def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_embeddings: int) -> dict[str, Tensor]:
@@ -48,17 +69,35 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
 
     def _of_column(column: Column) -> Tensor:
         if isinstance(column.init, CopyOf):
-            found = of(column.init.column).to(column.dtype, copy=True)
+            source = columns[column.init.column]
+            found = column.begun_as(source.as_read(of(source.name)), rows)
         else:
             memory = ColumnMemory.chunk(
                 0, len(rows), column.row_shape, num_embeddings, seed, column.key, _CPU, column.dtype
             )
             column.init.fill_rows(memory, rows)
             found = memory.view
-        if column.zero_row is not None:
-            found[rows == column.zero_row] = 0
+            if column.zero_row is not None:
+                found[rows == column.zero_row] = 0
         if column.compact and column.stored_dtype.is_floating_point:
             found = found.to(column.stored_dtype).to(column.dtype)
         return found
 
     return {name: of(name) for name in columns}
+
+
+def initial_chunk(column: Column, start: int, count: int, num_embeddings: int, seed: int) -> Tensor:
+    """Return the initial values of rows ``start`` to ``start + count - 1``, of the dtype of blocks, in host memory.
+
+    Args:
+        column: not one that begins as a copy of another.
+        start: a multiple of the initializers' chunks.
+        count: at most a chunk.
+        num_embeddings: the table's.
+        seed: the table's.
+    """
+    chunk = ColumnMemory.chunk(start, count, column.row_shape, num_embeddings, seed, column.key, _CPU, column.dtype)
+    column.init.fill(chunk, start, count)
+    if column.zero_row is not None and start <= column.zero_row < start + count and not column.init.is_given:
+        chunk.rows(column.zero_row, 1).zero_()
+    return chunk.view

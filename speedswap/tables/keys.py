@@ -11,7 +11,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._words import a_kind
 
-__all__ = ["KINDS", "Keys", "as_keys"]
+__all__ = ["KINDS", "Keys", "as_keys", "select_texts"]
 
 KINDS = ("int64", "hashed", "exact")
 _ARROW_STRINGS = {
@@ -106,3 +106,17 @@ def _arrow_text(keys: Any) -> kernels.Texts:
     first, last = int(begins[0]), int(begins[-1])
     nothing = torch.empty(0, dtype=torch.uint8)
     return (torch.frombuffer(text, dtype=torch.uint8)[first:last] if last > first else nothing), begins - first
+
+
+def select_texts(texts: kernels.Texts, places: Tensor) -> kernels.Texts:
+    """Return some texts, in the order of ``places``, int64, shape (n,).
+
+    >>> text, offsets = select_texts(kernels.texts_of(["ab", "c", "def"]), torch.tensor([2, 0]))
+    >>> bytes(text.numpy()), offsets.tolist()
+    (b'defab', [0, 3, 5])
+    """
+    text, offsets = (each.numpy() for each in texts)
+    begins, lengths = offsets[:-1][places.numpy()], np.diff(offsets)[places.numpy()]
+    ends = np.concatenate([np.zeros(1, np.int64), lengths.cumsum()])
+    shifts = np.repeat(begins - ends[:-1], lengths)
+    return torch.from_numpy(text[shifts + np.arange(len(shifts))]), torch.from_numpy(ends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,19 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.block import Block
+from speedswap.tables.disk.layout import is_lazy
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.manifest import require_size
+from speedswap.tables.files.inspection import Checked, check_data
+from speedswap.tables.files.manifest import Manifest, require_size
 from speedswap.tables.files.persistence import Persistence, read_scalars
 from speedswap.tables.groups import RecordGroups
+from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.memory import host as storages
-from speedswap.tables.pending import PendingTransfers, PendingWrite, Prefetch
+from speedswap.tables.memory.file import FileMemory
+from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Column
 from speedswap.tables.record_group import RecordGroup
-from speedswap.tables.store import Found, RowStore
+from speedswap.tables.store import RowStore
 
 __all__ = ["LocalStore"]
 
@@ -49,13 +53,11 @@ class LocalStore(RowStore):
         self.attributes = attributes
         self.attributes_lag = attributes_lag
         self._pending = PendingTransfers()
-        self._persistence = Persistence(groups, attributes, self.id_maps, lagging=attributes_lag)
+        self._persistence = Persistence(groups, attributes, self.id_maps)
         self.live_attributes = self._persistence.live
         self._closed = False
         self._owner_pid = os.getpid()
         self._replaces_memory = False  # a process forked meanwhile is left without any
-        if self.pinned:
-            kernels.prepare_engine(self.engine, self.nbytes)
 
     @classmethod
     def create(
@@ -92,11 +94,8 @@ class LocalStore(RowStore):
         return cls(groups, {})
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], mode: str = "r+") -> LocalStore:
-        """Open a store in files; arguments and errors are those of :meth:`Table.open`."""
-        if mode not in ("r", "r+"):
-            raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
-        directory, manifest, memories = TableDirectory.open(Path(path), writable=mode == "r+")
+    def opened(cls, directory: TableDirectory, manifest: Manifest, memories: Sequence[FileMemory]) -> LocalStore:
+        """Return the store of a directory that was opened."""
         groups = RecordGroups(
             manifest.num_embeddings,
             "memmap",
@@ -111,7 +110,9 @@ class LocalStore(RowStore):
         try:
             attributes, lag = read_scalars(directory, manifest.attributes)
             store = cls(groups, attributes, attributes_lag=lag)
-            store._persistence.read_id_maps(frozen=mode == "r")
+            store._persistence.read_id_maps(frozen=not directory.writable)
+            if directory.writable:
+                store._persistence.take_scalars()
         except BaseException:
             groups.close()
             raise
@@ -151,9 +152,20 @@ class LocalStore(RowStore):
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self._groups)
 
+    def facts(self) -> dict[str, Any]:
+        if self.path is None:
+            return {}
+        return {"touched_rows": "not known" if self._groups.written else 0, "access": "a mapping of the files"}
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        return super().verify(advance) if self.path is None else check_data(self.path, advance)
+
     @property
     def writes(self) -> int:
         return self._groups.writes
+
+    def continue_writes(self, writes: int) -> None:
+        self._groups.writes = writes
 
     @property
     def closed(self) -> bool:
@@ -258,12 +270,11 @@ class LocalStore(RowStore):
             if to_read is None:
                 kernels.gather_records(group.records(), rows, parts)
             else:
-                kernels.gather_records(group.records()._replace(fence=None), to_read, parts)
+                kernels.gather_records(group.records()._replace(ahead=True), to_read, parts)
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         groups = self._groups.fields(values)
-        through = [group.memory.reserve(rows, group.layout.stride) for group, _ in groups]
         blocks = {name: kernels.as_read(value.detach()) for name, value in values.items()}
         forms = {name: self._form(name, field) for _, fields in groups for name, field in fields.items()}
         moves = [
@@ -271,33 +282,25 @@ class LocalStore(RowStore):
             for group, fields in groups
         ]
         if transfers is not None:
-            rows = rows.to(torch.int64).contiguous()  # as they are forwarded
-        if transfers is not None and all(mask is None for mask in through):
             self._mark_written()
-            write = PendingWrite(rows, blocks, forms)
+            write = PendingWrite(rows.to(torch.int64).contiguous(), blocks, forms)  # as they are forwarded
             self._scatter_later(write, moves, transfers)
             self._groups.writes += 1
-            self._pending.add_write(write, arrived=False)
+            self._pending.add_write(write)
             return
         self.drain()
         self._pending.finish_prefetches()
         self._mark_written()
         try:
-            for (group, parts), mask in zip(moves, through, strict=True):
+            for group, parts in moves:
                 if parts[0].block.device.type == "cpu":
                     group.memory.settle()
-                if mask is None:
-                    kernels.scatter_records(group.records(), rows, parts)
-                else:
-                    group.scatter_through(mask, rows, parts)
+                kernels.scatter_records(group.records(), rows, parts)
         except BaseException:
             self._pending.make_stale()
             raise
         self._groups.writes += 1
-        if transfers is None:
-            self._pending.make_stale()
-        else:
-            self._pending.add_write(PendingWrite(rows, blocks, forms), arrived=True)
+        self._pending.make_stale()
 
     def _scatter_later(self, write: PendingWrite, moves: _Moves, transfers: Transfers) -> None:
         """Give a pending write its work: to the CPU loops' thread if all is host memory, else to the transfers."""
@@ -340,8 +343,8 @@ class LocalStore(RowStore):
         names = [name for _, fields in groups for name in fields]
         moves = [(group.records(), list(fields.values())) for group, fields in groups]
 
-        def finish(found: kernels.Found) -> tuple[Found, Tensor | None]:
-            return (Block(found.rows, dict(zip(names, found.blocks, strict=True))), found.local), None
+        def finish(found: kernels.Found) -> Gathered:
+            return Gathered((Block(found.rows, dict(zip(names, found.blocks, strict=True))), found.local))
 
         prefetch = Prefetch(self._pending, [])
         kernels.prefetch_on_cpu(prefetch, lookup.ids, self.num_embeddings, moves, finish)
@@ -355,22 +358,23 @@ class LocalStore(RowStore):
         """
         previous = self._pending.previous(transfers)
 
-        def begin() -> Callable[[], tuple[Found, Tensor | None]]:
+        def begin() -> Callable[[], Gathered]:
             assert lookup.found is not None
             rows, local = lookup.found
             expected = previous.rows_so_far() if previous is not None else None
             others = [write.rows for write in writes if write.has(self._groups.columns)]
-            to_read = rows
+            to_read, known = rows, []
             for other in [*others, expected] if self._in_host_memory(_CPU) and rows.is_cuda else []:
                 if other is not None and len(other) and len(rows):
                     kernels.used_here([other])  # of a lookup without prefetch they were made on another stream
                     places = kernels.places_among(other.to(rows.device), rows)
                     to_read = torch.where(places < 0, to_read, -1)
+                    known.append((other, places))
 
-            def gather() -> tuple[Found, Tensor | None]:
+            def gather() -> Gathered:
                 kernels.used_here([rows, to_read])
                 block = self._gather(rows, None, lookup.device, to_read=to_read)
-                return (block, local), None if to_read is rows else expected
+                return Gathered((block, local), None if to_read is rows else expected, known)
 
             return gather
 
@@ -385,9 +389,6 @@ class LocalStore(RowStore):
     def drain(self) -> None:
         if os.getpid() == self._owner_pid:  # in a forked process nothing arrives
             self._pending.drain()
-
-    def commit(self, *, known: bool = True) -> None:
-        self._persistence.keep_scalars(known=known)
 
     # ------------------------------------------------------------------ whole columns
 
@@ -404,24 +405,49 @@ class LocalStore(RowStore):
 
     def write(self, column: str, start: int, values: Tensor) -> None:
         group = self._groups.of(column)
-        group.memory.reserve(slice(start, start + len(values)), group.layout.stride)
         self._change_in_place()
         group.memory.settle()
         for rows in group.chunks(start, start + len(values)):  # values on another device come piece by piece
             group.write(column, rows.start, values[rows.start - start : rows.stop - start])
 
+    def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        self.drain()
+        for group in self._groups:
+            group.memory.settle()
+        columns = self.columns
+        if not self._groups.written and all(is_lazy(column) for column in columns.values()):
+            return
+        for start, stop in self._ranges():
+            rows = torch.arange(start, stop)
+            yield (
+                rows,
+                {name: self._groups.of(name).bytes_of(name)[start:stop].to(_CPU).contiguous() for name in columns},
+            )
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and last row of pieces that are more than holes in a file, or memory as a whole."""
+        ends = [
+            (start // group.layout.stride, -(-stop // group.layout.stride))
+            for group in self._groups
+            for start, stop in (
+                group.memory.data_ranges()
+                if all(column.init.is_zero for column in self.columns.values())
+                else [(0, group.nbytes)]
+            )
+        ]
+        done = 0
+        for first, last in sorted(ends):
+            for start in range(max(first, done), last, CHUNK_ROWS):
+                yield start, min(start + CHUNK_ROWS, last)
+            done = max(done, last)
+
     def view(self, column: str) -> Tensor:
         group = self._groups.of(column)
         view = group.view(column)
-        group.memory.reserve(slice(0, self.num_embeddings), group.layout.stride)
         self._change_in_place()
         group.memory.share()
         group.memory.settle()
         return view
-
-    def reserve(self, columns: Iterable[str]) -> None:
-        for group in {self._groups.of(column) for column in columns}:
-            group.memory.reserve(slice(0, self.num_embeddings), group.layout.stride)
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         with self._replacing_memory():
@@ -463,11 +489,6 @@ class LocalStore(RowStore):
 
     # ------------------------------------------------------------------ lifetime
 
-    def save_to(self, directory: TableDirectory) -> None:
-        self.drain()
-        key_files = {name: directory.save_keys(id_map.to_bytes()) for name, id_map in self.id_maps.items()}
-        self._groups.save_to(directory, self._persistence.note_attributes(), key_files)
-
     def flush(self) -> None:
         if self._persistence.is_needed:
             self.drain()
@@ -494,7 +515,6 @@ class LocalStore(RowStore):
                 failures.append(error)
         with self._replacing_memory():
             self._closed = True
-            self._persistence.close()
             self._groups.close()
         if failures:
             raise failures[0]

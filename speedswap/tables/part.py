@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,19 +12,22 @@ import torch
 from torch import Tensor
 
 from speedswap.tables.block import Block
-from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.groups import RecordGroups
-from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf
+from speedswap.tables.copies import copy_rows
+from speedswap.tables.init import CHUNK_ROWS, CopyOf
+from speedswap.tables.initial import initial_chunk
 from speedswap.tables.local import LocalStore
-from speedswap.tables.memory import host as storages
 from speedswap.tables.ranges import InRanges
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, WrappedStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
+    from speedswap.tables.id_map import IdMap
 
-__all__ = ["PartStore"]
+__all__ = ["PARTS", "PartStore"]
+
+PARTS = "tables"
+"""The attribute of a store that names its parts; a copy of one of them is without it."""
 
 
 class PartStore(WrappedStore):
@@ -48,6 +50,8 @@ class PartStore(WrappedStore):
     path: Any = RowStore.path
     map_name = ""
     initial_rows: Any = RowStore.initial_rows
+    initial_layout: Any = RowStore.initial_layout
+    written_rows: Any = RowStore.written_rows
 
     def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
         super().__init__(inner)
@@ -85,6 +89,13 @@ class PartStore(WrappedStore):
     @property
     def closed(self) -> bool:
         return self._closed or self.inner.closed
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        if isinstance(rows, Tensor):
+            self.inner.note_change(self._there(rows))
+        else:
+            first, last = (0, self.num_embeddings) if rows is None else (rows.start, rows.stop)
+            self.inner.note_change(range(self.first_row + first, self.first_row + last))
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -135,64 +146,19 @@ class PartStore(WrappedStore):
         num_rows = min(CHUNK_ROWS, self.num_embeddings - start)
         if isinstance(column.init, CopyOf):
             return self.read(column.init.column, start, start + num_rows)
-        chunk = ColumnMemory.chunk(
-            start,
-            num_rows,
-            column.row_shape,
-            self.num_embeddings,
-            self.seed,
-            column.key,
-            torch.device("cpu"),
-            column.dtype,
-        )
-        column.init.fill(chunk, start, num_rows)
-        if column.zero_row is not None and start <= column.zero_row < start + num_rows:
-            chunk.rows(column.zero_row, 1).zero_()
-        return chunk.view
+        return initial_chunk(column, start, num_rows, self.num_embeddings, self.seed)
 
     # ------------------------------------------------------------------ lifetime
+
+    def notes(self) -> tuple[dict[str, Any], dict[str, IdMap]]:
+        attributes, id_maps = super().notes()
+        attributes.pop(PARTS, None)
+        return attributes, {"": id_maps[self.name]} if self.name in id_maps else {}
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
             storage, engine = "auto" if self.storage == "memmap" else self.storage, self.engine
-            kind = storages.resolve_storage(storage, None)
-        else:
-            kind = storages.resolve_storage(storage, None)
-            engine = storages.resolve_engine(engine, storage, kind)
-        groups = self._copied_to(RecordGroups(self.num_embeddings, kind, self.seed, self.name, None, engine=engine))
-        copied = LocalStore(groups, self._attributes_now(), attributes_lag=self.attributes_lag)
-        if self.name in self.id_maps:
-            copied.id_maps[""] = copy.deepcopy(self.id_maps[self.name])
-        return copied
-
-    def save_to(self, directory: TableDirectory) -> None:
-        groups = self._copied_to(RecordGroups(self.num_embeddings, "memmap", self.seed, self.name, directory))
-        try:
-            for group in groups:
-                group.memory.flush()
-            if self.name in self.id_maps:
-                groups.key_files = {"": directory.save_keys(self.id_maps[self.name].to_bytes())}
-            directory.sync()
-            groups.save_manifest(self._attributes_now())
-        finally:
-            for group in groups:
-                group.close()
-
-    def _copied_to(self, groups: RecordGroups) -> RecordGroups:
-        """Fill memory with these rows, and return it."""
-        groups.writes = self.writes
-        groups.add_unfilled(list(self.columns.values()))
-        for name in self.columns:
-            group = groups.of(name)
-            group.memory.reserve(slice(0, self.num_embeddings), group.layout.stride)
-            for rows in group.chunks(0, self.num_embeddings):
-                group.write(name, rows.start, self.read(name, rows.start, rows.stop))
-        return groups
-
-    def _attributes_now(self) -> dict[str, Any]:
-        """Return a copy of the attributes, such as the optimizer's step count, as they are now."""
-        live = {name: value for name, source in self.live_attributes.items() if (value := source()) is not None}
-        return copy.deepcopy({**self.attributes, **live})
+        return copy_rows(self, storage, engine)
 
     def flush_at_end(self) -> None:
         return None  # the other store's table does

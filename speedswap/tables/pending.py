@@ -8,7 +8,8 @@ gathered one. The result is, bit for bit, what the store holds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +18,25 @@ from speedswap.kernels import Transfer, Transfers
 from speedswap.tables.block import Block
 from speedswap.tables.store import Found, Prefetched
 
-__all__ = ["PendingTransfers", "PendingWrite", "Prefetch"]
+__all__ = ["Gathered", "PendingTransfers", "PendingWrite", "Prefetch"]
+
+
+class Gathered(NamedTuple):
+    """The result of a prefetch.
+
+    Attributes:
+        found: the rows.
+        expected: the rows of the prefetch before, if those that both have were left to its write.
+        places: of the rows among those of some writes, by the tensors of the latter's rows.
+    """
+
+    found: Found
+    expected: Tensor | None = None
+    places: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def places_among(self, rows: Tensor) -> Tensor | None:
+        """Return each row's place among the rows of a write, or None if it is not known."""
+        return next((places for others, places in self.places if others is rows), None)
 
 
 class PendingWrite(Transfer[None]):
@@ -46,8 +65,8 @@ class PendingWrite(Transfer[None]):
         """Return whether all of these columns are written: a block without others can take its rows from here alone."""
         return all(name in self._values for name in columns)
 
-    def forward(self, block: Block) -> None:
-        """Copy the rows that a block shares with these into it."""
+    def forward(self, block: Block, places: Tensor | None = None) -> None:
+        """Copy the rows that a block shares with these into it; ``places`` are its rows' among these, if known."""
         device = block.rows.device
         names = [name for name in block.columns if name in self._values]
         kernels.forward(
@@ -56,14 +75,12 @@ class PendingWrite(Transfer[None]):
             block.rows,
             [block.columns[name] for name in names],
             [self._forms[name] for name in names],
+            places,
         )
 
 
-class Prefetch(Transfer["tuple[Found, Tensor | None] | None"], Prefetched):
-    """A gather that runs ahead of its step.
-
-    Its result is the rows found, with those that were left to the write of the prefetch before, if any were; None if an
-    id is out of range.
+class Prefetch(Transfer["Gathered | None"], Prefetched):
+    """A gather that runs ahead of its step; its result is None if an id is out of range.
 
     Args:
         pending: the store's transfers.
@@ -86,20 +103,20 @@ class Prefetch(Transfer["tuple[Found, Tensor | None] | None"], Prefetched):
         writes, self.writes = self.writes, []
         if result is None:
             return None
-        (block, local), expected = result
-        kernels.used_here([local, block.rows, *block.columns.values()])
+        (block, local), expected, places = result
+        kernels.used_here([local, block.rows, *block.columns.values(), *(each for _, each in places)])
         if expected is not None and not any(write.rows is expected and write.has(block.columns) for write in writes):
             self._pending.steps_write_what_they_read = False
             return None
         for write in writes:
-            write.forward(block)
+            write.forward(block, result.places_among(write.rows))
         self._taken = block.rows, list(block.columns)
         return block, local
 
     def rows_so_far(self) -> Tensor | None:
         """Return the rows, for a prefetch that was given to the same thread later; None where there are none."""
         result = self.result_so_far()
-        return None if result is None else result[0][0].rows
+        return None if result is None else result.found[0].rows
 
     def is_written_by(self, write: PendingWrite) -> bool:
         """Return whether a step has written the very rows that were taken, in every column."""
@@ -123,10 +140,9 @@ class PendingTransfers:
         self._writes = [write for write in self._writes if not write.has_arrived()]
         return list(self._writes)
 
-    def add_write(self, write: PendingWrite, *, arrived: bool) -> None:
+    def add_write(self, write: PendingWrite) -> None:
         """Add a step's write, which brings the rows of prefetches up to date."""
-        if not arrived:
-            self._writes = [*self.writes(), write]
+        self._writes = [*self.writes(), write]
         for prefetch in self._alive():
             if prefetch.is_written_by(write):
                 self.steps_write_what_they_read = True

@@ -114,7 +114,7 @@ class InRanges(Initializer):
             within = rows[some] - self._firsts[index]
             part = replace(target.like(0, len(within)), num_embeddings=each.num_rows, seed=each.seed)
             each.init.fill_rows(part, within)
-            if each.zero_row is not None:
+            if each.zero_row is not None and not each.init.is_given:
                 part.view[within == each.zero_row] = 0
             target.view[some] = part.view
 

@@ -103,6 +103,35 @@ class Column:
         """The alignment of the column within a record, in bytes."""
         return torch.float32.itemsize if self.compact and self.stored == torch.int8 else self.stored_dtype.itemsize
 
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return rows as a record holds them: uint8, shape (n, row_bytes), in host memory."""
+        values = values.detach().to("cpu").contiguous()
+        if not self.compact:
+            return values.reshape(len(values), self.width).view(torch.uint8)
+        return self._alone(values)[0][:, : self.row_bytes].contiguous()
+
+    def as_read(self, values: torch.Tensor) -> torch.Tensor:
+        """Return rows of this column, in host memory, as they are read once they were written: rounded to nearest."""
+        if not self.compact:
+            return values
+        read = torch.empty(values.shape, dtype=self.dtype)
+        kernels.gather_records(self._alone(values)[1], torch.arange(len(values)), [kernels.Part(0, read, self.form())])
+        return read
+
+    def _alone(self, values: torch.Tensor) -> tuple[torch.Tensor, kernels.Records]:
+        """Return rows of this column as records in host memory, and the bytes of these."""
+        out = torch.empty(len(values), _round_up(self.row_bytes, _WORD_BYTES), dtype=torch.uint8)
+        records = kernels.Records(out.data_ptr(), out.stride(0), len(out), out.device, False, out)
+        kernels.scatter_records(records, torch.arange(len(out)), [kernels.Part(0, values.contiguous(), self.form())])
+        return out, records
+
+    def begun_as(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return what rows hold that begin as copies of other columns' values, before they are rounded."""
+        begun = values.to(self.dtype, copy=True)
+        if self.zero_row is not None:
+            begun[rows == self.zero_row] = 0
+        return begun
+
     @property
     def key(self) -> int:
         """64 bits from the name, so that two columns of one table draw different initial values."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf
-from speedswap.tables.memory.file import FileMemory
 from speedswap.tables.memory.host import Memory
 from speedswap.tables.record import Column, RecordLayout
 
@@ -73,9 +72,10 @@ class RecordGroup:
         column = self.layout.columns[self.layout.index(name)]
         if column.compact and column.stored == torch.int8:
             raise TypeError(f"column {name!r} is stored as int8 with a scale per row and has no view; read it instead")
-        return self._bytes(name).view(column.stored_dtype).view(self.num_embeddings, *column.row_shape)
+        return self.bytes_of(name).view(column.stored_dtype).view(self.num_embeddings, *column.row_shape)
 
-    def _bytes(self, name: str) -> Tensor:
+    def bytes_of(self, name: str) -> Tensor:
+        """Return a column as stored, uint8, shape (num_embeddings, row_bytes): a view of the memory."""
         i = self.layout.index(name)
         shape = (self.num_embeddings, self.layout.columns[i].row_bytes)
         return self.memory.bytes.as_strided(shape, (self.layout.stride, 1), self.layout.offsets[i])
@@ -101,13 +101,6 @@ class RecordGroup:
         part = kernels.Part(self.layout.offset(name), kernels.as_read(values.detach()), column.form())
         kernels.scatter_records(self.records(), ids, [part])
 
-    def scatter_through(self, mask: Tensor, rows: Tensor, parts: Sequence[kernels.Part]) -> None:
-        """Write parts of unique rows, those of a mask through the file system (see :meth:`FileMemory.reserve`)."""
-        assert isinstance(self.memory, FileMemory)
-        for some, scatter in ((mask, self.memory.write_through), (~mask, kernels.scatter_records)):
-            chosen = [part._replace(block=part.block[some.to(part.block.device)]) for part in parts]
-            scatter(self.records(), rows[some.to(rows.device)], chosen)
-
     def chunks(self, start: int, stop: int) -> Iterator[slice]:
         """Yield rows ``start`` to ``stop`` in pieces of about 64 MiB, multiples of the initializers' own chunks."""
         rows = max(1, _CHUNK_BYTES // self.layout.stride)
@@ -128,13 +121,12 @@ class RecordGroup:
         """
         if not columns:
             return
-        self.memory.reserve(slice(0, self.num_embeddings), self.layout.stride)
         for rows in self.chunks(0, self.num_embeddings):
             for column in columns:
                 self._fill(column, seed, holders, rows)
                 is_here = column.zero_row is not None and rows.start <= column.zero_row < rows.stop
                 if is_here and not column.init.is_given:  # before another column copies it
-                    self._bytes(column.name)[column.zero_row] = 0
+                    self.bytes_of(column.name)[column.zero_row] = 0
             advance(rows.stop - rows.start)
 
     def _fill(self, column: Column, seed: int, holders: Mapping[str, RecordGroup], rows: slice) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -15,12 +17,15 @@ from torch import Tensor
 
 from speedswap._locks import Locked
 from speedswap.tables.block import Block
+from speedswap.tables.changes import ChangedRows
+from speedswap.tables.disk.layout import LogLayout
+from speedswap.tables.files.inspection import Checked
+from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.initial import initial_values
 from speedswap.tables.record import Column
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.files.directory import TableDirectory
     from speedswap.tables.id_map import IdMap
 
 __all__ = ["Found", "Prefetched", "RowStore", "WrappedStore"]
@@ -70,6 +75,9 @@ class RowStore(ABC):
             one that returns None leaves the attribute as it is. They must not hold the table.
         attributes_lag: whether the attributes may be of an earlier step than the rows, as they were found.
         version: goes up whenever rows or columns may have changed, through any table over these rows.
+        reads_copies: whether :meth:`read` returns memory of its own, never a view of the store's.
+        is_shared: whether the ranks of a job hold the rows together: all of them make a call about rows, each with rows
+            of its own or none.
     """
 
     num_embeddings: int
@@ -81,6 +89,10 @@ class RowStore(ABC):
     live_attributes: dict[str, Callable[[], Any]]
     attributes_lag: bool
     version: int = 0
+    changes: ChangedRows | None = None  # since `track_changes` was last called
+    is_viewed: bool = False  # rows may change without a call, through a tensor over their memory
+    reads_copies: bool = False
+    is_shared: bool = False
 
     @cached_property
     def locked(self) -> Locked:
@@ -101,6 +113,10 @@ class RowStore(ABC):
         """Maps from keys to rows that are kept with the rows, by name."""
         return {}
 
+    def map_of(self, id_map: IdMap) -> IdMap:
+        """Return the map that a given one becomes when it is kept with these rows."""
+        return id_map
+
     @property
     def nbytes(self) -> int:
         """Bytes of all rows as stored: every column, with the padding between records."""
@@ -110,6 +126,10 @@ class RowStore(ABC):
     @abstractmethod
     def writes(self) -> int:
         """The number of scatters so far."""
+
+    def continue_writes(self, writes: int) -> None:
+        """Let the next scatter have this number: the rows were replaced by those of a table with so many."""
+        raise NotImplementedError(f"the scatters of {type(self).__name__} cannot be counted from another number")
 
     @property
     @abstractmethod
@@ -126,6 +146,18 @@ class RowStore(ABC):
         """The directory of a store in files."""
         return None
 
+    def facts(self) -> dict[str, Any]:
+        """Return facts about the rows in files, as JSON can hold them, for ``speedswap info``."""
+        return {}
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        """Read everything in the store's files, and check whatever has a checksum.
+
+        Args:
+            advance: called with the number of rows read since the last call; parts of one if it is read in parts.
+        """
+        return Checked(self.num_embeddings)
+
     def check(self, *, writing: bool = False) -> bool:
         """Check that this process can use the rows, and bring the store up to date with another writer.
 
@@ -137,9 +169,25 @@ class RowStore(ABC):
         """
         return False
 
+    @property
+    def is_untouched(self) -> bool:
+        """True if every row is known to have its initial values, and takes no room."""
+        return False
+
     def is_backed_by(self, memory: Tensor) -> bool:
         """Return whether a tensor lies in the memory that holds the rows."""
         return False
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        """Note that rows are about to change: ids, a range of rows, or all rows and columns."""
+        self.version += 1
+        if self.changes is not None:
+            self.changes.add(rows)
+
+    def track_changes(self) -> ChangedRows | None:
+        """Begin to note which rows change, in place of what was noted so far; return None where that is unknown."""
+        self.changes = None if self.is_viewed else ChangedRows(self.num_embeddings)
+        return self.changes
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -184,6 +232,15 @@ class RowStore(ABC):
         """
         return _NotPrefetched()
 
+    def together(self, *, training: bool = False, writing: bool = False) -> AbstractContextManager[Any]:
+        """Surround a lookup or a scatter from the check of its ids on; the ranks that share the store learn its errors.
+
+        Args:
+            training: whether the rows are to be trained.
+            writing: whether they are to be written.
+        """
+        return nullcontext()
+
     def drain(self) -> None:
         """Return when every pending write has arrived. Raises what the first that failed has raised."""
         return None
@@ -215,8 +272,12 @@ class RowStore(ABC):
         """Return all rows of a column as a tensor over the store's own memory; see :meth:`Table.view`."""
         raise TypeError(f"the rows of table {self.name!r} are not in one memory; use Table.read() and Table.write()")
 
-    def reserve(self, columns: Iterable[str]) -> None:
-        """Make sure that writing every row of some columns cannot fail for want of room."""
+    def reserve(self, columns: Collection[str]) -> None:
+        """Make sure that writing every row of some columns, one after the other, cannot fail for want of room."""
+        return None
+
+    def reserve_rows(self, rows: int) -> None:
+        """Make sure that a scatter of so many rows cannot fail for want of room."""
         return None
 
     @abstractmethod
@@ -231,11 +292,82 @@ class RowStore(ABC):
         """Return the initial values of some rows, by column; see :func:`speedswap.tables.initial.initial_values`."""
         return initial_values(self.columns, rows, self.seed, self.num_embeddings)
 
-    # ------------------------------------------------------------------ lifetime
+    @property
+    def initial_layout(self) -> LogLayout:
+        """A layout of records on disk, with the initial values of rows that :meth:`written_rows` leaves out."""
+        return LogLayout.of(list(self.columns.values()))
 
-    @abstractmethod
-    def save_to(self, directory: TableDirectory) -> None:
-        """Write a copy of all rows and attributes to the files of another table."""
+    def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield every row that may differ from its initial values, a piece at a time.
+
+        Rows of a table that another process writes may come again, as they are by then: the last ones count.
+
+        Yields:
+            Ids, int64, shape (n,), and the columns' bytes by name, uint8, shape (n, row_bytes), in host memory.
+        """
+        for start in range(0, self.num_embeddings, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, self.num_embeddings)
+            yield (
+                torch.arange(start, stop),
+                {name: column.encode(self.read(name, start, stop)) for name, column in self.columns.items()},
+            )
+
+    def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
+        """Replace columns of every row by those of another store with as many rows.
+
+        Args:
+            source: the other store.
+            columns: names of columns that both have, of one dtype and row shape.
+        """
+        for start in range(0, self.num_embeddings, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, self.num_embeddings)
+            for name in columns:
+                self.write(name, start, source.read(name, start, stop))
+
+    def notes(self) -> tuple[dict[str, Any], dict[str, IdMap]]:
+        """Return a copy of the attributes as they are now, and the id maps, for a copy of the store."""
+        live = {name: value for name, get in self.live_attributes.items() if (value := get()) is not None}
+        return copy.deepcopy({**self.attributes, **live}), dict(self.id_maps)
+
+    def alone(self) -> AbstractContextManager[RowStore | None]:
+        """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None."""
+        if not self.is_shared:
+            return nullcontext(self)
+        from speedswap.tables.ranks.alone import alone
+
+        return alone(self)
+
+    # ------------------------------------------------------------------ commits that stay
+
+    def hold(self) -> int:
+        """Begin a commit of rows and attributes as they are now, and keep it; :meth:`flush` returns when it is durable.
+
+        Returns:
+            Its number, by which :meth:`Table.open` returns to it until it is let go.
+
+        Raises:
+            TypeError: this store has no commits.
+        """
+        raise TypeError(f"table {self.name!r} is {self.storage} and has no commits; copy it with Table.save(path)")
+
+    @property
+    def held_commits(self) -> list[int]:
+        """The commits that are kept."""
+        return []
+
+    def held_attributes(self, commit: int) -> dict[str, Any]:
+        """Return the attributes as of a held commit."""
+        return {}
+
+    def let_go(self, commit: int) -> None:
+        """Allow the room of a held commit to be used again."""
+        raise TypeError(f"table {self.name!r} is {self.storage} and has no commits")
+
+    def return_to(self, commit: int) -> None:
+        """Go back to a held commit, with its rows, columns and attributes; id maps stay. Later commits are dropped."""
+        raise TypeError(f"table {self.name!r} is {self.storage} and has no commits")
+
+    # ------------------------------------------------------------------ lifetime
 
     @abstractmethod
     def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
@@ -244,6 +376,12 @@ class RowStore(ABC):
         Args:
             storage, engine: as for :meth:`Table.create`, but for memmap; this store's own if None is given for storage.
         """
+
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        """Write the rows, attributes and id maps to a table's directory; see :meth:`Table.save`."""
+        from speedswap.tables.opening import save_copy
+
+        save_copy(self, path, overwrite=overwrite)
 
     def flush(self) -> None:
         """Make everything written so far durable, if this store is."""
@@ -273,6 +411,13 @@ def _of_inner(name: str) -> Callable[..., Any]:
     return call
 
 
+def _set_inner(name: str) -> Callable[..., None]:
+    def write(self: WrappedStore, value: Any) -> None:
+        setattr(self.inner, name, value)
+
+    return write
+
+
 class WrappedStore(RowStore):
     """A store in front of another one, which does everything that a derived class does not.
 
@@ -285,40 +430,50 @@ class WrappedStore(RowStore):
         self.num_embeddings, self.storage, self.engine = inner.num_embeddings, inner.storage, inner.engine
         self.seed, self.name = inner.seed, inner.name
         self.attributes, self.live_attributes = inner.attributes, inner.live_attributes
-        self.attributes_lag = inner.attributes_lag
+        self.attributes_lag, self.reads_copies = inner.attributes_lag, inner.reads_copies
+        self.is_shared = inner.is_shared
         self.locked = inner.locked
 
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self.inner.version = version
-
+    version: Any = property(attrgetter("inner.version"), _set_inner("version"))
+    changes: Any = property(attrgetter("inner.changes"), _set_inner("changes"))
+    is_viewed: Any = property(attrgetter("inner.is_viewed"), _set_inner("is_viewed"))
     columns = property(attrgetter("inner.columns"))
     id_maps: Any = property(attrgetter("inner.id_maps"))
+    map_of: Any = _of_inner("map_of")
     map_name: Any = property(attrgetter("inner.map_name"))
+    initial_layout: Any = property(attrgetter("inner.initial_layout"))
     nbytes = property(attrgetter("inner.nbytes"))
     writes = property(attrgetter("inner.writes"))
     closed = property(attrgetter("inner.closed"))
     pinned = property(attrgetter("inner.pinned"))
     path = property(attrgetter("inner.path"))
+    is_untouched = property(attrgetter("inner.is_untouched"))
+    facts: Any = _of_inner("facts")
+    verify: Any = _of_inner("verify")
     check: Any = _of_inner("check")
+    continue_writes: Any = _of_inner("continue_writes")
     is_backed_by: Any = _of_inner("is_backed_by")
     gather: Any = _of_inner("gather")
     scatter: Any = _of_inner("scatter")
     prefetch: Any = _of_inner("prefetch")
+    together: Any = _of_inner("together")
     drain: Any = _of_inner("drain")
     commit: Any = _of_inner("commit")
     read: Any = _of_inner("read")
     write: Any = _of_inner("write")
     view: Any = _of_inner("view")
     reserve: Any = _of_inner("reserve")
+    reserve_rows: Any = _of_inner("reserve_rows")
     add_columns: Any = _of_inner("add_columns")
     reset_columns: Any = _of_inner("reset_columns")
     initial_rows: Any = _of_inner("initial_rows")
-    save_to: Any = _of_inner("save_to")
+    take_rows: Any = _of_inner("take_rows")
+    written_rows: Any = _of_inner("written_rows")
+    hold: Any = _of_inner("hold")
+    held_commits: Any = property(attrgetter("inner.held_commits"))
+    held_attributes: Any = _of_inner("held_attributes")
+    let_go: Any = _of_inner("let_go")
+    return_to: Any = _of_inner("return_to")
     copy: Any = _of_inner("copy")
     flush: Any = _of_inner("flush")
     flush_at_end: Any = _of_inner("flush_at_end")

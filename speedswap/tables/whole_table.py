@@ -1,4 +1,4 @@
-"""Work on all rows of a table: copies as one NumPy array, memory for them, and a progress bar."""
+"""Work on all rows of a table: copies as one array, memory for them, and a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from speedswap.tables.table import Table
 
-__all__ = ["progress", "require_memory", "to_numpy"]
+__all__ = ["as_numpy", "numpy_dtype", "progress", "require_memory", "to_dlpack", "to_numpy"]
 
 CHUNK_BYTES = 64 * 2**20
 _LOG_SECONDS = 10.0
@@ -28,19 +28,18 @@ _log = logging.getLogger("speedswap")
 
 
 def to_numpy(table: Table, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-    """Copy a table's weights into an array.
+    """Copy all weights into an array, for ``np.asarray(table)``.
 
     Args:
-        table: the table, in any storage.
-        dtype: of the array; the NumPy dtype of the weights by default.
-        copy: as NumPy passes it; False, a request for the rows without a copy, is refused.
+        dtype: of the array; by default that of the weights.
+        copy: False is refused: only :meth:`Table.view` shares the table's memory.
 
     Returns:
-        An array of shape (num_embeddings, embedding_dim).
+        An array (num_embeddings, embedding_dim).
 
     Raises:
-        TableTooLargeError: the array does not fit into the memory that is free.
-        TypeError: NumPy does not have the weights' dtype, and no other was given.
+        TableTooLargeError: it does not fit into free memory.
+        TypeError: NumPy has no such dtype (bfloat16), and no other was asked for.
         ValueError: ``copy`` is False.
     """
     if copy is False:
@@ -57,6 +56,18 @@ def to_numpy(table: Table, dtype: DTypeLike | None = None, copy: bool | None = N
     return converted(table, wanted)
 
 
+def to_dlpack(table: Table, **options: Any) -> Any:
+    """Copy all weights into a DLPack capsule in host memory, for ``torch.as_tensor(table)``.
+
+    Raises:
+        TableTooLargeError: they do not fit into free memory.
+        BufferError: ``copy`` is False.
+    """
+    if options.get("copy") is False:
+        raise BufferError(f"copy is False, but the rows of table {table.name!r} are always copied; use Table.view()")
+    return table.read().__dlpack__(**options)
+
+
 def converted(table: Table, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Copy the weights in another dtype, a chunk of rows at a time."""
     rows, dim = table.num_embeddings, table.embedding_dim
@@ -65,7 +76,7 @@ def converted(table: Table, dtype: np.dtype[Any]) -> NDArray[Any]:
     step = max(1, CHUNK_BYTES // (dim * table.dtype.itemsize))
     for start in range(0, rows, step):
         values = table.read(start, start + step)
-        out[start : start + step] = values.numpy() if numpy_dtype(values.dtype) is not None else values.float().numpy()
+        out[start : start + step] = as_numpy(values)
     return out
 
 
@@ -75,6 +86,21 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:
         return None
+
+
+def as_numpy(values: torch.Tensor) -> NDArray[Any]:
+    """Return values as an array: dtypes that NumPy does not have, bfloat16 and float8, as float32, exactly.
+
+    Raises:
+        TypeError: NumPy has no dtype that holds them.
+    """
+    values = values.detach().cpu()
+    if numpy_dtype(values.dtype) is None:
+        if not values.is_floating_point():
+            raise TypeError(f"values hold {values.dtype}, which NumPy does not have; take them as a tensor")
+        values = values.float()
+    found: NDArray[Any] = values.numpy()
+    return found
 
 
 def require_memory(nbytes: int, what: str) -> None:

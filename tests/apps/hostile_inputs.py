@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import gzip
 import importlib
 import json
@@ -138,6 +139,10 @@ def command_lines(seed: int, folder: Path) -> list[list[str]]:
         lines.append(["predict", str(folder / "model"), str(path)])
         lines.append([*small("word2vec"), "--eval", str(path)])
         lines.append(["ncf", str(path), "--columns", chance.choice(["user=1,item=2", "user=a,item=b", "item=9" * 9])])
+    formats = ("npy", "safetensors", "word2vec", "word2vec-binary", "parquet")
+    for number, path in enumerate([*files, *places]):
+        lines.append(["import", str(path), str(folder / "imported"), "--format", formats[number % len(formats)]])
+        lines += [["info", str(path)], ["export", str(path), str(folder / "exported.npy")]][number % 2 :][:1]
     for path in sorted(folder.glob("models/*")):
         lines.append(["recommend", str(path), "--user", "1", "--device", "cpu"])
         lines.append([*small("ncf")[:-1], str(path), "--resume"])
@@ -392,6 +397,8 @@ def serve(connection: socket.socket) -> None:
             importlib.import_module(module)  # here once, and not in each child
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    gc.collect()
+    gc.freeze()  # commands collect their own objects alone
     while True:
         asked, files, *_ = socket.recv_fds(connection, 1 << 20, 2)
         if not asked:

@@ -16,11 +16,8 @@ from speedswap.apps.errors import OutputError
 from speedswap.apps.files import (
     SCRATCH,
     UNFINISHED,
-    fresh_folder,
-    open_regular,
     remove_leftovers,
     scratch_folder,
-    take_name,
     write_given,
     write_whole,
 )
@@ -93,16 +90,15 @@ def test_links_are_replaced_not_followed(tmp_path):
     assert not path.is_symlink()
 
 
-def test_new_files_and_folders_have_the_rights_that_the_user_gives(tmp_path):
+def test_new_files_have_the_rights_that_the_user_gives(tmp_path):
     before = os.umask(0o027)
     try:
-        with write_whole(tmp_path / "file"), fresh_folder(tmp_path) as folder:
-            take_name(folder, tmp_path / "folder")
+        with write_whole(tmp_path / "file"):
+            pass
         scratch, remove = scratch_folder(Owner, tmp_path)
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
-    assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o750
     assert stat.S_IMODE(scratch.stat().st_mode) == 0o700
     remove()
 
@@ -125,25 +121,13 @@ def test_a_named_file_is_written_through_links_and_into_devices(tmp_path):
         assert pipe.read() == b"figures"
 
 
-def test_two_folders_change_names(tmp_path):
-    for name in ("old", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_text("")
-    with fresh_folder(tmp_path) as folder:
-        (folder / "new").write_text("")
-        take_name(folder, tmp_path / "old")
-        assert [path.name for path in folder.iterdir()] == ["old"]
-    assert [path.name for path in (tmp_path / "old").iterdir()] == ["new"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "other"]
-
-
 def test_what_a_killed_run_left_goes_with_the_next_one_which_says_so(tmp_path, killed, caplog):
-    """An unfinished file and an unfinished folder; as long as their writer lives, they stay."""
+    """Two unfinished files; as long as their writer lives, they stay."""
 
     def write(wait):
-        with write_whole(tmp_path / "file") as file, fresh_folder(tmp_path) as folder:
+        with write_whole(tmp_path / "file") as file, write_whole(tmp_path / "other") as other:
             file.write(b"half")
-            (folder / "part").write_text("")
+            other.write(b"half")
             wait()
 
     writer = killed(write)
@@ -214,20 +198,6 @@ def test_what_is_not_a_file_or_folder_of_ours_is_left_alone(tmp_path):
     assert remove_leftovers(tmp_path / "nowhere") == []
     assert len(list(tmp_path.iterdir())) == 3
     assert (precious / "file").exists()
-
-
-def test_only_a_file_is_opened_as_a_file(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_text("text")
-    (tmp_path / "link").symlink_to("file")
-    with open_regular(tmp_path / "file") as file:
-        assert file.read() == b"text"
-    with open_regular(tmp_path / "link") as file:  # as tools for large files keep them
-        assert file.read() == b"text"
-    (tmp_path / "led").symlink_to("pipe")
-    for name in ("pipe", "led", "nowhere", "."):
-        with pytest.raises(OSError, match=r"not a regular file|No such file"):
-            open_regular(tmp_path / name)
 
 
 def test_what_only_begins_like_ours_stays(tmp_path):

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
+from speedswap._interrupts import set_handlers
 from speedswap.apps.running import Ended, Stop, ending_signals
-from speedswap.swapping.interrupts import set_handlers
 
 SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated"), signal.SIGHUP: (129, "hung up")}
 pytestmark = pytest.mark.usefixtures("usual_signals")

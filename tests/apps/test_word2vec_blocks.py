@@ -99,7 +99,7 @@ def test_window_sizes_are_uniform():
 def test_negatives_follow_the_counts_to_the_power_of_three_quarters():
     """Counts 1, 16, 81 and 256 are drawn as 1 : 8 : 27 : 64."""
     sampler = Sampler(np.array([1, 16, 81, 256]), window=5, sample=0, seed=0)
-    drawn = sampler.negatives(20_000)
+    drawn = sampler.negatives(np.random.default_rng(0).random((20_000, NOISE)))
     assert drawn.shape == (20_000, NOISE)
     shares = np.bincount(drawn.ravel(), minlength=4) / drawn.size
     assert np.allclose(shares, np.array([1, 8, 27, 64]) / 100, atol=0.003)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from ranks_common import raised
 
 from speedswap.collectives import Exchange, PeerOutOfMemory, Status
@@ -67,3 +68,13 @@ def check_ranks_at_different_stages_are_told(rank, world_size):
     assert type(error) is PeerError
     assert f"rank {world_size - 1} is in another place" in str(error)
     assert "every rank has to call the test equally often" in str(error)
+
+
+def check_ranks_of_unequally_many_groups_find_each_other(rank, world_size):
+    """Connect ranks that ``dist.new_group`` with local synchronization would leave waiting under different names."""
+    if rank == 0:
+        dist.new_group([0], backend="gloo", use_local_synchronization=True)
+    exchanges = [Exchange(range(world_size), "the test") for _ in range(2)]
+    for number, exchange in enumerate(exchanges):
+        with exchange.task(7):
+            assert exchange.round(FIRST, number) == [[number, 0, 0, 0]] * world_size

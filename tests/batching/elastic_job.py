@@ -66,6 +66,7 @@ def train(directory: Path, epochs: int) -> None:
         sampler.set_epoch(epoch)
         for ids, features, targets in sampler.batches(loader):
             if len(history) == doomed_step:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # which comes when the agent ends
                 (directory / f"doomed.{os.getpid()}").touch()
                 signal.pause()
             optimizer.zero_grad()

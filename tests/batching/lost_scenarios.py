@@ -1,4 +1,4 @@
-"""Checks of what happens when a rank is gone for good; the last of a job."""
+"""Checks of what happens when a rank is gone for good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import speedswap
 from speedswap import errors
 
 
-def check_last_a_rank_that_dies_in_the_middle_of_a_batch_is_missed(rank, world_size):
+def check_a_rank_that_dies_in_the_middle_of_a_batch_is_missed(rank, world_size):
     ddp = DistributedDataParallel(small_model())
     splitter = speedswap.BatchSplitter(ddp, micro_batch_size=2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +19,11 @@ import speedswap
 from speedswap import errors
 
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def recovers(check):
+    """Leave a scenario out where torch (before 2.12) cannot bring fully_shard back; the refusal is checked below."""
+    return check if hasattr(FSDPModule, "reset_iter_state") else functools.wraps(check)(lambda rank, world_size: None)
 
 
 def ce(model, inputs, targets, **options):
@@ -149,6 +155,7 @@ def check_p04_sum_is_not_rescaled(rank, world_size):
     assert_same(gradients(model), wanted)
 
 
+@recovers
 def check_p16_one_rank_out_of_memory_in_forward_or_backward(rank, world_size):
     """Fail in every block, on one rank or another: all leave, agree, and get the gradients of one process."""
     inputs, targets = data(sizes(world_size, first=4, step=1))
@@ -174,6 +181,7 @@ def check_p16_one_rank_out_of_memory_in_forward_or_backward(rank, world_size):
                 assert len(seen) <= (3 if times == 1 else 1)  # the second batch begins with what fits
 
 
+@recovers
 def check_p16_out_of_memory_outside_of_the_model(rank, world_size):
     """Fail in the loss itself, and after the last micro-batch, when the others are past their last vote."""
     inputs, targets = data(sizes(world_size, first=6, step=1))
@@ -195,6 +203,7 @@ def check_p16_out_of_memory_outside_of_the_model(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
+@recovers
 def check_p16_a_single_sample_does_not_fit_on_one_rank(rank, world_size):
     inputs, targets = data(sizes(world_size))
     for options in ({}, {"micro_batch_size": 2}):
@@ -213,6 +222,7 @@ def check_p16_a_single_sample_does_not_fit_on_one_rank(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
+@recovers
 def check_an_error_on_one_rank_reaches_all(rank, world_size):
     inputs, targets = data(sizes(world_size))
     plain, model, splitter = sharded(world_size, micro_batch_size=2)
@@ -251,6 +261,7 @@ def check_a_parameter_that_one_rank_uses(rank, world_size):
     assert_same(gradients(model), wanted)
 
 
+@recovers
 def check_plain_steps_and_evaluation_in_between(rank, world_size):
     """Check that fully_shard behaves as before without the splitter; an evaluation leaves its root gathered."""
     inputs, targets = data([4] * world_size)
@@ -272,6 +283,7 @@ def check_plain_steps_and_evaluation_in_between(rank, world_size):
             model(inputs[rank])
 
 
+@recovers
 def check_training_is_that_of_one_process(rank, world_size):
     """Adam over several batches, one of which runs out of memory."""
     inputs, targets = data(sizes(world_size))
@@ -297,6 +309,7 @@ class Checkpointed(nn.Sequential):
         return x
 
 
+@recovers
 def check_p16_with_activation_checkpointing(rank, world_size):
     inputs, targets = data(sizes(world_size))
     for where in ("forward_limit", "backward_limit"):
@@ -308,6 +321,7 @@ def check_p16_with_activation_checkpointing(rank, world_size):
         assert_same(gradients(model), wanted)
 
 
+@recovers
 def check_p11_p16_gradients_summed_in_another_precision(rank, world_size):
     """Check bfloat16 passes with float32 sums: those of a failed attempt are dropped."""
     inputs, targets = data(sizes(world_size, step=0))
@@ -343,7 +357,10 @@ def check_p15_sharded_and_replicated_at_once(rank, world_size):
 @contextmanager
 def without_reset():
     """Remove the method, as in earlier torch."""
-    reset = FSDPModule.reset_iter_state
+    reset = getattr(FSDPModule, "reset_iter_state", None)
+    if reset is None:
+        yield
+        return
     del FSDPModule.reset_iter_state
     try:
         yield

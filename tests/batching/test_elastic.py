@@ -244,6 +244,9 @@ def test_bad_arguments(arguments, message):
 
 # Real jobs.
 
+# torchrun, whose agent has imported what its ranks need when it forks them.
+TORCHRUN = "import sys, torch._dynamo, speedswap; from torch.distributed.run import main; main(sys.argv[1:])"
+
 
 @pytest.fixture
 def start(tmp_path) -> Iterator:
@@ -255,7 +258,8 @@ def start(tmp_path) -> Iterator:
         if doomed_step is not None:
             environment["DOOMED"] = str(doomed_step)
         with (tmp_path / f"agent{len(agents)}.log").open("w") as log:
-            command = [sys.executable, "-m", "torch.distributed.run", *arguments, JOB, tmp_path, str(epochs)]
+            command = [sys.executable, "-c", TORCHRUN, *arguments, "--start-method=fork", "--run-path", JOB]
+            command += [tmp_path, str(epochs)]
             agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
         return agents[-1]
 

@@ -15,19 +15,10 @@ from machine.link import Batch, Link
 
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError, WrongResultError
-from speedswap.kernels.cuda import choice
-from speedswap.kernels.cuda.choice import Rate, Rates
 
 MIB = 1 << 20
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SMALL = ceilings.Plan((4 * MIB, 8 * MIB, 2**60), (64, 512), (512,), MIB // 4, (MIB // 4,), (1, 0), MIB, 2, 600.0)
-
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the engines had been measured already."""
-    rates = (Rate(512, 2e9, 1e9, 3e9, 0.4),)
-    monkeypatch.setattr(choice, "_known", {0: Rates(8, rates, rates, 0.0)})
 
 
 def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -52,7 +43,8 @@ def test_every_part_is_measured(device: str, monkeypatch: pytest.MonkeyPatch, tm
         assert "rows" not in found
         return
     assert found["multiprocessors"][0]["multiprocessors"] == 1
-    assert min(entry["rows"][way] for entry in found["multiprocessors"] for way in DIRECTIONS) > 0
+    assert min(entry["rows"][way] for entry in found["multiprocessors"] for way in (*DIRECTIONS, "both_each")) > 0
+    assert {entry["rows"]["footprint_bytes"] for entry in found["multiprocessors"]} == {8 * MIB}
     sizes = [(point["footprint_bytes"], point["row_bytes"]) for point in found["rows"]]
     assert sizes == [(4 * MIB, 512), (8 * MIB, 512), (8 * MIB, 64)]
     for point in found["rows"]:
@@ -111,6 +103,27 @@ def test_contiguous_copies_are_verified_before_they_are_timed(way: str):
         link._verified("the right way", way, lambda to, from_: to.copy_(from_), MIB // 4)
         with pytest.raises(WrongResultError, match=f"nothing at all copied other bytes {way.replace('_', ' ')}"):
             link._verified("nothing at all", way, lambda to, from_: None, MIB // 4)
+
+
+def test_what_fails_is_said_and_leaves_the_other_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys):
+    """Each kind is written down before the next is begun, which may be cut short."""
+    path, plan = tmp_path / "ceilings.json", replace(SMALL, footprints=(4 * MIB,))
+
+    def fails(*_: object) -> None:
+        raise WrongResultError("2 threads of the CPU moved other bytes than they should have")
+
+    def memory(*_: object) -> list[object]:
+        assert json.loads(path.read_text())["results"]["failed"]
+        return []
+
+    monkeypatch.setattr(ceilings.Plan, "of", lambda device, quick: plan)
+    monkeypatch.setattr(ceilings, "cpu", fails)
+    monkeypatch.setattr(ceilings, "memory", memory)
+    assert main(["--device", "cpu", "--json", str(path)]) == 1
+    found = json.loads(path.read_text())["results"]
+    assert found["failed"] == ["cpu: WrongResultError: 2 threads of the CPU moved other bytes than they should have"]
+    assert found["memory"] == []
+    assert "WrongResultError" in capsys.readouterr().err
 
 
 def test_memory_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import step_profile as profile
@@ -14,6 +17,8 @@ from torch.profiler import record_function
 
 from speedswap.apps.bench import step
 from speedswap.apps.errors import BenchmarkError
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 
 def event(name, begin, dur, *, cat="kernel", stream=7, thread=1, **args):
@@ -33,11 +38,12 @@ GPU = [
     event("void at::native::vectorized_elementwise_kernel<4>", 100, 100),  # compute from 100 to 200
     event("void at::native::indexSelectLargeIndex<float>", 220, 30),
     event("void at::native::vectorized_gather_kernel<16>", 250, 10),
-    event("gather_w16_i64", 150, 100, stream=13),  # in, from 150 to 250
+    event("gather_w16", 210, 10, block=[256, 1, 1]),  # rows that are forwarded on the GPU
+    event("gather_w16", 150, 100, stream=13, block=[1024, 1, 1]),  # in, from 150 to 250
     event("void cub::DeviceRadixSortOnesweepKernel", 130, 20, stream=13),
     event("Memcpy HtoD (Pinned -> Device)", 260, 20, cat="gpu_memcpy", stream=13, bytes=1 << 20),
     event("Memcpy DtoH (Device -> Pinned)", 255, 1, cat="gpu_memcpy", stream=13, bytes=8),
-    event("scatter_bf16_i32", 180, 50, stream=20),  # out, from 180 to 230
+    event("scatter_bfloat16_w16", 180, 50, stream=20, block=[1024, 1, 1]),  # out, from 180 to 230
     event("gather", 0, 1000, cat="cpu_op"),
     {"ph": "i", "name": "no span", "ts": 5},
 ]
@@ -46,7 +52,7 @@ GPU = [
 def test_lanes_of_a_gpu_are_its_streams():
     found = {lane.name: lane for lane in profile.lanes(GPU)}
     main, swap_in, swap_out = (found[f"GPU stream {number}"] for number in (7, 13, 20))
-    assert [span.kind for span in main.spans] == ["compute"] * 3
+    assert [span.kind for span in main.spans] == ["compute"] * 4
     assert [(span.begin, span.kind) for span in swap_in.spans] == [
         (130, "ids"),
         (150, "swap in"),
@@ -59,14 +65,28 @@ def test_lanes_of_a_gpu_are_its_streams():
 
 def test_figures_are_those_of_the_gpu():
     found = profile.figures(profile.lanes(GPU))
-    # Swap: 150 to 250 and 260 to 280; compute: 100 to 200 and 220 to 260; both ways: 180 to 230.
+    # Swap: 150 to 250 and 260 to 280; compute: 100 to 200 and 210 to 260; both ways: 180 to 230.
     assert found["of"] == "the GPU's streams"
     assert found["seconds"] == pytest.approx(
-        {"compute": 140e-6, "swap in": 120e-6, "swap out": 50e-6, "ids": 21e-6, "anything": 180e-6}
+        {"compute": 150e-6, "swap in": 120e-6, "swap out": 50e-6, "ids": 21e-6, "anything": 180e-6}
     )
     assert found["swap"] == pytest.approx(120e-6)
-    assert found["swap_hidden"] == pytest.approx((50 + 30) / 120)
+    assert found["swap_hidden"] == pytest.approx((50 + 40) / 120)
     assert found["both_directions"] == pytest.approx(1.0)
+
+
+def test_the_kernels_that_move_rows_are_known_by_their_names():
+    names = re.findall(r"__global__ void (?:__launch_bounds__\(.*?\) )?((?:gather|scatter)\w*)\(", expanded_kernels())
+    assert {"gather_w16", "scatter_w1", "gather_int8", "scatter_float16_w2"} <= set(names)
+    for name in names:
+        kind = "swap in" if name.startswith("gather") else "swap out"
+        assert profile._swaps(event(name, 0, 1, block=[1024, 1, 1])) == kind
+        assert profile._swaps(event(name, 0, 1, block=[256, 1, 1])) is None
+
+
+def expanded_kernels():
+    command = ["c++", "-x", "c++", "-std=c++17", "-E", "-P", f"-I{CSRC}", str(CSRC / "rows.cuh")]
+    return re.sub(r"\s+", " ", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 THREADS = [
@@ -115,7 +135,7 @@ def test_picture_has_a_lane_for_each(tmp_path):
     found = profile.lanes([*GPU, *THREADS])
     profile.draw(tmp_path / "p.svg", found, profile.figures(found))
     drawn = (tmp_path / "p.svg").read_text()
-    for words in ("GPU stream 13", "main", "swap beside compute: 67%; both directions at once: 100%"):
+    for words in ("GPU stream 13", "main", "swap beside compute: 75%; both directions at once: 100%"):
         assert f"<!-- {words} -->" in drawn
 
 

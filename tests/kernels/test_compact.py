@@ -38,15 +38,18 @@ def records_over(memory: Tensor, stride: int) -> Records:
 def stored_rows(values: Tensor, stored: Stored, ids: Tensor | None = None, *, device: str = "cpu") -> Tensor:
     """Return the bytes that a scatter writes to records of one column, shape (n, bytes)."""
     width = kernels.stored_bytes(stored.dtype, values.shape[1])
+    stride = -(-width // 4) * 4  # a GPU reads scales at multiples of four bytes
     ids = torch.arange(len(values)) if ids is None else ids
-    memory = torch.full(((int(ids.max()) + 1) * width,), 0xA5, dtype=torch.uint8, device=device)
-    scatter_records(records_over(memory, width), ids, [Part(0, values.to(device), stored)])
-    return memory.view(-1, width)[ids].cpu()
+    memory = torch.full(((int(ids.max()) + 1) * stride,), 0xA5, dtype=torch.uint8, device=device)
+    scatter_records(records_over(memory, stride), ids, [Part(0, values.to(device), stored)])
+    return memory.view(-1, stride)[ids, :width].cpu()
 
 
 def gathered(memory: Tensor, stored: Stored, items: int, *, device: str = "cpu") -> Tensor:
     """Return the block that a gather reads from all records of one column."""
-    records = records_over(memory.to(device).flatten(), memory.shape[1])
+    near = torch.zeros(len(memory), -(-memory.shape[1] // 4) * 4, dtype=torch.uint8, device=device)
+    near[:, : memory.shape[1]] = memory.to(device)
+    records = records_over(near.flatten(), near.shape[1])
     block = torch.full((len(memory), items), 7.0, device=device)
     gather_records(records, torch.arange(len(memory)), [Part(0, block, stored)])
     return block.cpu()
@@ -375,6 +378,19 @@ def test_int8_is_off_by_at_most_half_a_scale(values: list[float], scale: float):
     back = gathered(stored_rows(row, Stored(torch.int8)), Stored(torch.int8), len(values))
     largest = row.abs().max().item()
     assert (back - row).abs().max().item() <= largest / 127 * 0.5 * (1 + 1e-5) + 2.0**-100
+
+
+@pytest.mark.parametrize("stored, begin, stride", [(torch.int8, 2, 12), (torch.int8, 4, 10), (torch.bfloat16, 1, 8)])
+def test_columns_that_no_gpu_can_read_are_refused(stored: torch.dtype, begin: int, stride: int, device: str):
+    """Its error would be one of all that follows; tables lay columns out so that there is none."""
+    memory = torch.zeros(3 * stride, dtype=torch.uint8, device=device)
+    part = Part(begin, torch.ones(1, 2, device=device), Stored(stored))
+    if device == "cpu":
+        scatter_records(records_over(memory, stride), torch.tensor([1]), [part])
+        return
+    with pytest.raises(ValueError, match=rf"a column of {stored} begins {begin} bytes into records .*{stride} bytes"):
+        scatter_records(records_over(memory, stride), torch.tensor([1]), [part])
+    assert not memory.any()
 
 
 # ---- properties ------------------------------------------------------------------------------------------------------

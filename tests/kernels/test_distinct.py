@@ -138,3 +138,15 @@ def test_lookups_on_any_device(device: str) -> None:
         assert each is not None
         assert each[0].device.type == device
         assert_found((each[0].cpu(), each[1].cpu()), ids.cpu())
+
+
+def test_a_lookup_in_a_graph_that_is_captured_is_refused(device: str, monkeypatch: pytest.MonkeyPatch):
+    """Waiting for the rows would end the capture with an error that names neither."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    ids = torch.tensor([3, 1, 3], device=device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=r"looked up inside torch\.cuda\.graph.*look them up before the graph"):
+        kernels.unique(ids)
+    monkeypatch.undo()
+    assert kernels.unique(ids)[0].tolist() == [1, 3]

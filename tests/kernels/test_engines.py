@@ -7,63 +7,20 @@ import threading
 
 import numpy as np
 import pytest
+import simulated_gpu
 import torch
+from engine_tables import WAYS, Table, ascending, blocks
 
-from speedswap.kernels import Fence, Part, Records, Stored, rounding_key, scatter_records
-from speedswap.kernels.cuda import engines, staging
+from speedswap.kernels import Part, Stored, rounding_key, scatter_records
+from speedswap.kernels.cuda import engines
 from speedswap.kernels.cuda.engines import Way
-from speedswap.kernels.cuda.pinning import PinnedMemory
-from speedswap.kernels.cuda.staging import Ring
 
-WAYS = {"zero_copy": Way(1.0), "staged": Way(0.0), "split": Way(0.4), "few multiprocessors": Way(1.0, 1)}
 ADAM = [(0, 64), (64, 64), (128, 64)]
-
-
-@pytest.fixture
-def gpu(device: str) -> torch.device:
-    if device != "cuda":
-        pytest.skip("is about a GPU")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
 def way(request: pytest.FixtureRequest) -> Way:
     return request.param
-
-
-@pytest.fixture
-def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings with buffers of a page, so that a few rows go through all of them many times."""
-    monkeypatch.setattr(staging, "_BUFFER_BYTES", 4096)
-    monkeypatch.setattr(staging, "_LEAST_BYTES", 512)
-    rings: dict[tuple[int, str], Ring] = {}
-    monkeypatch.setattr(engines, "ring", lambda *key: rings.setdefault(key, Ring(*key)))
-
-
-class Table:
-    """Records of random bytes in pinned memory, and what they should be."""
-
-    def __init__(self, num_rows: int, stride: int) -> None:
-        self.memory = PinnedMemory(num_rows * stride)
-        assert self.memory.failure is None
-        self.fence = Fence()
-        self.records = Records(
-            self.memory.pointer, stride, num_rows, torch.device("cpu"), True, self.memory, "auto", self.fence
-        )
-        self.expected = np.random.default_rng(1).integers(0, 256, (num_rows, stride), np.uint8)
-        self.memory.bytes.view(num_rows, stride).numpy()[:] = self.expected
-
-    def now(self) -> np.ndarray:
-        self.fence.wait()
-        return self.memory.bytes.view(self.expected.shape).numpy()
-
-
-def blocks(columns: list[tuple[int, int]], count: int, gpu: torch.device) -> list[Part]:
-    return [Part(offset, torch.zeros(count, width, dtype=torch.uint8, device=gpu)) for offset, width in columns]
-
-
-def ascending(num_rows: int, count: int) -> torch.Tensor:
-    return torch.randperm(num_rows)[:count].sort().values
 
 
 COLUMNS = {
@@ -230,33 +187,6 @@ def test_both_directions_at_once(gpu, way: Way):
 
 
 @pytest.mark.cuda_kernels
-@pytest.mark.usefixtures("small_buffers")
-@pytest.mark.parametrize("what", ["gather", "scatter"])
-def test_an_interrupted_move_leaves_the_buffers_usable(gpu, what: str, monkeypatch: pytest.MonkeyPatch):
-    table, ids = Table(600, 64), ascending(600, 450)
-    rows = {turn: np.full((450, 64), turn, np.uint8) for turn in (1, 2)}
-    calls = 0
-
-    def interrupted() -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise KeyboardInterrupt
-        return 1
-
-    with monkeypatch.context() as patch:
-        patch.setattr(staging, "get_num_threads", interrupted)
-        move = getattr(engines, what)
-        with pytest.raises(KeyboardInterrupt):
-            move(WAYS["staged"], table.records, ids, blocks([(0, 64)], 450, gpu), gpu)
-    for values in rows.values():
-        engines.scatter(WAYS["staged"], table.records, ids, [Part(0, torch.from_numpy(values).to(gpu))], gpu)
-        parts = blocks([(0, 64)], 450, gpu)
-        engines.gather(WAYS["staged"], table.records, ids, parts, gpu)
-        np.testing.assert_array_equal(parts[0].block.cpu().numpy(), values)
-
-
-@pytest.mark.cuda_kernels
 def test_nothing_is_allocated_after_the_first_moves(gpu, way: Way):
     table, ids = Table(40_000, 64), ascending(40_000, 30_000).to(gpu)
     parts = blocks([(0, 64)], 30_000, gpu)
@@ -270,3 +200,16 @@ def test_nothing_is_allocated_after_the_first_moves(gpu, way: Way):
     for _ in range(3):
         step()
     assert torch.cuda.memory_stats(gpu)["allocation.all.allocated"] == before
+
+
+@pytest.mark.cuda_kernels
+@pytest.mark.usefixtures("small_buffers", "simulation")
+def test_a_gather_that_passes_ids_over_waits_for_no_stream(gpu):
+    """Copies from pageable memory would: of what kernels are still to do there."""
+    table, ids = Table(700, 192), ascending(700, 500)
+    wanted = torch.where(torch.rand(500) < 0.6, ids, -1)
+    parts = blocks(ADAM, 500, gpu)
+    for _ in range(2):  # memory for the places is allocated by the first
+        with simulated_gpu.counted() as counts:
+            engines.gather(WAYS["staged"], table.records, wanted, parts, gpu)
+    assert {trip.what for trip in counts.round_trips} <= {"synchronize an event"}

@@ -242,3 +242,44 @@ def test_a_transfer_that_raises_fails_those_after_it_in_its_job() -> None:
     for transfer in pending[1:]:
         with pytest.raises(MemoryError, match="no room"):
             transfer.result()
+
+
+def test_blocks_of_one_width_are_forwarded_in_one_launch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the CPU does: columns of several widths, and places that are known or are not."""
+    written, wanted = torch.tensor([2, 5, 9, 40]), torch.tensor([0, 2, 9, 11, 40])
+    shapes = [(8,), (), (8,), (0,), (8,)]
+    sources = [torch.randn(4, *shape) for shape in shapes]
+    expected = [torch.randn(5, *shape) for shape in shapes]
+    near = [block.to(device) for block in expected]
+    kernels.forward(written, sources, wanted, expected)
+    launched: list[str] = []
+    if device == "cuda":
+        from speedswap.kernels.cuda import launch
+
+        real = launch.launch_kernel
+        monkeypatch.setattr(
+            launch,
+            "launch_kernel",
+            lambda *how: (launched.append(how[2]), real(*how))[1],  # type: ignore[func-returns-value]
+        )
+    far, wanted_there = [block.to(device) for block in sources], wanted.to(device)
+    places = kernels.places_among(written.to(device), wanted_there)
+    for known in (None, places):
+        again = [block.clone() for block in near]
+        kernels.forward(written.to(device), far, wanted_there, again, places=known)
+        for ours, theirs in zip(again, expected, strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+    assert launched == (["gather_w16", "gather_w4"] * 2 if device == "cuda" else [])
+
+
+def test_transfers_on_the_cpu_ask_nothing_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.stream(None) takes a GPU into use, some of its memory with it, and in a forked child it raises."""
+
+    def asked(*_: object) -> None:
+        raise AssertionError("a GPU was asked")
+
+    for name in ("stream", "current_device", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    transfers, transfer = Transfers("in"), Transfer[int]()
+    transfers.add(transfer, lambda: lambda: 3, torch.device("cpu"))
+    assert transfer.result() == 3

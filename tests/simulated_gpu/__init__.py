@@ -13,7 +13,7 @@ import torch._dynamo  # looks at the functions of torch.cuda when it is imported
 
 from simulated_gpu import building, simulated_cupy, torch_cuda
 from simulated_gpu import device as _device
-from simulated_gpu.device import Counts, Memory, RoundTrip, call, counted, policy, synchronize
+from simulated_gpu.device import Counts, Memory, RoundTrip, call, counted, held_up, policy, synchronize
 
 __all__ = [
     "Counts",
@@ -21,6 +21,7 @@ __all__ = [
     "RoundTrip",
     "call",
     "counted",
+    "held_up",
     "is_on",
     "policy",
     "switch_on",
@@ -61,8 +62,10 @@ def switch_on(policy: str = "late", seed: int = 0) -> None:
     _device.set_policy(policy, seed)
     for name, replacement in torch_cuda.REPLACED.items():
         setattr(torch.cuda, name, replacement)
+        if hasattr(torch.cuda.random, name):  # whose functions for random numbers are torch's own
+            setattr(torch.cuda.random, name, replacement)
+    torch.cuda.default_generators = (torch.ops.simulated_gpu.default_generator(),)
     torch.version.cuda = "13.0"
     torch.Tensor.record_stream = torch_cuda.record_stream  # type: ignore[method-assign,assignment]
-    torch.Generator = torch_cuda.Generator  # type: ignore[misc]
     sys.modules.update(simulated_cupy.modules())
     _on = True

@@ -22,20 +22,28 @@ def compiler() -> str | None:
 
 
 def device_library() -> Path:
-    """Compile device.cpp against this torch."""
+    """Compile device.cpp, and the headers that it consists of, against this torch."""
     torch_folder = Path(torch.__file__).parent
     flags = [
-        *("-std=c++20", "-O1", f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"),
+        *(
+            "-std=c++20",
+            "-O1",
+            f"-I{HERE}",
+            f"-I{torch_folder / 'include'}",
+            f"-I{torch_folder / 'include/torch/csrc/api/include'}",
+        ),
         *(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-w"),
         *(
             f"-L{torch_folder / 'lib'}",
             f"-Wl,-rpath,{torch_folder / 'lib'}",
+            "-Wl,-soname,libcuda.so.1",  # by which name the package finds the driver
             "-Wl,--no-as-needed",
             "-lc10",
             "-ltorch_cpu",
         ),
     ]
-    return _compiled("device", (HERE / "device.cpp").read_text(), flags, torch.__version__)
+    headers = "".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+    return _compiled("device", (HERE / "device.cpp").read_text(), flags, torch.__version__ + headers)
 
 
 def kernel_library(name: str, text: str) -> Path:

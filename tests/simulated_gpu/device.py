@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory": (None, [ctypes.POINTER(_u64)]),
     "reset_peak": (None, []),
     "set_capacity": (None, [_u64]),
+    "kernel": (None, [_pointer, ctypes.POINTER(_size), _int]),
+    "hold": (None, []),
+    "held": (_int, []),
+    "release": (None, []),
     "take_fault": (_int, [ctypes.c_char_p, _size]),
 }
 
@@ -78,8 +85,29 @@ def _function(name: str) -> Any:
     return getattr(loaded(), f"simulated_{name}")
 
 
+_forked = False
+
+
+def _has_forked() -> None:
+    global _forked
+    _forked = loaded.cache_info().currsize > 0
+
+
+os.register_at_fork(after_in_child=_has_forked)
+
+
+def forked() -> bool:
+    """Return True in a child of a process that had the device: CUDA does not follow a fork."""
+    return _forked
+
+
 def call(name: str, *arguments: Any) -> Any:
     """Call one of the device's functions."""
+    if _forked:
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method (simulated)"
+        )
     return _function(name)(*arguments)
 
 
@@ -122,6 +150,27 @@ def policy(name: str, seed: int = 0) -> Iterator[None]:
         yield
     finally:
         set_policy(*before)
+
+
+@contextlib.contextmanager
+def held_up(meanwhile: Callable[[], object]) -> Iterator[None]:
+    """Hold up the driver's next copy, in C, until another Python thread has called a function."""
+
+    def run() -> None:
+        while (held := call("held")) == 0:
+            time.sleep(0.001)
+        if held == 1:
+            meanwhile()
+            call("release")
+
+    call("hold")
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        call("release")
+        thread.join()
 
 
 # ---- what the host waits for, and what is allocated

@@ -11,15 +11,45 @@ namespace simulated {
 
 using Legal = int (*)(const void*);
 
-// The first thing a kernel would touch that the GPU cannot reach; null if there is none, or if the kernel's arguments
-// are of an unknown kind.
+// The first thing a kernel would touch that the GPU cannot reach, or not in words of its size; null if there is none,
+// or if the kernel's arguments are of an unknown kind.
 template <typename... P>
-const char* illegal(void (*)(P...), void**, Legal) {
+const char* illegal(void (*)(P...), const char*, void**, Legal) {
+    return nullptr;
+}
+
+// The bytes by which a kernel's loads and stores of records, and of blocks, are aligned: those of its words.
+template <typename W>
+std::size_t alignment(const char*, bool) {
+    return sizeof(W);
+}
+
+// Of a converting kernel: by its name, whole pieces, or one value after the other.
+template <>
+inline std::size_t alignment<char>(const char* name, bool of_block) {
+    if (std::strstr(name, "_w16")) return 16;
+    return of_block || std::strstr(name, "_int8") ? 4 : 2;
+}
+
+template <typename W, typename Columns>
+const char* misaligned(const char* name, void** arguments) {
+    const auto& columns = *(const Columns*)arguments[4];
+    const auto aligned = [&](long long address, bool of_block) {
+        return std::size_t(address) % alignment<W>(name, of_block) == 0;
+    };
+    if (!aligned(*(long long*)arguments[0], false)) return "misaligned records";
+    for (int c = 0; c < columns.count; ++c) {
+        if (!aligned(columns.column[c].block, true)) return "a misaligned block";
+        if constexpr (std::is_same_v<W, char>)
+            if (!aligned(columns.column[c].offset, false) || !aligned(*(long long*)arguments[1], false))
+                return "misaligned columns of records";
+    }
     return nullptr;
 }
 
 template <typename W, typename Columns>
-const char* illegal_move(void** arguments, Legal legal, bool packed, const long long* places) {
+const char* illegal_move(const char* name, void** arguments, Legal legal, bool packed, const long long* places) {
+    if (const char* wrong = misaligned<W, Columns>(name, arguments)) return wrong;
     const auto* records = *(char**)arguments[0];
     const auto stride = *(long long*)arguments[1] * (long long)sizeof(W);
     const auto* ids = *(const long long**)arguments[2];
@@ -32,7 +62,10 @@ const char* illegal_move(void** arguments, Legal legal, bool packed, const long 
         if (!legal(records + (packed ? i : ids[i]) * stride)) return "a record that an id stands for";
         if constexpr (requires { columns.column[0].block_stride; })
             for (int c = 0; c < columns.count; ++c)
-                if (!legal((W*)columns.column[c].block + (places ? places[i] : i) * columns.column[c].block_stride))
+                if (!legal(records + (packed ? i : ids[i]) * stride + columns.column[c].offset * (long long)sizeof(W)))
+                    return "a column of a record";
+                else if (!legal((W*)columns.column[c].block +
+                                (places ? places[i] : i) * columns.column[c].block_stride))
                     return "a row of a block";
     }
     for (int c = 0; c < columns.count; ++c)
@@ -43,8 +76,8 @@ const char* illegal_move(void** arguments, Legal legal, bool packed, const long 
 // (records, stride, ids, number of ids, columns, lanes, packed, places)
 template <typename W, typename Columns>
 const char* illegal(void (*)(W*, long long, const long long*, long long, Columns, int, int, const long long*),
-                    void** arguments, Legal legal) {
-    return illegal_move<W, std::remove_cv_t<Columns>>(arguments, legal, *(int*)arguments[6],
+                    const char* name, void** arguments, Legal legal) {
+    return illegal_move<W, std::remove_cv_t<Columns>>(name, arguments, legal, *(int*)arguments[6],
                                                       *(const long long**)arguments[7]);
 }
 
@@ -54,8 +87,9 @@ void unpack(void (*kernel)(P...), unsigned int grid, unsigned int block, void** 
 }
 
 template <typename... P>
-const char* run(void (*kernel)(P...), unsigned int grid, unsigned int block, void** arguments, Legal legal) {
-    if (const char* wrong = illegal(kernel, arguments, legal)) return wrong;
+const char* run(void (*kernel)(P...), const char* name, unsigned int grid, unsigned int block, void** arguments,
+                Legal legal) {
+    if (const char* wrong = illegal(kernel, name, arguments, legal)) return wrong;
     unpack(kernel, grid, block, arguments, std::index_sequence_for<P...>());
     return nullptr;
 }
@@ -78,7 +112,7 @@ struct Entry {
 #define ENTRY(kernel)                                                                                     \
     {#kernel,                                                                                             \
      [](unsigned int grid, unsigned int block, void** arguments, simulated::Legal legal) -> const char* { \
-         return simulated::run(kernel, grid, block, arguments, legal);                                    \
+         return simulated::run(kernel, #kernel, grid, block, arguments, legal);                           \
      },                                                                                                   \
      [](std::size_t* room) { return simulated::sizes(kernel, room); }},
 

@@ -129,6 +129,7 @@ class Function:
             raise RuntimeError("CUDA_ERROR_NOT_FOUND: named symbol not found")
         self.name = name
         self._sizes = list(room[: count.value])
+        simulated.call("kernel", self.ptr, room, count.value)
 
     def __call__(
         self,
@@ -214,7 +215,13 @@ class RawModule:
 # ---- cupy.cuda.runtime
 
 
+def _get_device_count() -> int:
+    _check(3 if simulated.forked() else 0)
+    return 1
+
+
 def _set_device(device: int) -> None:
+    _check(3 if simulated.forked() else 0)
     if operator.index(device) != 0:
         raise CUDARuntimeError(101)
 
@@ -294,7 +301,7 @@ def _pointer_get_attributes(ptr: int) -> Any:
 RUNTIME: dict[str, Any] = {
     "pointerGetAttributes": _pointer_get_attributes,
     "CUDARuntimeError": CUDARuntimeError,
-    "getDeviceCount": lambda: 1,
+    "getDeviceCount": _get_device_count,
     "getDevice": lambda: 0,
     "setDevice": _set_device,
     "deviceSynchronize": _device_synchronize,

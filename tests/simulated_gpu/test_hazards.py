@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import mmap
+import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -268,6 +271,59 @@ def test_a_kernel_is_told_only_what_the_gpu_reaches() -> None:
             torch.cuda.synchronize()
 
 
+def test_a_kernel_is_told_words_at_places_of_their_size() -> None:
+    """A GPU has no other loads and stores, unlike the processor that runs this."""
+    from speedswap.kernels.cuda.launch import launch_kernel
+    from speedswap.kernels.cuda.shapes import CompactPart, compact_columns_argument
+
+    memory = torch.zeros(64, dtype=torch.uint8, device="cuda")
+    block, ids = torch.zeros(1, 4, device="cuda"), torch.tensor([1], device="cuda")
+    gather(memory.data_ptr() + 2, ids, block)
+    with pytest.raises(RuntimeError, match="misaligned records"):
+        torch.cuda.synchronize()
+    compact = [CompactPart(offset, block.data_ptr(), 4, None) for offset in (0, 1)]
+    for name, part, wrong in (
+        ("int8", 1, True),
+        ("int8", 0, False),
+        ("bfloat16_w2", 1, True),
+        ("bfloat16_w2", 0, False),
+    ):
+        launch_kernel(
+            block.device, torch.cuda.current_stream(), f"gather_{name}", 1, 32, np.uint64(memory.data_ptr()),
+            np.int64(8), np.uint64(ids.data_ptr()), np.int64(1), compact_columns_argument([compact[part]]), np.int32(1),
+            np.int32(0), np.uint64(0),
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match="misaligned columns") if wrong else contextlib.nullcontext():
+            torch.cuda.synchronize()
+
+
+def test_a_forked_child_has_no_gpu() -> None:
+    """CUDA does not follow a fork, neither into torch nor into CuPy."""
+    from cupy.cuda import runtime
+
+    block = torch.zeros(2, device="cuda")
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in (
+            lambda: block + 1,
+            lambda: torch.empty(1, device="cuda"),
+            torch.cuda.Stream,
+            torch.cuda.synchronize,
+        ):
+            try:
+                use()
+            except RuntimeError as error:
+                refused += "forked subprocess" in str(error)
+        try:
+            runtime.getDeviceCount()
+        except runtime.CUDARuntimeError as error:
+            refused += error.status == 3
+        os._exit(refused if not torch.cuda.is_available() else 99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    assert block.tolist() == [0, 0]
+
+
 def test_a_kernel_takes_what_cupy_would_take() -> None:
     far = torch.zeros(5, 4, device="cuda")
     block, ids = torch.zeros(1, 4, device="cuda"), torch.tensor([1], device="cuda")
@@ -367,6 +423,62 @@ def test_training_gives_the_bits_of_the_cpu(policy: str, optimizer: type[torch.o
         far = trained("cuda")
     for ours, theirs in zip(far, trained("cpu"), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_the_device_has_random_numbers_of_its_own() -> None:
+    """Seeding, saving and drawing on one device leave the other's as they are."""
+
+    def draws() -> list[Tensor]:
+        values = [torch.randn(3, device="cuda"), torch.rand(2, device="cuda").bernoulli_(0.5)]
+        values += [torch.nn.functional.dropout(torch.ones(8, device="cuda")), torch.randperm(5, device="cuda")]
+        return [value.cpu() for value in values]
+
+    torch.manual_seed(3)
+    cpu, far = torch.get_rng_state(), torch.cuda.get_rng_state()
+    first = draws()
+    assert torch.equal(torch.get_rng_state(), cpu)
+    assert not torch.equal(torch.cuda.get_rng_state(), far)
+    torch.randn(4)
+    torch.cuda.set_rng_state(far)
+    assert all(map(torch.equal, draws(), first))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        assert not torch.equal(draws()[0], first[0])
+        torch.manual_seed(3)  # the GPU's generator too, which this fork does not restore
+    assert all(map(torch.equal, draws(), first))
+    torch.cuda.manual_seed_all(4)
+    other = draws()
+    torch.cuda.manual_seed(4)
+    assert all(map(torch.equal, draws(), other))
+    assert not torch.equal(other[0], first[0])
+
+
+def test_a_generator_belongs_to_its_device() -> None:
+    far, near = torch.Generator("cuda").manual_seed(1), torch.Generator().manual_seed(1)
+    assert far.device == torch.device("cuda", 0)
+    before = torch.cuda.get_rng_state()
+    values = torch.randn(3, device="cuda", generator=far)
+    assert not torch.equal(torch.randn(3, device="cuda", generator=far), values)
+    assert torch.equal(torch.randn(3, device="cuda", generator=far.manual_seed(1)), values)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        torch.randn(3, device="cuda", generator=near)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.randn(3, generator=far)
+
+
+def test_the_simulation_fails_where_it_has_nothing() -> None:
+    """It pretends nothing."""
+    with pytest.raises((AttributeError, RuntimeError, NotImplementedError)):
+        torch.cuda.CUDAGraph()
+    with pytest.raises((AttributeError, RuntimeError, AssertionError)):
+        torch.cuda.memory_snapshot()
+    with pytest.raises((AttributeError, RuntimeError, AssertionError)):
+        torch.cuda.set_per_process_memory_fraction(0.5)
+    with pytest.raises(NotImplementedError, match="the simulated GPU has no events between processes"):
+        torch.cuda.Event(interprocess=True)
+    with pytest.raises(AttributeError):
+        importlib.import_module("cupy").zeros(3)
 
 
 def test_views_resizes_and_outputs_keep_their_memory() -> None:

@@ -89,6 +89,8 @@ class Event:
     """A moment in a stream."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        if interprocess:
+            raise NotImplementedError("the simulated GPU has no events between processes")
         self._timed = enable_timing
         self._seconds = 0.0
         self._at: tuple[int, int] | None = None
@@ -147,6 +149,7 @@ class StreamContext:
     """``torch.cuda.stream``."""
 
     def __init__(self, stream: Stream | None) -> None:
+        _current_device()  # torch asks for it even if there is no stream
         self.stream = None if stream is None else _stream(stream)
 
     def __enter__(self) -> None:
@@ -170,6 +173,11 @@ class Device:
 
     def __exit__(self, *_: object) -> bool:
         return False
+
+
+def _current_device() -> int:
+    simulated.call("current_stream")  # which a forked child has none of
+    return 0
 
 
 def synchronize(device: Any = None) -> None:
@@ -246,22 +254,13 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-class Generator(torch.Generator):
-    """A generator of random numbers, of the CPU whatever the device: the simulated one's numbers are the CPU's."""
-
-    def __new__(cls, device: Any = "cpu") -> Generator:
-        if torch.device(device).type == "cuda":
-            _require_this(device)
-        return super().__new__(cls, "cpu")
-
-
 REPLACED: dict[str, Any] = {
-    "is_available": lambda: True,
-    "is_initialized": lambda: True,
+    "is_available": lambda: not simulated.forked(),
+    "is_initialized": lambda: not simulated.forked(),
     "_lazy_init": _nothing,
     "init": _nothing,
     "device_count": lambda: 1,
-    "current_device": lambda: 0,
+    "current_device": _current_device,
     "set_device": _require_this,
     "device": Device,
     "get_device_name": lambda device=None: _properties(device).name,
@@ -291,12 +290,5 @@ REPLACED: dict[str, Any] = {
     "set_stream": set_stream,
     "set_sync_debug_mode": simulated.set_sync_debug_mode,
     "get_sync_debug_mode": simulated.get_sync_debug_mode,
-    # Random numbers on the device are the CPU's.
-    "manual_seed": _nothing,
-    "manual_seed_all": _nothing,
-    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
-    "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
-    "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
     "_sleep": lambda cycles: simulated.call("sleep"),
 }

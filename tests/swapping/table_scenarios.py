@@ -1,4 +1,4 @@
-"""Checks of tables in a job of several processes, run by every rank of a real one (tests/batching/ranks_job.py)."""
+"""Checks of tables in a job of several processes, run by every rank of a real one."""
 
 from __future__ import annotations
 

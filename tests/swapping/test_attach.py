@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import inspect
 import pickle
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -593,7 +594,8 @@ class Interrupted(torch.optim.Adam):
     fails = False
 
     def step(self, closure: Any = None) -> Any:
-        result = super().step.__wrapped__(self, closure)  # type: ignore[attr-defined]
+        with torch.no_grad():  # without hooks, which torch wraps around it with the first Adam of a process
+            result = inspect.unwrap(torch.optim.Adam.step)(self, closure)
         if self.fails:
             raise KeyboardInterrupt
         return result
@@ -638,13 +640,17 @@ def test_an_exception_anywhere_leaves_the_table_as_after_the_last_step(place: st
 
 
 @pytest.mark.usefixtures("usual_signals")
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=["INT", "TERM", "HUP"])
 def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(
-    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So does any other signal that has a handler, such as one that turns SIGTERM into an exception."""
     signal.signal(number, signal.default_int_handler)
-    users, items = (speedswap.Embedding(ROWS, DIM, dtype=torch.float64, name=name) for name in ("users", "items"))
+    users, items = (
+        speedswap.Embedding(ROWS, DIM, dtype=torch.float64, name=name, path=tmp_path / name if on_disk else None)
+        for name in ("users", "items")
+    )
     optimizer = torch.optim.Adam([*users.parameters(), *items.parameters()])
     ids = torch.tensor([1, 2])
 
@@ -655,8 +661,13 @@ def test_ctrl_c_while_rows_are_written_waits_until_all_of_them_are(
 
     one_step()
     before = [module.table.read() for module in (users, items)]
-    memory = users.table.store.groups.of("weight").memory
-    monkeypatch.setattr(memory, "reserve", lambda rows, stride: signal.raise_signal(number))
+    scatter = users.table.store.scatter
+
+    def interrupted(*args: Any) -> None:
+        signal.raise_signal(number)
+        scatter(*args)
+
+    monkeypatch.setattr(users.table.store, "scatter", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one_step()
     for module, old in zip((users, items), before, strict=True):
@@ -731,10 +742,10 @@ def test_optimizer_state_of_another_size_is_refused(items: speedswap.Embedding) 
         optimizer.load_state_dict(small_optimizer.state_dict())
 
 
-def test_a_table_too_large_for_memory_points_to_save(tmp_path: Path) -> None:
+def test_a_table_too_large_for_memory_points_to_checkpoints(tmp_path: Path) -> None:
     rows = 2**40 // (4 * 1024)  # 1 TiB, in a file without blocks
     huge = speedswap.Embedding(rows, 1024, path=tmp_path / "huge", init=speedswap.init.zeros(), seed=0)
-    with pytest.raises(TableTooLargeError, match=r"1024\.00 GiB.*Table\.save"):
+    with pytest.raises(TableTooLargeError, match=r"1024\.00 GiB.* use speedswap\.save_checkpoint\(path"):
         huge.state_dict()
     huge(torch.tensor([rows - 1])).sum()
     huge.table.close()
@@ -922,3 +933,19 @@ def test_ctrl_c_in_the_first_step_leaves_an_embedding_that_trains_on(
         found = train(module, optimizer, 2)
         assert any(torch.equal(found, each) for each in expected), line
     assert interrupted > 5
+
+
+def test_attaching_leaves_every_random_generator_as_it_is(device: str):
+    """On a GPU too, whose ranks would else draw the same numbers after the first step."""
+
+    def states() -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
+
+    init = speedswap.init.from_torch(torch.nn.init.normal_)
+    items = speedswap.Embedding(50, 4, init=init, seed=1, device=device)
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
+    torch.rand(3, device=device)
+    before = states()
+    items(torch.tensor([1, 2], device=device)).sum().backward()
+    optimizer.step()
+    assert all(map(torch.equal, states(), before))

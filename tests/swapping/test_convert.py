@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.errors import ConversionError, SpeedswapError, SpeedswapWarning, TableFullError
-from speedswap.tables.memory.file import FileMemory
+from speedswap.tables.disk.cache import LogCache
 
 ROWS, DIM = 50, 6
 
@@ -352,15 +352,14 @@ def test_a_place_that_is_taken_changes_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_rest_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second table finds no room: the first is converted, and nothing is left of the second on disk."""
     model = Model()
-    reserve, calls = FileMemory.reserve, []
+    make_room = LogCache.make_room
 
-    def full_at_second(self: FileMemory, *args: Any) -> Tensor | None:
-        calls.append(args)
-        if len(calls) == 2:
+    def full_at_second(self: LogCache, rows: int) -> None:
+        if self.manifest.name != "users":
             raise TableFullError("no room")
-        return reserve(self, *args)
+        make_room(self, rows)
 
-    monkeypatch.setattr(FileMemory, "reserve", full_at_second)
+    monkeypatch.setattr(LogCache, "make_room", full_at_second)
     with pytest.raises(TableFullError):
         speedswap.convert(model, ROWS, path=tmp_path)
     assert type(model.users) is speedswap.Embedding

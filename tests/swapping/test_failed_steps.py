@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -363,3 +367,62 @@ def test_a_table_that_cannot_begin_the_step_leaves_the_others_as_they_were() -> 
     assert tuple(first.weight.shape) == (10, 4)
     assert set(optimizer.state[first.weight]) == {"step"}
     assert torch.equal(first.read(), before)
+
+
+class Lost(Exception):
+    """An error that gives a context manager's ``finally`` no turn, as a Ctrl-C may where one begins."""
+
+
+@contextlib.contextmanager
+def lost_at(number: int) -> Iterator[list[str]]:
+    """Raise where a generator of the package pauses or ends for the n-th time before a table is written; never for 0.
+
+    Yields:
+        The places where one has.
+    """
+    places: list[str] = []
+    package = str(Path(speedswap.__file__).parent)
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if code.co_name == "_after_step":
+            sys.setprofile(None)
+        elif event == "return" and code.co_flags & inspect.CO_GENERATOR and code.co_filename.startswith(package):
+            places.append(f"{Path(code.co_filename).name}:{code.co_name}")
+            if len(places) == number:
+                sys.setprofile(None)
+                raise Lost
+
+    sys.setprofile(profile)
+    try:
+        yield places
+    finally:
+        sys.setprofile(None)
+
+
+def test_step_after_one_whose_context_managers_were_left_open_is_torchs() -> None:
+    """Wherever it was in the first step, the examination of the optimizer included, which steps with a copy of it."""
+
+    def begin() -> tuple[speedswap.Embedding, torch.optim.Optimizer]:
+        module = speedswap.Embedding.from_pretrained(torch.ones(5, DIM), freeze=False, padding_idx=2)
+        return module, torch.optim.Adam(module.parameters(), lr=0.1)
+
+    def step(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        module(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+
+    theirs = torch.nn.Embedding.from_pretrained(torch.ones(5, DIM), freeze=False, padding_idx=2)
+    expected, optimizer = [], torch.optim.Adam(theirs.parameters(), lr=0.1)
+    for _ in range(2):
+        step(theirs, optimizer)
+        expected.append(theirs.weight.detach().clone())
+    with lost_at(0) as places:
+        step(*begin())
+    assert len(places) > 20
+    for number in range(1, len(places) + 1):
+        module, optimizer = begin()
+        with lost_at(number) as found, contextlib.suppress(Lost, OptimizerError):
+            step(module, optimizer)
+        step(module, optimizer)
+        assert any(torch.equal(module.read(), each) for each in expected), found[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader
 import speedswap
 from speedswap import kernels
 from speedswap.errors import IdError, LostUpdateError, SpeedswapWarning, TableClosedError
+from speedswap.kernels.cuda import engines, modules
+from speedswap.kernels.cuda.staging import Ring
 from speedswap.tables import LocalStore
 from speedswap.tables.memory import host as storages
 
@@ -157,18 +160,18 @@ def test_any_batches(batches: list[list[int]], depth: int, name: str) -> None:
     assert_same(table, plain[1])
 
 
-@pytest.mark.parametrize("storage", ["pageable", "pinned", "device", "memmap", "written-through"])
+@pytest.mark.parametrize("storage", ["pageable", "pinned", "device", "memmap", "small cache"])
 @pytest.mark.filterwarnings("ignore:storage 'pinned' works as 'pageable':speedswap.errors.SpeedswapWarning")
 def test_every_storage(storage: str, device: str, way: str, tmp_path: Path) -> None:
     plain = embedding(device)
-    on_disk = storage in ("memmap", "written-through")
-    ours = embedding(device, path=tmp_path / "table") if on_disk else embedding(device, storage=storage)
+    on_disk = {"memmap": None, "small cache": 1}
+    if storage in on_disk:
+        ours = embedding(device, path=tmp_path / "table", cache_bytes=on_disk[storage])
+    else:
+        ours = embedding(device, storage=storage)
     for items, ahead in ((ours, True), (plain, False)):
         optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
         speedswap.attach(optimizer, items)
-        if storage == "written-through" and items is ours:
-            (group,) = items.table.store.groups
-            group.memory._reserves = False  # as on a disk without room for whole pieces
         batches = [zipf(step).to(device) for step in range(10)]
         train(items, optimizer, speedswap.lookahead(batches, {items: lambda ids: ids}) if ahead else batches)
     assert_same(columns(ours), columns(plain))
@@ -605,3 +608,21 @@ def test_a_pending_write_that_fails_is_an_error_at_the_latest_at_the_end(monkeyp
     with pytest.raises(MemoryError, match="no room for a staging buffer"):
         loop()
     assert len(steps) == 6
+
+
+@pytest.mark.parametrize("engine", ["auto", "staged"])
+def test_a_gpu_has_a_queue_for_every_stream(engine: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the computation's own: with more than 8, streams that do not depend on each other would share one."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    made: dict[tuple[int, str], torch.cuda.Stream] = {}
+    monkeypatch.setattr(modules, "_streams", made)
+    rings = functools.cache(Ring)
+    monkeypatch.setattr(engines, "ring", rings)
+    items = embedding(device, storage="pinned", engine=engine)
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.01)
+    speedswap.attach(optimizer, items)
+    batches = [uniform(step).to(device) for step in range(5)]
+    train(items, optimizer, speedswap.lookahead(batches, {items: lambda ids: ids}))
+    torch.cuda.synchronize()
+    assert len(made) == {"auto": 3, "staged": 7}[engine]

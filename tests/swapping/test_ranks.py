@@ -1,19 +1,15 @@
-"""Tables in jobs of several processes: a real job of two, running all scenarios of a module."""
+"""Tables in jobs of several processes: the scenarios of a module, each in a real job of two."""
 
 from __future__ import annotations
 
 import ast
-import functools
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import RankPool, check
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,25 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import speedswap
 from speedswap.errors import RanksError, WeightError
 
-ROOT = Path(__file__).parents[2]
-JOB = ROOT / "tests" / "batching" / "ranks_job.py"
-SCENARIOS = Path(__file__).parent / "table_scenarios.py"
-WORLD_SIZE = 2
-
-
-@functools.cache
-def results() -> tuple[dict[str, str], str]:
-    """Run the job; return each rank's results per scenario, and the output."""
-    with tempfile.TemporaryDirectory() as directory:
-        job = subprocess.run(
-            [sys.executable, JOB, directory, SCENARIOS, "--world-size", str(WORLD_SIZE)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        found = {path.name: path.read_text() for path in Path(directory).glob("*/*")}
-        return found, job.stderr[-5000:]
+SCENARIOS = Path(__file__).with_name("table_scenarios.py")
 
 
 def scenarios() -> list[str]:
@@ -49,11 +27,10 @@ def scenarios() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", scenarios())
-def test_tables_on_two_ranks(scenario: str) -> None:
+def test_tables_on_two_ranks(ranks: RankPool, scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank found the scenario to be as it should."""
-    said, output = results()
-    for rank in range(WORLD_SIZE):
-        assert said.get(f"{SCENARIOS.stem}.{scenario}.{rank}", f"did not get here\n{output}") == "ok", rank
+    monkeypatch.syspath_prepend(SCENARIOS.parent)
+    ranks.run(check, 2, f"{SCENARIOS.stem}.{scenario}", alone=True)
 
 
 @pytest.fixture
@@ -101,3 +78,8 @@ def test_local_tables_are_named_so_wherever_they_are_made() -> None:
         assert made.local_to_rank
         assert made._settings()["local_to_rank"]
     assert not speedswap.Embedding(5, 2).local_to_rank
+
+
+def test_process_group_without_a_job_names_the_call_that_is_missing():
+    with pytest.raises(ValueError, match=r"process_group was given, but .* call torch.distributed.init_process_group"):
+        speedswap.Embedding(10, 4, process_group=1)

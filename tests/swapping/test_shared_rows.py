@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import speedswap
 from speedswap import kernels
+from speedswap.kernels.cuda import launch
+from speedswap.kernels.transfers import forward
 from speedswap.tables import Column
 
 ROWS, DIM = 60, 4
@@ -145,8 +148,9 @@ def test_a_prefetch_waits_for_no_write(gpu: str, engine: str, monkeypatch: pytes
     """Both directions of the bus are busy at once: what a write is changing is forwarded, and need not be read."""
     waited, wait = [], kernels.Fence.wait
 
-    def watched(fence: kernels.Fence, **arguments: bool) -> None:
-        waited.append(threading.current_thread().name)
+    def watched(fence: kernels.Fence, **arguments: Any) -> None:
+        if arguments.get("forwarded") is None:
+            waited.append(threading.current_thread().name)
         wait(fence, **arguments)
 
     monkeypatch.setattr(kernels.Fence, "wait", watched)
@@ -219,3 +223,32 @@ def test_a_table_trained_on_a_gpu_and_looked_up_on_the_cpu(gpu: str):
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(found, before)
+
+
+def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: pytest.MonkeyPatch):
+    """And a write is forwarded in one launch, weight and state together."""
+    sought: list[str] = []
+    launched: list[str] = []
+    places_among, launch_kernel = kernels.places_among, launch.launch_kernel
+
+    def watched(*rows: Tensor) -> Tensor:
+        sought.append(threading.current_thread().name)
+        return places_among(*rows)
+
+    def watched_launch(device: object, stream: object, name: str, *rest: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            launched.append(name)
+        launch_kernel(device, stream, name, *rest)
+
+    monkeypatch.setattr(kernels, "places_among", watched)
+    monkeypatch.setattr(forward, "places_among", watched)
+    monkeypatch.setattr(launch, "launch_kernel", watched_launch)
+    model = embedding(gpu)
+    train(model, ahead(model, batches(gpu)))
+    sought.clear()
+    launched.clear()
+    train(model, ahead(model, batches(gpu)))
+    steps = len(batches(gpu))
+    assert [name for name in sought if not name.startswith("speedswap-in")] == []
+    assert len(sought) >= steps - 2
+    assert 0 < len(launched) <= 2 * steps  # of the step before, and of the one before that

@@ -20,7 +20,7 @@ from speedswap.errors import LostUpdateError
 from speedswap.kernels import Transfer, Transfers
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Block
-from speedswap.tables.pending import PendingTransfers, Prefetch
+from speedswap.tables.pending import Gathered, PendingTransfers, Prefetch
 
 ROWS, DIM, TABLES = 40, 4, 3
 
@@ -258,8 +258,8 @@ def test_prefetched_rows_stay_until_they_were_used(order: str, gpu: str) -> None
     (group,) = table.store.groups
     rows = torch.arange(ROWS, device=gpu)
 
-    def gather() -> tuple[tuple[Block, Tensor], None]:
-        return (Block(rows.clone(), {"weight": torch.ones(ROWS, DIM, device=gpu)}), rows.clone()), None
+    def gather() -> Gathered:
+        return Gathered((Block(rows.clone(), {"weight": torch.ones(ROWS, DIM, device=gpu)}), rows.clone()))
 
     def others() -> None:
         for _ in range(4):

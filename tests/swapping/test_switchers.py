@@ -995,6 +995,9 @@ def test_the_documented_signatures() -> None:
         ("diskname", "variable"),
         ("datatype", "float32"),
         ("CPUPinn", False),
+        ("process_group", None),
+        ("engine", "auto"),
+        ("disk", REQUIRED),
     ]
     assert arguments_of(OptimizerFactory) == [
         ("given_optimizer", REQUIRED),
@@ -1004,6 +1007,10 @@ def test_the_documented_signatures() -> None:
         ("variable_name", REQUIRED),
         ("dtype", "float32"),
         ("CPUPinn", False),
+        ("process_group", None),
+        ("diskname", None),
+        ("engine", "auto"),
+        ("disk", REQUIRED),
     ]
     assert arguments_of(ModelFactory.zerosInit) == []
     assert arguments_of(ModelFactory.uniformDistributionInit) == [("low", REQUIRED), ("high", REQUIRED)]

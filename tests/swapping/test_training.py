@@ -470,6 +470,41 @@ def test_the_padding_row_is_zero_and_gets_no_gradient(device: str) -> None:
     assert torch.equal(models[0].table.read(3, 4), torch.zeros(1, DIM, dtype=torch.float64))
 
 
+# Gradients of several items in the memory of one, or of one row in that of many.
+EXPANDED: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda out: out.sum().backward(),
+    "mean": lambda out: out.mean().backward(),
+    "sum of items": lambda out: out.sum(-1).square().sum().backward(),
+    "expand": lambda out: out[:1].expand(4, *out.shape[1:]).sum().backward(),
+    "given": lambda out: out.backward(torch.ones((), dtype=out.dtype, device=out.device).expand(out.shape)),
+}
+
+
+@pytest.mark.parametrize("size", [1, 25])
+@pytest.mark.parametrize("form", EXPANDED)
+@pytest.mark.parametrize("kind", ["rows", "bags"])
+def test_gradients_without_memory_for_each_item_are_changed_in_place(
+    kind: str, form: str, size: int, device: str
+) -> None:
+    """A padding row's is zeroed, those of two passes are added up, and clipping scales all: as in torch."""
+    ours, theirs = twins(device, padding_idx=3)
+    if kind == "bags":
+        rows = theirs.weight.detach().clone()
+        ours = speedswap.EmbeddingBag.from_pretrained(rows.cpu(), freeze=False, padding_idx=3).to(device)
+        theirs = nn.EmbeddingBag.from_pretrained(rows, freeze=False, padding_idx=3)
+    for module in (ours, theirs):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                ids, _ = batch(2 * step + part, device, size=2 * size)
+                ids[0] = 3
+                EXPANDED[form](module(ids.view(size, 2)))
+            nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            optimizer.step()
+    assert_same(ours, theirs)
+
+
 def test_ids_of_any_shape_and_both_integer_dtypes(device: str) -> None:
     ours, theirs = twins(device)
     for shape in [(), (0,), (3,), (2, 3), (2, 0, 3), (2, 1, 3)]:

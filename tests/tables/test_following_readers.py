@@ -1,4 +1,4 @@
-"""Processes that read a table while another one writes it: they see its rows, also after files were replaced."""
+"""Processes that read a table while another one writes it: they see its commits, also after columns were added."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rows(value: float) -> list[list[float]]:
 
 @pytest.mark.parametrize("how", ["opened to read", "pickled", "forked"])
 def test_a_reader_sees_rows_written_after_columns_were_added(how: str, tmp_path: Path) -> None:
-    """Add columns, as an optimizer's first step does to an unwritten table: new records in a new file."""
+    """Add columns, as an optimizer's first step does: another layout of records, in a log that goes on."""
     path = tmp_path / "t"
     with Table.create(ROWS, DIM, path=path, init=init.constant(1.0)) as table:
         payload = pickle.dumps(table)
@@ -61,14 +61,16 @@ def test_a_reader_sees_rows_written_after_columns_were_added(how: str, tmp_path:
             for value in (2.0, 3.0):
                 table.add_columns([Column(f"late{value}", (1,), torch.float32, init.zeros())])
                 table.scatter(IDS, {"weight": torch.full((2, DIM), value)})
+                table.flush()
                 assert again(connection) == rows(value)
-            table.flush()
             table.scatter(IDS, {"weight": torch.full((2, DIM), 4.0)})
+            assert again(connection) == rows(3.0)  # not committed yet
+            table.flush()
             assert again(connection) == rows(4.0)
 
 
 def test_a_pickled_module_sees_what_its_original_learns(tmp_path: Path) -> None:
-    """A worker's copy of an embedding looks up what training in the parent has written since."""
+    """A worker's copy of an embedding looks up what training in the parent has committed since."""
     items = speedswap.Embedding(ROWS, DIM, path=tmp_path / "t", init=init.constant(1.0))
     payload = pickle.dumps(items)
     optimizer = torch.optim.Adagrad(items.parameters(), lr=0.5)
@@ -86,6 +88,7 @@ def test_a_pickled_module_sees_what_its_original_learns(tmp_path: Path) -> None:
             items(IDS).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            items.table.flush()
             expected = items.table.gather(IDS).weight.tolist()
             assert expected != rows(1.0)
             assert again(connection) == expected
@@ -111,6 +114,7 @@ def test_workers_of_a_data_loader_see_rows_written_meanwhile(tmp_path: Path) -> 
         seen += [batch.tolist() for batch in loader]
         table.add_columns([Column(f"late{value}", (1,), torch.float32, init.zeros())])
         table.scatter(IDS, {"weight": torch.full((2, DIM), value)})
+        table.flush()
     seen += [batch.tolist() for batch in loader]
     assert seen == [rows(1.0), rows(2.0), rows(3.0)]
     del loader

@@ -17,11 +17,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from older import older_table
 
 from speedswap import Column, Table, init
 from speedswap.errors import TableError, TableFormatError
 
-FILES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "data-0.bin", "data-1.bin")
+FILES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "rows.log", "HEAD", "keys-0.bin", "data-0.bin", "data-1.bin")
+ROWS = ("rows.log", "HEAD", "data-0.bin")
 LATE = Column("late", (2,), torch.float32, init.constant(4.0))
 
 
@@ -39,6 +41,11 @@ def soon(seconds: int = 10) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def make(path: Path, name: str) -> None:
+    """Make a table of the format that has files of this name."""
+    (older_table(10, 4, path) if name.startswith("data") else Table.create(10, 4, path=path)).close()
 
 
 def use(path: Path) -> None:
@@ -88,11 +95,11 @@ def test_what_is_no_file_is_refused_or_goes(put: Callable[[Path], None], name: s
     """Another kind of file in place of a table's: nothing hangs, and nothing outside the directory changes."""
     (tmp_path / "precious").write_bytes(b"\0" * 160)
     path = tmp_path / "t"
-    Table.create(10, 4, path=path).close()
+    make(path, name)
     (path / name).unlink(missing_ok=True)
     put(path / name)
     with soon():
-        needed = name in ("LOCK", "OWNER", "MANIFEST", "data-0.bin")
+        needed = name in ("LOCK", "OWNER", "MANIFEST", *ROWS)
         if needed:
             with pytest.raises(TableFormatError, match=f"{name} is a.*, which is neither followed nor opened; remove"):
                 use(path)
@@ -108,13 +115,13 @@ def test_what_is_no_file_is_refused_or_goes(put: Callable[[Path], None], name: s
 def test_a_second_name_of_a_file_of_yours_is_not_written_through(name: str, tmp_path: Path) -> None:
     """A hard link cannot be told by its kind: files are replaced, not overwritten, and data with two names refused."""
     path = tmp_path / "t"
-    Table.create(10, 4, path=path).close()
+    make(path, name)
     precious = tmp_path / "precious"
     precious.write_bytes((path / name).read_bytes() if (path / name).exists() else b"precious")
     before = precious.read_bytes()
     (path / name).unlink(missing_ok=True)
     os.link(precious, path / name)
-    if name == "data-0.bin":
+    if name in ROWS:
         with pytest.raises(TableFormatError, match=r"has 2 names \(hard links\).*give it a file of its own: cp"):
             use(path)
         Table.open(path, "r").close()
@@ -149,7 +156,7 @@ def test_files_that_only_look_like_data_are_left_alone(tmp_path: Path) -> None:
 def test_the_largest_number_of_a_data_file_is_not_the_last(tmp_path: Path) -> None:
     """The next one has a name that can be opened again."""
     path = tmp_path / "t"
-    Table.create(10, 4, path=path).close()
+    older_table(10, 4, path).close()
     (path / "data-0.bin").rename(path / "data-999999999.bin")
     rewrite(path, lambda manifest: manifest["segments"][0].update(file="data-999999999.bin"))
     use(path)
@@ -209,7 +216,7 @@ def test_every_field_of_a_manifest_is_checked(
     change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
 ) -> None:
     """A value that no table writes is reported as damage, with the field and the value."""
-    Table.create(10, 4, path=tmp_path / "t").close()
+    older_table(10, 4, tmp_path / "t").close()
     rewrite(tmp_path / "t", change)
     for mode in ("r", "r+"):
         with pytest.raises(TableFormatError, match=message):
@@ -219,7 +226,7 @@ def test_every_field_of_a_manifest_is_checked(
 def test_values_that_cannot_be_computed_again_are_never_computed_again(tmp_path: Path) -> None:
     """A manifest that names an unknown initializer, and says that nothing was written: the rows stay as they are."""
     path = tmp_path / "t"
-    Table.create(10, 4, path=path, init=init.constant(5.0)).close()
+    older_table(10, 4, path, init=init.constant(5.0)).close()
     rewrite(path, lambda manifest: column()(manifest).update(init={"kind": "torch", "function": "f"}))
     with Table.open(path) as table:
         table.add_columns([LATE])
@@ -245,13 +252,26 @@ def places(value: object, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield from places(item, (*at, i))
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_row_that_is_not_there_is_damage_if_it_cannot_be_computed(tmp_path: Path) -> None:
+    """A manifest that names an unknown initializer, of rows that were never written."""
+    path = tmp_path / "t"
+    with Table.create(1000, 64, path=path, init=init.constant(5.0)) as table:
+        table.write(0, torch.ones(10, 64))
+    rewrite(path, lambda manifest: manifest["columns"][0].update(init={"kind": "torch", "function": "f"}))
+    with Table.open(path) as table:
+        assert torch.equal(table.read(0, 10), torch.ones(10, 64))
+        with pytest.raises(TableFormatError, match=r"row 10 of column 'weight' .* was never written"):
+            table.read(9, 12)
+
+
+@pytest.mark.parametrize("create", [Table.create, older_table])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_field_may_say_anything(data: st.DataObject, tmp_path: Path) -> None:
+def test_any_field_may_say_anything(create: Callable[..., Table], data: st.DataObject, tmp_path: Path) -> None:
     """A table opens and works, or TableFormatError says why not."""
     path = tmp_path / "t"
     if not path.exists():
-        with Table.create(10, 4, path=path, init=init.uniform(0, 1), stored_dtype=torch.float16) as table:
+        with create(10, 4, path=path, init=init.uniform(0, 1), stored_dtype=torch.float16) as table:
             table.write(0, torch.ones(1, 4))
             table.add_columns([Column("late", (4,), torch.float32, init.copy_of("weight"))])
         (tmp_path / "good").write_bytes((path / "MANIFEST").read_bytes())
@@ -271,10 +291,10 @@ def test_any_field_may_say_anything(data: st.DataObject, tmp_path: Path) -> None
 
 
 def test_attributes_that_no_manifest_could_hold_are_refused_before_they_are_written(tmp_path: Path) -> None:
-    """A table can always be opened again: its manifest is not replaced by one that is too long to be read."""
+    """A table can always be opened again: a commit has no attributes that are too long to be read."""
     table = Table.create(10, 4, path=tmp_path / "t")
     table.attributes["much"] = "x" * 2**20
-    with pytest.raises(ValueError, match=r"the attributes and columns of table 't' take 10.* bytes as JSON"):
+    with pytest.raises(ValueError, match=r"the attributes and id maps of table 't' take 10.* bytes as JSON"):
         table.flush()
     Table.open(tmp_path / "t", "r").close()
     del table.attributes["much"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pickle
@@ -18,11 +17,11 @@ import torch
 from children import answer, child, run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from older import older_table
 
 import speedswap
 from speedswap import Column, Table, init
-from speedswap.errors import TableBusyError, TableClosedError, TableError, TableFormatError, TableFullError
-from speedswap.tables.memory import file as file_memory
+from speedswap.errors import TableBusyError, TableClosedError, TableError, TableFormatError
 
 
 def test_close_leaves_files_that_reopen_to_the_same_bytes(tmp_path: Path) -> None:
@@ -50,15 +49,17 @@ def test_flush_leaves_files_that_another_process_reads(tmp_path: Path) -> None:
     assert result.stdout.strip() == "[[6.0, 6.0, 6.0, 6.0]]", result.stderr
 
 
-def test_a_table_of_zeros_is_a_sparse_file_of_any_size(tmp_path: Path) -> None:
+def test_a_table_of_any_size_takes_room_for_its_written_rows_alone(tmp_path: Path) -> None:
     rows = 10**10
-    table = Table.create(rows, 64, path=tmp_path / "t")  # 2.3 TiB
-    last = torch.tensor([rows - 1, 5, 2**33])
-    table.scatter(last, torch.ones(3, 64))
-    assert torch.equal(table.gather(torch.tensor([5, 6, rows - 1])).weight[:, 0], torch.tensor([1.0, 0.0, 1.0]))
-    used = sum(path.stat().st_blocks * 512 for path in (tmp_path / "t").iterdir())
-    assert used < 2**16
-    table.close()
+    with Table.create(rows, 64, path=tmp_path / "t") as table:  # 2.3 TiB
+        last = torch.tensor([rows - 1, 5, 2**33])
+        table.scatter(last, torch.ones(3, 64))
+        table.save(tmp_path / "saved")
+    for name in ("t", "saved"):
+        with Table.open(tmp_path / name, "r") as table:
+            some = table.gather(torch.tensor([5, 6, rows - 1])).weight[:, 0]
+            assert torch.equal(some, torch.tensor([1.0, 0.0, 1.0]))
+        assert sum(path.stat().st_blocks * 512 for path in (tmp_path / name).iterdir()) < 2**26
 
 
 def test_an_existing_path_is_not_overwritten(tmp_path: Path) -> None:
@@ -76,10 +77,9 @@ def test_a_failed_creation_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_relayout_leaves_one_data_file(tmp_path: Path) -> None:
+def test_columns_are_added_before_the_first_write_and_after_it(tmp_path: Path) -> None:
     table = Table.create(10, 4, path=tmp_path / "t", init=init.normal())
     table.add_columns([Column("sum", (4,), torch.float32, init.zeros())])
-    assert sorted(path.name for path in (tmp_path / "t").glob("data-*")) == ["data-1.bin"]
     table.scatter(torch.tensor([1]), torch.ones(1, 4))
     table.add_columns([Column("late", (4,), torch.float32, init.zeros())])
     table.close()
@@ -88,17 +88,20 @@ def test_relayout_leaves_one_data_file(tmp_path: Path) -> None:
         assert torch.equal(again.read(1, 2), torch.ones(1, 4))
 
 
-def test_a_written_table_that_was_not_closed_is_not_taken_for_a_fresh_one(tmp_path: Path) -> None:
+def test_a_table_that_was_not_closed_is_as_of_its_last_commit(tmp_path: Path) -> None:
     code = f"""
         import os, torch, speedswap
         table = speedswap.Table.create(10, 4, path={str(tmp_path / "t")!r}, init=speedswap.init.normal())
         table.scatter(torch.tensor([1]), torch.ones(1, 4))
+        table.flush()
+        table.scatter(torch.tensor([1, 2]), torch.zeros(2, 4))
         os._exit(0)
     """
     assert run_script(code).returncode == 0
     with Table.open(tmp_path / "t") as table:
         table.add_columns([Column("sum", (4,), torch.float32, init.zeros())])
         assert torch.equal(table.read(1, 2), torch.ones(1, 4))
+        assert table.read(2, 3).all()
 
 
 # ---------------------------------------------------------------------------- one writer
@@ -158,6 +161,7 @@ def test_a_pickled_table_is_its_path_opened_for_reading(tmp_path: Path) -> None:
     again = pickle.loads(payload)
     assert torch.equal(again.read(), table.read())
     table.scatter(torch.tensor([1]), torch.ones(1, 64))
+    table.flush()
     assert torch.equal(again.read(1, 2), torch.ones(1, 64))
     again.close()
     table.close()
@@ -198,78 +202,6 @@ def test_save_replaces_only_tables(tmp_path: Path) -> None:
     assert (tmp_path / "photos" / "cat").read_text() == "meow"
 
 
-# ---------------------------------------------------------------------------- a full disk
-
-
-def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = Table.create(100_000, 64, path=tmp_path / "t", name="items")
-    table.scatter(torch.tensor([0]), torch.ones(1, 64))
-    real = os.pwrite
-
-    def no_pieces(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def no_end(fd: int, data: bytes, offset: int) -> int:
-        if offset > 2**20:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, data, offset)
-
-    monkeypatch.setattr(file_memory.os, "posix_fallocate", no_pieces)
-    monkeypatch.setattr(file_memory.os, "pwrite", no_end)
-    with pytest.raises(TableFullError, match=r"no room on the disk.*no row was changed: free space"):
-        table.scatter(torch.tensor([1, 90_000]), torch.ones(2, 64))
-    assert not table.read(1, 2).any()
-    assert not table.read(90_000, 90_001).any()
-    monkeypatch.undo()
-    table.scatter(torch.tensor([1, 90_000]), torch.ones(2, 64))
-    assert table.read(90_000, 90_001).all()
-    table.close()
-
-
-@pytest.mark.parametrize("late_column", [False, True])
-def test_rows_written_through_are_the_same_as_rows_stored(
-    late_column: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A table much larger than the disk takes room only for its written rows."""
-
-    def one_table(path: Path) -> tuple[dict[str, torch.Tensor], int]:
-        table = (
-            Table.create(2**40 // 256, 64, path=path) if path.name == "through" else Table.create(40_000, 64, path=path)
-        )
-        column = Column("sum", (1,), torch.float64, init.zeros())
-        if late_column:
-            table.scatter(torch.tensor([0]), torch.ones(1, 64))
-        table.add_columns([column])
-        for step in range(5):
-            generator = torch.Generator().manual_seed(step)
-            rows = torch.randperm(40_000, generator=generator)[:50]
-            values = {"weight": torch.randn(50, 64, generator=generator), "sum": torch.full((50, 1), step).double()}
-            table.scatter(rows, values)
-        used = sum(file.stat().st_blocks * 512 for file in path.iterdir())
-        found = {name: table.read(0, 40_000, column=name) for name in table.columns}
-        table.close()
-        with Table.open(path) as again:
-            for name, value in found.items():
-                assert torch.equal(again.read(0, 40_000, column=name), value)
-        return found, used
-
-    stored, _ = one_table(tmp_path / "stored")
-    through, used = one_table(tmp_path / "through")
-    for name, value in stored.items():
-        assert torch.equal(through[name], value)
-    assert used < 250 * 2 * 8192 + 2**16
-
-
-def test_save_keeps_holes(tmp_path: Path) -> None:
-    table = Table.create(2**40 // 256, 64, path=tmp_path / "t")
-    table.scatter(torch.tensor([5, 2**31]), torch.ones(2, 64))
-    table.save(tmp_path / "saved")
-    with Table.open(tmp_path / "saved", "r") as again:
-        assert torch.equal(again.gather(torch.tensor([5, 6, 2**31])).weight[:, 0], torch.tensor([1.0, 0.0, 1.0]))
-    assert sum(file.stat().st_blocks * 512 for file in (tmp_path / "saved").iterdir()) < 2**18
-    table.close()
-
-
 # ---------------------------------------------------------------------------- damage
 
 
@@ -302,10 +234,10 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda m: m["segments"][0]["columns"].append(dict(m["segments"][0]["columns"][0])), "overlaps"),
     ],
 )
-def test_a_manifest_that_lies_is_refused(
+def test_a_manifest_of_an_older_format_that_lies_is_refused(
     change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
-    Table.create(10, 4, path=tmp_path / "t").close()
+    older_table(10, 4, tmp_path / "t").close()
     rewrite(tmp_path / "t", change)
     with pytest.raises(TableFormatError, match=message):
         Table.open(tmp_path / "t")
@@ -321,12 +253,47 @@ def test_no_table_and_no_manifest(tmp_path: Path) -> None:
         Table.open(tmp_path)
 
 
-def test_a_data_file_behind_a_link_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(num_embeddings=-1), "num_embeddings is -1"),
+        (lambda m: m.update(num_embeddings=2**60), "are too many"),
+        (lambda m: m.update(layouts=[]), "it has no layout"),
+        (lambda m: m.update(group_rows=3), "group_rows is 3"),
+        (lambda m: m.update(segment_bytes=2**40), "segment_bytes is"),
+        (lambda m: m.update(salt=-1), "salt is -1"),
+        (lambda m: m.update(scratch=1), "scratch is 1"),
+        (lambda m: m.pop("seed"), "KeyError"),
+        (lambda m: m["layouts"][0].update(number=1), "its layouts have the numbers"),
+        (lambda m: m["layouts"][0].update(stride=0), "stride is 0"),
+        (lambda m: m["layouts"][0].update(stride=2**30), "stride is 1073741824"),
+        (lambda m: m["layouts"][0].update(held=[]), "the columns of a record are"),
+        (lambda m: m["layouts"][0]["held"][0].__setitem__(0, 7), "a column is 7"),
+        (lambda m: m["layouts"][0]["held"][0].__setitem__(1, 4), "does not fit its record"),
+        (lambda m: m["layouts"][0]["held"][0].__setitem__(2, 1), "a column of layout 0 is of 1"),
+        (lambda m: m["layouts"][0]["held"][0].__setitem__(4, "weight"), "column 'weight' is a copy of none"),
+        (lambda m: m["columns"][0].update(name="a\nb"), "a column is"),
+        (lambda m: m["columns"][0].update(name="other"), "its first layout has no weight"),
+        (lambda m: m["columns"][0].update(row_shape=[2**40]), "have shape"),
+        (lambda m: m["columns"][0].update(dtype="object"), "dtype 'object'"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(
+    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
+) -> None:
     Table.create(10, 4, path=tmp_path / "t").close()
-    data = tmp_path / "t" / "data-0.bin"
+    rewrite(tmp_path / "t", change)
+    with pytest.raises(TableFormatError, match=message):
+        Table.open(tmp_path / "t")
+
+
+@pytest.mark.parametrize("file", ["rows.log", "HEAD", "data-0.bin"])
+def test_a_file_behind_a_link_is_refused(file: str, tmp_path: Path) -> None:
+    (older_table(10, 4, tmp_path / "t") if file == "data-0.bin" else Table.create(10, 4, path=tmp_path / "t")).close()
+    data = tmp_path / "t" / file
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TableFormatError, match="missing"):
+    with pytest.raises(TableFormatError, match="link"):
         Table.open(tmp_path / "t")
 
 
@@ -355,21 +322,39 @@ def test_damaged_manifests_are_errors_and_never_a_crash(position: int, byte: int
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
         max_leaves=6,
     ),
-    key=st.sampled_from(["num_embeddings", "segments", "seed", "written", "attributes", "name", "version"]),
+    key=st.sampled_from(
+        [
+            ("older", "segments"),
+            ("older", "written"),
+            ("older", "attributes"),
+            *(("new", key) for key in ("columns", "layouts", "group_rows", "segment_bytes", "salt", "scratch")),
+            *((format, key) for format in ("older", "new") for key in ("num_embeddings", "seed", "name", "version")),
+        ]
+    ),
 )
-def test_hostile_manifests_are_errors_and_never_a_crash(value: object, key: str, tmp_path: Path) -> None:
-    path = tmp_path / "t"
+def test_hostile_manifests_are_errors_and_never_a_crash(value: object, key: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / key[0]
     if not path.exists():
-        Table.create(10, 4, path=path).close()
-        (tmp_path / "good").write_bytes((path / "MANIFEST").read_bytes())
-    (path / "MANIFEST").write_bytes((tmp_path / "good").read_bytes())
-    rewrite(path, lambda manifest: manifest.update({key: value}))
+        (older_table(10, 4, path) if key[0] == "older" else Table.create(10, 4, path=path)).close()
+        (tmp_path / f"good-{key[0]}").write_bytes((path / "MANIFEST").read_bytes())
+    (path / "MANIFEST").write_bytes((tmp_path / f"good-{key[0]}").read_bytes())
+    rewrite(path, lambda manifest: manifest.update({key[1]: value}))
     try:
         Table.open(path).close()
     except TableError:
         pass
     else:
-        assert key in ("seed", "written", "attributes", "name") or value in (10, 1)
+        is_positive = isinstance(value, int) and value > 0
+        is_power = is_positive and value & (value - 1) == 0
+        legal = {
+            ("older", "num_embeddings"): value == 10,
+            ("older", "version"): value == 1,
+            ("new", "num_embeddings"): is_positive,  # of which the log has some
+            ("new", "version"): value == 4,
+            ("new", "group_rows"): is_power,
+            ("new", "segment_bytes"): is_power,
+        }
+        assert key[1] in ("seed", "written", "attributes", "name", "scratch") or legal.get(key)
 
 
 def test_larger_than_memory_tables_work(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_damaged_ranges_are_not_believed(damage: dict[str, Any], tmp_path: Path)
     together((Range(10, init.normal(), 1),), path=tmp_path / "t").close()
     path = tmp_path / "t" / "MANIFEST"
     data = json.loads(path.read_bytes().partition(b"\n")[2])
-    initial = data["segments"][0]["columns"][0]["init"]
+    initial = data["columns"][0]["init"]
     if "ranges" in damage:
         initial.update(damage)
     else:

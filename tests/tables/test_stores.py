@@ -17,11 +17,23 @@ from torch import Tensor
 import speedswap
 from speedswap.kernels import Lookup
 from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore
+from speedswap.tables.opening import create_store, open_store
 
 ROWS, DIM = 30, 4
 
-DOORS = ("gather", "scatter", "prefetch", "drain", "commit", "read", "write", "reserve", "add_columns", "reset_columns")
-DOORS += ("save_to", "flush")
+DOORS = (
+    "gather",
+    "scatter",
+    "prefetch",
+    "drain",
+    "commit",
+    "read",
+    "write",
+    "written_rows",
+    "add_columns",
+    "reset_columns",
+)
+DOORS += ("flush",)
 
 
 class Watched(WrappedStore):
@@ -99,9 +111,9 @@ def batches(device: str, count: int = 6) -> list[Tensor]:
     ]
 
 
-def local(path: Path | None = None) -> LocalStore:
+def local(path: Path | None = None) -> RowStore:
     weight = speedswap.Column("weight", (DIM,), torch.float32, speedswap.init.normal())
-    return LocalStore.create(ROWS, weight, seed=3, path=path, name="rows")
+    return create_store(ROWS, weight, seed=3, path=path, name="rows")
 
 
 def module(kind: str, store: RowStore, device: str) -> Any:
@@ -216,7 +228,7 @@ def test_a_table_over_any_store_is_saved_and_loaded(
     again.load_state_dict(optimizer.state_dict())
     assert columns(twin.table) == found
     items.table.close()
-    with Table(wrap(LocalStore.open(tmp_path / "files"))) as opened:
+    with Table(wrap(open_store(tmp_path / "files"))) as opened:
         assert columns(opened) == found
         assert opened.attributes["optimizer"]["scalars"]["step"] == 6
 
@@ -227,7 +239,7 @@ def test_a_failed_save_leaves_nothing_and_the_table_whole(tmp_path: Path, device
     train(items, adam(items), batches(device), ahead=False)
     before = columns(items.table)
     store.calls, store.fails_at = 0, 1
-    with pytest.raises(StoreError, match="save_to"):
+    with pytest.raises(StoreError, match="written_rows"):
         items.table.save(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
     items.table.save(tmp_path / "saved")
@@ -301,38 +313,38 @@ class Plain(RowStore):
     def __init__(self, inner: RowStore) -> None:
         self.num_embeddings, self.seed, self.name = inner.num_embeddings, inner.seed, inner.name
         self.attributes, self.live_attributes = {}, {}
-        self.held = {name: (column, inner.read(name, 0, ROWS).clone()) for name, column in inner.columns.items()}
+        self.kept = {name: (column, inner.read(name, 0, ROWS).clone()) for name, column in inner.columns.items()}
         self.is_closed, self.scatters = False, 0
 
-    columns = property(lambda self: {name: column for name, (column, _) in self.held.items()})
+    columns = property(lambda self: {name: column for name, (column, _) in self.kept.items()})
     closed = property(lambda self: self.is_closed)
     writes = property(lambda self: self.scatters)
 
     def gather(self, rows: Tensor, columns: Any = None, device: Any = None, out: Any = None) -> Any:
         names, target = self.columns if columns is None else columns, rows.device if device is None else device
-        found = {name: self.held[name][1][rows.cpu()].to(target) for name in names}
+        found = {name: self.kept[name][1][rows.cpu()].to(target) for name in names}
         for name, tensor in (out or {}).items():
             found[name] = tensor.copy_(found[name])
         return speedswap.Block(rows, found)
 
     def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
         for name, tensor in values.items():
-            self.held[name][1][rows.cpu()] = tensor.detach().cpu()
+            self.kept[name][1][rows.cpu()] = tensor.detach().cpu()
         self.scatters += 1
 
     def read(self, column: str, start: int, stop: int, device: Any = None) -> Tensor:
-        return self.held[column][1][start:stop].to(device)
+        return self.kept[column][1][start:stop].to(device)
 
     def write(self, column: str, start: int, values: Tensor) -> None:
-        self.held[column][1][start : start + len(values)] = values
+        self.kept[column][1][start : start + len(values)] = values
 
     def view(self, column: str) -> Tensor:
-        return self.held[column][1]
+        return self.kept[column][1]
 
     def add_columns(self, columns: Any) -> None:
         with Table(local()) as table:
             table.add_columns(columns)
-            self.held |= {column.name: (column, table.read(column=column.name)) for column in columns}
+            self.kept |= {column.name: (column, table.read(column=column.name)) for column in columns}
 
     def reset_columns(self, columns: Any) -> None:
         self.add_columns(columns)
@@ -341,13 +353,10 @@ class Plain(RowStore):
         weight = self.columns["weight"]
         copied = LocalStore.create(ROWS, weight, storage=storage or "pageable", engine=engine, seed=self.seed)
         copied.add_columns([column for column in self.columns.values() if column.name != "weight"])
-        for name, (_, values) in self.held.items():
+        for name, (_, values) in self.kept.items():
             copied.write(name, 0, values)
         copied.attributes |= {name: source() for name, source in self.live_attributes.items()}
         return copied
-
-    def save_to(self, directory: Any) -> None:
-        self.copy("pageable", "auto").save_to(directory)
 
     def close(self) -> None:
         self.is_closed = True
@@ -444,9 +453,6 @@ class Sharded(RowStore):
         copied = Plain(self)
         copied.live_attributes = self.live_attributes
         return copied.copy(storage, engine)
-
-    def save_to(self, directory: Any) -> None:
-        self.copy().save_to(directory)
 
     def close(self) -> None:
         for shard in self.shards:

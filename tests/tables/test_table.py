@@ -124,7 +124,8 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
     table = make(storage, tmp_path, init=init.normal(), seed=4)
     start = table.read()
     table.add_columns([Column("early", (6,), torch.float32, init.uniform(1, 2))])
-    assert len(table.store.groups) == 1
+    if storage != "memmap":
+        assert len(table.store.groups) == 1
     assert torch.equal(table.read(), start)
     table.scatter(torch.tensor([1]), torch.ones(1, 6))
     written = table.read()
@@ -134,7 +135,8 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
             Column("copy", (6,), torch.float32, init.copy_of("weight")),
         ]
     )
-    assert len(table.store.groups) == 2
+    if storage != "memmap":
+        assert len(table.store.groups) == 2
     assert torch.equal(table.read(), written)
     assert torch.equal(table.read(column="copy"), written)
     assert bool((table.read(column="late") == 7.0).all())
@@ -145,6 +147,10 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
 
 def test_a_view_is_the_tables_own_memory(storage: str, tmp_path: Path) -> None:
     table = make(storage, tmp_path)
+    if storage == "memmap":
+        with table, pytest.raises(TypeError, match="are not in one memory"):
+            table.view()
+        return
     table.add_columns([Column("sum", (1,), torch.float32, init.zeros())])
     version = table.version
     table.view("sum")[7] = 3.0
@@ -208,7 +214,7 @@ def test_a_closed_table_says_so(storage: str, tmp_path: Path) -> None:
         ({"embedding_dim": -2}, "embedding_dim is -2"),
         ({"num_embeddings": 2.5}, "num_embeddings is 2.5"),
         ({"seed": -1}, "seed is -1"),
-        ({"storage": "disk"}, "storage is 'disk'; choose one of auto, device, pinned, pageable, memmap"),
+        ({"storage": "tape"}, "storage is 'tape'; choose one of auto, device, pinned, pageable, memmap, disk"),
         ({"storage": "memmap"}, "path is None; give the directory"),
         ({"storage": "pageable", "path": "here"}, "only 'memmap' tables live in a file"),
         ({"zero_row": 10}, "zero_row is 10"),
@@ -329,8 +335,9 @@ def test_columns_are_gathered_into_tensors_that_fit(storage: str, tmp_path: Path
         ]:
             with pytest.raises(error):
                 table.gather(rows, out={"weight": wrong})
-        with pytest.raises(ValueError, match="not a view of the table"):
-            table.gather(torch.arange(50), out={"sum": table.view("sum")[:50]})
+        if storage != "memmap":
+            with pytest.raises(ValueError, match="not a view of the table"):
+                table.gather(torch.arange(50), out={"sum": table.view("sum")[:50]})
 
 
 def test_tensors_that_take_rows_know_that_they_were_written(device: str) -> None:

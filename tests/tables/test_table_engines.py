@@ -10,18 +10,9 @@ import torch
 
 import speedswap
 from speedswap import Table
-from speedswap.kernels.cuda import choice
-from speedswap.kernels.cuda.choice import Rate, Rates
+from speedswap.kernels.cuda import engines
 
 ENGINES = ["auto", "zero_copy", "staged", "split"]
-
-
-@pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the ways had been measured: nothing is measured here, nor left in a file."""
-    rates = (Rate(512, 2e9, 1e9, 3e9, 0.4),)
-    monkeypatch.setattr(choice, "_known", {0: Rates(8, rates, rates, 0.0)})
-    monkeypatch.setattr(choice, "_SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -73,16 +64,51 @@ def test_wrong_engines_are_errors(tmp_path: Path):
         assert loaded.engine == "staged"
 
 
-def test_engines_are_prepared_when_a_pinned_table_is_made_or_loaded(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_auto_reads_and_writes_pinned_memory_directly_and_stages_any_other(
+    device: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """So that no training step has to measure them."""
+    """A fixed rule, on every machine."""
     if device != "cuda":
         pytest.skip("is about a GPU")
-    asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(speedswap.kernels, "prepare_engine", lambda engine, nbytes: asked.append((engine, nbytes)))
-    with Table.create(64, 8, storage="pinned") as table:
-        table.save(tmp_path / "saved")
-    with Table.load(tmp_path / "saved", storage="pinned", engine="split"):
-        pass
-    assert asked == [("auto", 64 * 32), ("split", 64 * 32)]
+    shares: list[float] = []
+    real = engines._move
+
+    def watched(what: str, way: engines.Way, *more: object) -> None:
+        shares.append(way.share)
+        real(what, way, *more)
+
+    monkeypatch.setattr(engines, "_move", watched)
+    rows = torch.tensor([3, 49], device=device)
+    for storage, share in (("pinned", 1.0), ("pageable", 0.0)):
+        with Table.create(50, 4, storage=storage) as table:
+            table.scatter(rows, table.gather(rows).weight)
+        assert shares == [share] * 2
+        shares.clear()
+
+
+@pytest.mark.parametrize("storage", ["pinned", "device"])
+def test_moves_on_several_streams_keep_their_order(storage: str, device: str):
+    """A gather sees what another stream was asked to write before it, and nothing that one writes after it."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    writing, reading = torch.cuda.Stream(), torch.cuda.Stream()
+    rows = torch.tensor([3, 49], device=device)
+    values = [torch.full((2, 4), float(turn), device=device) for turn in range(4)]
+    with Table.create(50, 4, storage=storage) as table:
+        torch.cuda.synchronize()
+        read = []
+        for value in values:
+            with torch.cuda.stream(writing):
+                table.scatter(rows, value)
+            with torch.cuda.stream(reading):
+                read.append(table.gather(rows).weight)
+        writing.synchronize()
+        reading.synchronize()
+        assert [weight.unique().tolist() for weight in read] == [[0.0], [1.0], [2.0], [3.0]]
+        with torch.cuda.stream(reading):
+            before = table.gather(rows).weight
+        with torch.cuda.stream(writing):
+            table.scatter(rows, values[0])
+        writing.synchronize()
+        reading.synchronize()
+        assert before.unique().tolist() == [3.0]

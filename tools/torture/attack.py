@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +29,16 @@ class Attack:
         name: as the command line and the summary have it.
         promise: what must hold, in one line.
         round: plays one round in an empty folder, with all its randomness from the seed. Returns what kind of round it
-            was, for the counts; raises :class:`Broken` where the promise did not hold, :class:`Skipped` where it cannot
-            be played. Any other error, a crash of the process and a round that takes too long are findings too.
+            was, for the counts, or several counts by kind; raises :class:`Broken` where the promise did not hold,
+            :class:`Skipped` where it cannot be played. Any other error, a crash of the process and a round that takes
+            too long are findings too.
         seconds: a round that takes longer hangs.
         quick: rounds for the bounded slice that every test run plays.
     """
 
     name: str
     promise: str
-    round: Callable[[int, Path], str]
+    round: Callable[[int, Path], str | Mapping[str, int]]
     seconds: float = 30.0
     quick: int = 1
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import random
-import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -18,31 +17,19 @@ import torch
 
 import speedswap
 from speedswap.errors import TableFullError
-from torture.attack import Attack, Broken, Skipped
+from torture.attack import Attack, Broken
 from torture.folders import Disk, mount_ext4, mount_tmpfs
 from torture.processes import child
 from torture.reference import OPTIMIZERS, Reference, batch
 
 DIM = 6
-_UNLIMITED = resource.RLIM_INFINITY
-
-
-class Limit(Disk):
-    """A limit on the size of files, for users who cannot mount: writes beyond it fail as on a full disk."""
-
-    def fill(self, left: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (left, _UNLIMITED))
-
-    def make_room(self) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (_UNLIMITED, _UNLIMITED))
 
 
 def _round(seed: int, folder: Path) -> str:
     draw = random.Random(seed)
-    kind = draw.choice(["tmpfs", "ext4", "limit"])
+    kind = draw.choice(["tmpfs", "ext4"])
     rows, optimizer = draw.choice([50, 3_000]), draw.choice(["SGD", "Adam", "momentum"])
     disk = _disk(kind, folder)
-    kind = "limit" if isinstance(disk, Limit) else kind
     ending = draw.choice(["killed", "killed", "closed"])
     with child(_plays, disk, kind, seed, rows, optimizer, ending, log=folder / "log") as player:
         reference = Reference(optimizer, {"weight": _initial(rows)})
@@ -69,16 +56,9 @@ def _round(seed: int, folder: Path) -> str:
 
 
 def _disk(kind: str, folder: Path) -> Disk:
-    try:
-        if kind == "tmpfs":
-            return mount_tmpfs(folder / "disk", 4 << 20)
-        if kind == "ext4":
-            return mount_ext4(folder / "disk", folder / "image", 4 << 20)
-    except Skipped:
-        if not os.geteuid():
-            raise
-    (folder / "limited").mkdir()
-    return Limit(folder / "limited")
+    if kind == "tmpfs":
+        return mount_tmpfs(folder / "disk", 8 << 20)
+    return mount_ext4(folder / "disk", folder / "image", 8 << 20)
 
 
 def _initial(rows: int) -> torch.Tensor:
@@ -95,7 +75,9 @@ def _plays(
     player = _Player(tell, disk, random.Random(seed), seed, rows, optimizer)
     player.play()
     disk.make_room()
+    player.is_full = False
     player.steps()  # it goes on once there is room
+    player.flush()
     if ending == "closed":
         player.attempt("close", player.table.close)
         return

@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,5 +117,13 @@ def _run(words: list[str]) -> None:
         raise Skipped(f"{words[0]} fails here: {done.stderr.strip().splitlines()[-1] if done.stderr else ''}")
 
 
-def unmount(disk: Disk) -> None:
-    subprocess.run(["umount", str(disk.path)], check=True, capture_output=True)
+def unmount(disk: Disk, seconds: float = 20.0) -> None:
+    """Unmount a disk; another process of the machine that looks into every mount keeps it busy for a moment."""
+    end = time.monotonic() + seconds
+    while True:
+        done = subprocess.run(["umount", str(disk.path)], capture_output=True, text=True, check=False)
+        if not done.returncode:
+            return
+        if "busy" not in done.stderr or time.monotonic() > end:
+            raise OSError(f"{disk.path} cannot be unmounted: {done.stderr.strip()}")
+        time.sleep(0.05)

@@ -114,6 +114,7 @@ def _finished(children: list[tuple[Child, str]]) -> None:
 
 def _workers(items: speedswap.Embedding, reference: Reference, rows: int) -> None:
     """Look rows up in the worker processes of a DataLoader."""
+    items.table.flush()
     ids = torch.randint(rows, (12,))
     loader = DataLoader(_Rows(items, ids), batch_size=4, num_workers=2, timeout=20)
     found = torch.cat(list(loader))

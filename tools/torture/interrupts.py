@@ -238,10 +238,11 @@ def _how(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> s
 
 
 def _end_abruptly(trainer: Trainer, text: str) -> None:
-    """Check that rows left by a kill at this point survive when the next run's optimizer adds its state."""
+    """Check that rows left by a kill after a flush survive when the next run's optimizer adds its state."""
     for number, items in enumerate(trainer.items):
         assert items.table.path is not None
         left = trainer.folder / f"left-{number}"
+        items.table.flush()
         shutil.copytree(items.table.path, left, symlinks=True)
         with speedswap.Table.open(left) as table:
             table.add_columns([Column("more", (DIM,), torch.float32, speedswap.init.zeros())])

@@ -20,7 +20,7 @@ from torture.folders import Disk, mount_ext4, unmount
 from torture.operations import DIM, OPERATIONS, ROWS, Operation, check_tables, listed, states
 from torture.processes import child
 
-_IMAGE_BYTES = 8 << 20
+_IMAGE_BYTES = 128 << 20  # a log takes 20 MiB from its first row on
 # They say nothing of durability: that is what a flush is for.
 _LATER_DURABLE = ("reset_columns", "write", "first scatter")
 

@@ -79,6 +79,7 @@ class _Writer:
         self.table = speedswap.Table.create(ROWS, DIM, path=self.path, init=init, seed=2)
         if draw.random() < 0.5:
             self.table.scatter(torch.tensor([2]), torch.ones(1, DIM))
+        self.table.flush()
         self._train_on()
 
     def _train_on(self) -> None:
@@ -94,6 +95,7 @@ class _Writer:
             ["step", "step", "step", "scatter", "add_columns", "flush", "reopen", "remake", "replace"]
         )
         getattr(self, what)()
+        self.table.flush()  # readers follow commits
         return what, what in ("remake", "replace")
 
     def check(self) -> None:

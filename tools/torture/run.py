@@ -121,7 +121,7 @@ def _play_one(plan: Plan, result: Result, worker: Worker, folder: Path) -> None:
     result.rounds += 1
     result.seconds += time.monotonic() - start
     if outcome.how == "held":
-        result.kinds[outcome.text] += 1
+        result.kinds.update(outcome.kinds)
     elif outcome.how == "skipped":
         result.skipped[outcome.text] += 1
     else:

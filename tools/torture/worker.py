@@ -14,7 +14,8 @@ import signal
 import sys
 import traceback
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,10 +33,15 @@ _STACKS_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a round: ``held``, ``skipped``, ``broken``, ``error``, ``crash`` or ``hang``, with the details."""
+    """The end of a round: ``held``, ``skipped``, ``broken``, ``error``, ``crash`` or ``hang``, with the details.
+
+    Attributes:
+        kinds: counts of a round that held.
+    """
 
     how: str
-    text: str
+    text: str = ""
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
 
 class Worker:
@@ -59,7 +65,7 @@ class Worker:
             os.write(self._orders, f"{seed} {folder}\n".encode())
         ready, _, _ = select.select([self._replies, self._pidfd], [], [], self._attack.seconds)
         if self._replies in ready and (line := self._line()):
-            return Outcome(*json.loads(line))
+            return Outcome(**json.loads(line))
         if ready:
             return Outcome("crash", f"{self._reaped()}\n{self._said()}")
         os.kill(self._pid, signal.SIGABRT)  # faulthandler writes the stacks of all threads
@@ -133,8 +139,8 @@ def _serve(attack: Attack, log: Path, orders: int, replies: int) -> NoReturn:
             for line in lines:
                 seed, _, folder = line.rstrip("\n").partition(" ")
                 os.ftruncate(said, 0)
-                how, text = _round(attack, int(seed), Path(folder))
-                os.write(replies, json.dumps([how, text]).encode() + b"\n")
+                outcome = _round(attack, int(seed), Path(folder))
+                os.write(replies, json.dumps(asdict(outcome)).encode() + b"\n")
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -142,23 +148,23 @@ def _serve(attack: Attack, log: Path, orders: int, replies: int) -> NoReturn:
     os._exit(0)
 
 
-def _round(attack: Attack, seed: int, folder: Path) -> tuple[str, str]:
+def _round(attack: Attack, seed: int, folder: Path) -> Outcome:
     player = os.getpid()
     try:
         os.chdir(folder)
-        kind = attack.round(seed, folder)
+        kinds = attack.round(seed, folder)
     except Broken as error:
-        how, text = "broken", f"{error}\n{_place(error)}"
+        outcome = Outcome("broken", f"{error}\n{_place(error)}")
     except Skipped as error:
-        how, text = "skipped", str(error)
+        outcome = Outcome("skipped", str(error))
     except BaseException as error:
-        how, text = "error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        outcome = Outcome("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     else:
-        how, text = "held", kind
+        outcome = Outcome("held", kinds={kinds: 1} if isinstance(kinds, str) else dict(kinds))
     if os.getpid() != player:  # a forked child must not answer for its parent
         os._exit(3)
     os.chdir("/")
-    return how, text
+    return outcome
 
 
 def _place(error: BaseException) -> str:

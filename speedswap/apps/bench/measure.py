@@ -170,7 +170,7 @@ def _driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit, with + where files differ from it; None outside a repository."""
+    """Return the commit, with + where files differ from it; outside a repository what SPEEDSWAP_COMMIT says, if set."""
     here = Path(__file__).resolve()
     asked = (
         ["git", "ls-files", "--error-unmatch", here.name],  # a repository around an installed package is another's
@@ -182,7 +182,7 @@ def _commit() -> str | None:
         try:
             done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, check=True)
         except (OSError, subprocess.CalledProcessError):
-            return None
+            return os.environ.get("SPEEDSWAP_COMMIT") or None
         said.append(done.stdout.strip())
     return said[1] + ("+" if said[2] else "")
 

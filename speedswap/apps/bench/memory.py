@@ -23,6 +23,7 @@ __all__ = ["measure", "run", "show"]
 
 DIM = 128
 _ROW_BYTES = 4 * DIM
+_ROWS_AT_ONCE = 2**16
 
 
 def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
@@ -93,7 +94,10 @@ def _makers(device: str, num_rows: int, folder: Path) -> Iterator[tuple[str, Cal
 @contextmanager
 def _table(num_rows: int, storage: str, path: Path | None) -> Iterator[None]:
     init = speedswap.init.uniform(-1.0, 1.0)
-    with speedswap.Table.create(num_rows, DIM, storage=storage, path=path, init=init):
+    with speedswap.Table.create(num_rows, DIM, storage=storage, path=path, init=init) as table:
+        if path is not None:  # there until now are only the rows' seed and their number
+            for start in range(0, num_rows, _ROWS_AT_ONCE):
+                table.write(start, table.read(start, min(start + _ROWS_AT_ONCE, num_rows)))
         yield
 
 

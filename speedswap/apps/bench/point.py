@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap.apps.bench.measure import in_ms, in_turn, synchronize
-from speedswap.apps.bench.stores import Room, Store
+from speedswap.apps.bench.stores import Room, RowsOnDisk, Store
 from speedswap.apps.bench.workload import Batch
 from speedswap.apps.errors import WrongResultError
 
@@ -55,11 +55,11 @@ def verify(stores: Sequence[Store], rows: Tensor, batches: Sequence[Batch], room
         )
 
 
-def _at(memory: Tensor, ids: Tensor) -> Tensor:
+def _at(memory: Tensor | RowsOnDisk, ids: Tensor) -> Tensor:
     return memory[ids.to(memory.device)].cpu()
 
 
-def _put(memory: Tensor, ids: Tensor, values: Tensor) -> None:
+def _put(memory: Tensor | RowsOnDisk, ids: Tensor, values: Tensor) -> None:
     memory[ids.to(memory.device)] = values.to(memory.device)
     synchronize()
 

@@ -19,7 +19,7 @@ from speedswap import kernels
 from speedswap.apps.bench.measure import Peer, find_peer
 from speedswap.apps.bench.workload import Batch
 
-__all__ = ["Room", "Store", "StoreMaker", "ours", "peer_makers", "sweep_makers", "transfer_peers"]
+__all__ = ["Room", "RowsOnDisk", "Store", "StoreMaker", "ours", "peer_makers", "sweep_makers", "transfer_peers"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Store:
     Attributes:
         package: the library.
         storage: ``device``, ``pinned``, ``pageable`` or ``memmap``.
-        memory: all rows, as a tensor over the store's own memory, for verification.
+        memory: all rows, as a tensor over the store's own memory or as the store has them, for verification.
         gather: copies a batch's rows to the compute device, and returns them.
         scatter: copies ``Room.values`` to a batch's rows; None where the library has no such way.
         close: frees the memory.
@@ -58,7 +58,7 @@ class Store:
 
     package: str
     storage: str
-    memory: Tensor
+    memory: Tensor | RowsOnDisk
     gather: Callable[[Batch], Tensor]
     scatter: Callable[[Batch], object] | None
     close: Callable[[], object] = lambda: None
@@ -66,6 +66,23 @@ class Store:
     @property
     def name(self) -> str:
         return f"{self.package}, {self.storage}"
+
+
+@dataclass(frozen=True, eq=False)
+class RowsOnDisk:
+    """The rows of a table that are not in one memory, indexed by ids as a tensor's."""
+
+    table: speedswap.Table
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self.table.gather(ids).weight
+
+    def __setitem__(self, ids: Tensor, values: Tensor) -> None:
+        self.table.scatter(ids, {"weight": values})
 
 
 class StoreMaker(Protocol):
@@ -85,7 +102,7 @@ def ours(storage: str) -> StoreMaker:
         return Store(
             "speedswap",
             table.storage,
-            table.view(),
+            RowsOnDisk(table) if storage == "memmap" else table.view(),
             lambda batch: speedswap.gather_rows(table, batch.near, out=room.out),
             lambda batch: speedswap.scatter_rows(table, batch.near, room.values),
             table.close,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from speedswap.apps.bench.trainers import LEARNING_RATE, Ours
 from speedswap.apps.bench.workload import Batch, random_batches
 from speedswap.swapping.lookup import look_up
 
-__all__ = ["overlap", "show", "time_parts"]
+__all__ = ["overlap", "overlapped", "show", "time_parts"]
 
 _STEPS = 12
 _REPEATS = 5
@@ -41,34 +42,46 @@ def overlap(device: str, num_rows: int, dim: int, lookups: int, compute: Sequenc
         (the same work on rows that stay on the device), ``swap`` alone (unique, gather, scatter), ``plain`` and
         ``lookahead``; ``lookahead_over_larger``: over the larger of compute and swap.
     """
+    trainer = Ours(num_rows, dim, "adam", device, fused=device == "cpu")
+    try:
+        return overlapped(trainer, random_batches(num_rows, lookups, dim * 4, device), dim, device, compute)
+    finally:
+        trainer.close()
+
+
+def overlapped(
+    trainer: Ours,
+    batches: Sequence[Batch],
+    dim: int,
+    device: str,
+    compute: Sequence[float],
+    *,
+    repeats: int = _REPEATS,
+) -> list[dict[str, Any]]:
+    """Do the same with a table of one's own and these batches."""
     found = []
     with _one_thread(device):
-        trainer = Ours(num_rows, dim, "adam", device, fused=device == "cpu")
-        try:
-            batches = random_batches(num_rows, lookups, dim * 4, device)
-            work = _Work(dim, lookups, device)
-            loops = _loops(trainer, batches, work)
-            synchronize()
-            swap, least = (
-                steps_in_turn({name: loops[name]}, steps=_STEPS, repeats=1)[name] for name in ("swap", "compute")
+        work = _Work(dim, len(batches[0].host), device)
+        loops = _loops(trainer, batches, work)
+        synchronize()
+        swap, least = (
+            steps_in_turn({name: loops[name]}, steps=_STEPS, repeats=1)[name] for name in ("swap", "compute")
+        )
+        one = work.time_matmul()
+        for asked in compute:
+            work.matmuls = max(0, round((asked * swap - least) / one))
+            seconds = steps_in_turn(loops, steps=_STEPS, repeats=repeats)
+            larger = max(seconds["compute"], seconds["swap"])
+            found.append(
+                {
+                    "compute_asked_for": asked,
+                    "matmuls": work.matmuls,
+                    "threads": torch.get_num_threads(),
+                    "seconds": seconds,
+                    "plain_over_larger": seconds["plain"] / larger,
+                    "lookahead_over_larger": seconds["lookahead"] / larger,
+                }
             )
-            one = work.time_matmul()
-            for asked in compute:
-                work.matmuls = max(0, round((asked * swap - least) / one))
-                seconds = steps_in_turn(loops, steps=_STEPS, repeats=_REPEATS)
-                larger = max(seconds["compute"], seconds["swap"])
-                found.append(
-                    {
-                        "compute_asked_for": asked,
-                        "matmuls": work.matmuls,
-                        "threads": torch.get_num_threads(),
-                        "seconds": seconds,
-                        "plain_over_larger": seconds["plain"] / larger,
-                        "lookahead_over_larger": seconds["lookahead"] / larger,
-                    }
-                )
-        finally:
-            trainer.close()
     return found
 
 
@@ -97,11 +110,13 @@ class _Work:
 
 
 def _loops(trainer: Ours, batches: Sequence[Batch], work: _Work) -> dict[str, Callable[[int], Iterator[None]]]:
-    def taken(repeat: int) -> list[Batch]:
-        return [batches[(repeat * _STEPS + step) % len(batches)] for step in range(_STEPS)]
+    rest = itertools.cycle(batches)
 
-    def train(repeat: int, depth: int) -> Iterator[None]:
-        prefetched = speedswap.lookahead(taken(repeat), {trainer.embedding: lambda batch: batch.near}, depth=depth)
+    def taken() -> list[Batch]:  # none that another loop has just brought into a cache
+        return list(itertools.islice(rest, _STEPS))
+
+    def train(depth: int) -> Iterator[None]:
+        prefetched = speedswap.lookahead(taken(), {trainer.embedding: lambda batch: batch.near}, depth=depth)
         for batch in prefetched:
             rows = trainer.embedding(batch.near)
             work.do()
@@ -111,19 +126,19 @@ def _loops(trainer: Ours, batches: Sequence[Batch], work: _Work) -> dict[str, Ca
             yield
 
     return {
-        "swap": lambda repeat: swaps(trainer, taken(repeat)),
-        "compute": lambda repeat: _compute(trainer, taken(0), work),
-        "plain": lambda repeat: train(repeat, 0),
-        "lookahead": lambda repeat: train(repeat, 1),
+        "swap": lambda repeat: swaps(trainer, taken()),
+        "compute": lambda repeat: _compute(trainer, batches[0], work),
+        "plain": lambda repeat: train(0),
+        "lookahead": lambda repeat: train(1),
     }
 
 
-def _compute(trainer: Ours, batches: Sequence[Batch], work: _Work) -> Iterator[None]:
-    """Run the steps of the first batch, whose rows stay on the device."""
-    rows, local = kernels.unique(batches[0].near)
+def _compute(trainer: Ours, batch: Batch, work: _Work) -> Iterator[None]:
+    """Run the steps of a batch whose rows stay on the device."""
+    rows, local = kernels.unique(batch.near)
     weight = nn.Parameter(trainer.embedding.table.gather(rows, columns=["weight"], device=local.device).weight)
     optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE["adam"], fused=not weight.is_cuda)
-    for _ in batches:
+    for _ in range(_STEPS):
         found = look_up(weight, local)
         work.do()
         found.backward(work.grad)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,7 @@ class Ours:
         storage: of the table; ``auto`` is the user's default.
         fused: torch's fused implementation of the optimizer.
         ahead: prefetch the next batch's rows during a step.
+        place: further options of the table's storage, such as ``path``.
     """
 
     def __init__(
@@ -80,9 +81,10 @@ class Ours:
         storage: str = "auto",
         fused: bool = False,
         ahead: bool = False,
+        **place: Any,
     ) -> None:
         init = speedswap.init.uniform(-0.1, 0.1)
-        self.embedding = speedswap.Embedding(num_rows, dim, storage=storage, init=init, seed=0, device=device)
+        self.embedding = speedswap.Embedding(num_rows, dim, storage=storage, init=init, seed=0, device=device, **place)
         how = {"fused": True} if fused else {}
         self.optimizer = DENSE[optimizer](self.embedding.parameters(), lr=LEARNING_RATE[optimizer], **how)
         self._ahead = ahead

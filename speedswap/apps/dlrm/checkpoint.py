@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from speedswap.apps.checkpoints import FOLDER, Checkpoint, Place
+from speedswap.apps.checkpoints import RESTART, Checkpoint, Place, plain_value
 from speedswap.apps.dlrm.embeddings import Embeddings
 from speedswap.apps.dlrm.model import DLRM
 from speedswap.apps.dlrm.settings import Settings
 from speedswap.apps.errors import CheckpointError
+from speedswap.apps.ranks import Job
 
 __all__ = ["DLRMCheckpoint", "load", "make_model"]
 
@@ -23,7 +24,7 @@ PROGRESS = {"read", "trained", "seconds", "window", "curve", "evaluations", "tes
 
 
 class DLRMCheckpoint(Checkpoint):
-    """A checkpoint with the folder ``tables``."""
+    """A checkpoint whose step is the number of samples trained on."""
 
     deciding: ClassVar[tuple[str, ...]] = (
         *(*SHAPE, "bottom", "top", "optimizer", "lr", "batch", "holdout", "generate", "ids"),
@@ -35,8 +36,8 @@ class DLRMCheckpoint(Checkpoint):
         output: Path,
         place: Place,
         *,
-        keep: Place | None,
-        start_over: bool,
+        trained: int,
+        best: int | None,
         model: DLRM,
         optimizer: Optimizer,
         settings: Settings,
@@ -45,7 +46,9 @@ class DLRMCheckpoint(Checkpoint):
         """Write a checkpoint, as :meth:`Checkpoint.write` does.
 
         Args:
-            output, place, keep, start_over: as there.
+            output, place: as there.
+            trained: samples trained on.
+            best: samples trained on until the best evaluation, whose checkpoint stays.
             model, optimizer, settings, progress: the content.
 
         Raises:
@@ -53,13 +56,12 @@ class DLRMCheckpoint(Checkpoint):
         """
         cls.write(
             output,
-            place,
-            keep=keep,
-            best=keep and tuple(keep),
-            start_over=start_over,
-            fill=model.embeddings.save,
+            trained,
+            place=place,
+            keep=best,
+            best=best,
             settings=settings,
-            dense=model.dense(),
+            model=model,
             optimizer=optimizer,
             bottom=list(settings.bottom),
             top=list(settings.top),
@@ -67,9 +69,23 @@ class DLRMCheckpoint(Checkpoint):
         )
 
     @classmethod
+    def best(cls, output: Path) -> DLRMCheckpoint:
+        """Read the checkpoint of a run's best evaluation.
+
+        Raises:
+            CheckpointError: nothing was evaluated, or the checkpoint is missing or damaged.
+        """
+        best = cls.read(output, remedy="give the output directory of a run").content["best"]
+        if best is None:
+            raise CheckpointError(f"output {output} has no evaluation: let the run go on")
+        return cls.read(output, best)
+
+    @classmethod
     def checked(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of ``training.pt`` if it is complete; otherwise raise any error."""
-        if not {*content} >= {"best", "bottom", "top"} or not {*content["progress"]} >= PROGRESS:
+        """Return the content if it is complete; otherwise raise any error."""
+        if not {*content} >= {"best", "bottom", "top"} or not {"samples", "test"} <= content["settings"].keys():
+            raise ValueError("its settings are not complete")
+        if not {*content["progress"]} >= PROGRESS:
             raise ValueError("its progress is not complete")
         return super().checked(content)
 
@@ -80,11 +96,23 @@ class DLRMCheckpoint(Checkpoint):
             CheckpointError: the message names the difference.
         """
         self.check_settings(settings)
+        had, has = self.content["settings"]["test"] != plain_value(()), bool(settings.test)
+        if had != has:
+            raise CheckpointError(
+                f"test has {'' if has else 'no '}files, but the checkpoint {self.folder} is of a run with"
+                f"{'' if had else 'out'} them, which set other samples apart: give the same, or {RESTART}"
+            )
         self.check_epochs(settings.epochs)
 
+    def is_unfinished(self, settings: Settings) -> bool:  # type: ignore[override]
+        """Tell whether the checkpoint is of an unfinished run of as many epochs over files of these names."""
+        before = self.content["settings"]
+        named = all(before[name] == plain_value(getattr(settings, name)) for name in ("samples", "test"))
+        return named and super().is_unfinished(settings)
 
-def make_model(settings: Settings, checkpoint: Checkpoint | None = None) -> DLRM:
-    """Make a model, with the tables of a checkpoint if given."""
+
+def make_model(settings: Settings, job: Job | None = None) -> DLRM:
+    """Make a model with its initial values, whose tables the ranks of a job own."""
     embeddings = Embeddings(
         settings.capacity,
         settings.dim,
@@ -94,7 +122,7 @@ def make_model(settings: Settings, checkpoint: Checkpoint | None = None) -> DLRM
         state_dtype=getattr(torch, settings.state_dtype),
         scratch=settings.scratch,
         seed=settings.seed,
-        source=checkpoint.folder if checkpoint is not None else None,
+        job=job,
     )
     return DLRM(embeddings, settings.dim, bottom=settings.bottom, top=settings.top, seed=settings.seed)
 
@@ -115,14 +143,11 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
         model = load("dlrm-output")
         clicks = model.predict(SampleFiles([Path("new.txt")], labelled=None).read(100)).sigmoid()
     """
-    latest = DLRMCheckpoint.latest(Path(output), "give the output directory of a run")
-    if latest.content["best"] is None:
-        raise CheckpointError(f"output {output} has no evaluation: let the run go on with resume")
-    checkpoint = DLRMCheckpoint.read(Path(output) / FOLDER, Place(*latest.content["best"]))
+    checkpoint = DLRMCheckpoint.best(Path(output))
     content = checkpoint.content
     with checkpoint.says_damaged():
         shape: dict[str, Any] = {name: content["settings"][name] for name in SHAPE}
         shape |= {name: tuple(content[name]) for name in ("bottom", "top")}
-        model = make_model(Settings(**shape, storage=storage, scratch=scratch), checkpoint)
-    checkpoint.restore(model.dense())
+        model = make_model(Settings(**shape, storage=storage, scratch=scratch))
+    checkpoint.restore(model)
     return model

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedswap.apps import options
-from speedswap.apps.checkpoints import FOLDER
-from speedswap.apps.dlrm.checkpoint import load
+from speedswap.apps.checkpoints import FOLDER, add_resume
+from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, load
 from speedswap.apps.dlrm.course import Result
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import Settings
 from speedswap.apps.dlrm.training import train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions
-from speedswap.apps.running import Stop
+from speedswap.apps.running import Stop, begun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,12 +40,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     Settings.add_arguments(parser)
     add_output(parser, "dlrm-output")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the last checkpoint in the output directory, also of a finished run to more --epochs; without "
-        "this a run starts over, and its checkpoints replace those there",
-    )
+    add_resume(parser)
     parser.set_defaults(run=run)
     parser = commands.add_parser(
         "predict",
@@ -66,9 +61,14 @@ def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
     settings = Settings.of(args)
     check_output(args.output, FOLDER)
-    with Stop() as stop:
+    with begun(settings.compute_device()) as (job, stop):
         result = train(settings, output=args.output, resume=args.resume, stop=stop)
-        files = save(result, args.output)
+        return finish(result, args.output, stop) if job.leads else stop.status_of(result.interrupted)
+
+
+def finish(result: Result, output: Path, stop: Stop) -> int:
+    """Save and print a run's outcome; return the exit status."""
+    files = save(result, output)
     best = result.best
     if result.samples:
         print(
@@ -81,11 +81,8 @@ def run(args: argparse.Namespace) -> int:
             f"each gives log loss {result.base_loss:.4f}"
         )
         print(f"best of {len(result.evaluations)}: {best}")
-    if result.interrupted:
-        print(f"{stop.word}: the training so far is saved, and --resume goes on from there")
-    print("saved", ", ".join(map(str, [*files, args.output / FOLDER])))
     result.model.embeddings.close()
-    return stop.status if result.interrupted else 0
+    return stop.report(result.interrupted, [*files, output / FOLDER])
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -93,6 +90,7 @@ def predict(args: argparse.Namespace) -> int:
     options.one_of(options.STORAGES)("storage", args.storage)
     check_scratch(args.scratch)
     device = options.compute_device(args.device)
+    DLRMCheckpoint.best(args.directory)  # before the rows: it may be a file of them
     rows = SampleFiles(find_files(args.rows), labelled=None)
     model = load(args.directory, storage=args.storage, scratch=args.scratch).to(device)
     scores = Scores()
@@ -140,6 +138,7 @@ def figures(result: Result) -> dict[str, Any]:
         "evaluations": [{**each._asdict(), "auc": finite(each.auc)} for each in result.evaluations],
         "best": {**result.best._asdict(), "auc": finite(result.best.auc)} if result.best is not None else None,
         "interrupted": result.interrupted,
+        "processes": result.job.size,
         "ids": result.model.embeddings.known(),
         "tables": [repr(table) for table in result.model.embeddings.stores()],
         "versions": versions(),

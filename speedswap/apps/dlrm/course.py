@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from torch.optim import Optimizer
 
+from speedswap.apps.checkpoints import Pace
 from speedswap.apps.dlrm.model import DLRM
 from speedswap.apps.dlrm.samples import Position
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.ranks import Job
 
 __all__ = ["Evaluation", "Point", "Progress", "Result"]
 
@@ -56,6 +58,8 @@ class Result:
     """As after the last step; the best evaluation's is in the output directory."""
     optimizer: Optimizer
     lr: float
+    job: Job = field(default_factory=Job)
+    """The ranks that have trained it."""
     curve: list[Point] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     tested_samples: int = 0
@@ -97,9 +101,9 @@ class Progress:
     since: int = 0
     """Samples since the curve's last point."""
     window: Scores = field(default_factory=Scores)
-    """Their predictions."""
-    saved: bool = False
-    """True once the checkpoints in the output directory are this run's, or those of the resumed one."""
+    """This rank's predictions of them."""
+    pace: Pace = field(default_factory=Pace)
+    """Of checkpoints within an epoch."""
 
     def begin_epoch(self) -> None:
         self.epoch, self.step, self.read, self.done, self.position = self.epoch + 1, 0, 0, 0, Position()

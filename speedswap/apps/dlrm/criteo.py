@@ -7,6 +7,7 @@ many lines as a batch needs are read by one call of the compiled part.
 from __future__ import annotations
 
 import glob
+import os
 import re
 import stat
 import zlib
@@ -46,7 +47,7 @@ def find_files(patterns: Sequence[str | Path]) -> list[Path]:
     """Return the files of some paths and patterns with ``*``, ``?`` or ``[]``; those of one pattern by their numbers.
 
     Raises:
-        SamplesError: a pattern matches no file.
+        SamplesError: a pattern matches no file, or is empty.
 
     >>> find_files(["setup.p?", "nowhere/day_*"])
     Traceback (most recent call last):
@@ -54,13 +55,15 @@ def find_files(patterns: Sequence[str | Path]) -> list[Path]:
     """
     found: list[Path] = []
     for pattern in map(str, patterns):
-        if glob.has_magic(pattern) and not Path(pattern).exists():
+        if not pattern:
+            raise SamplesError("samples has an empty name: give files, or patterns such as 'day_*.gz'")
+        if glob.has_magic(pattern) and not os.path.exists(pattern):
             paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True), key=by_number)]
             paths = [path for path in paths if path.is_file()]
             if not paths:
                 raise SamplesError(f"samples {pattern} matches no file: give files, or patterns such as 'day_*.gz'")
             found += paths
-        elif Path(pattern).is_dir():
+        elif os.path.isdir(pattern):
             raise SamplesError(f"samples {pattern} is a directory: give its files, as in '{pattern}/*'")
         else:
             found.append(Path(pattern))
@@ -77,7 +80,7 @@ class SampleFiles:
 
     Args:
         paths: text, plain or gzip, or Parquet.
-        labelled: True if the rows have a label; None to tell by each file's first one.
+        labelled: True if the rows have a label; None to tell by the first row, which the others must be like.
 
     Raises:
         SamplesError: also while reading: a file is missing or damaged, or a line is malformed. The message names file,
@@ -152,7 +155,8 @@ class SampleFiles:
     def _open(self, file: int) -> None:
         """Begin with a file, or end after the last one."""
         self._file, self._line, self._text = file, 1, b""
-        self._samples = self._checksum = self._packed = self._start = 0
+        self._samples = self._packed = self._start = 0
+        self._checksum = zlib.crc32(" ".join(map(str, self._sizes[:file])).encode())  # 0 for the first
         if file == len(self._paths):
             return
         path = self._paths[file]
@@ -161,6 +165,9 @@ class SampleFiles:
         else:
             self._bases, self._pieces = BASES, text_pieces(path)
             self._read_on()
+            if self._labelled is None and not self._text.strip(b"\r\n") and file + 1 < len(self._paths):
+                self._open(file + 1)  # an empty file has no first row
+                return
             if self._labelled is None:
                 self._labelled = self._text.lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(NAMES) - 2
             self._bases = BASES if self._labelled else BASES[1:]
@@ -180,7 +187,7 @@ class SampleFiles:
 
     def _malformed(self) -> SamplesError:
         """Describe the next line, which could not be read."""
-        line = self._text[self._start : self._text.index(b"\n", self._start)].rstrip(b"\r")
+        line = self._text[self._start : self._text.index(b"\n", self._start)].removesuffix(b"\r")
         where = f"samples {self._paths[self._file]}, line {self._line}"
         fields, names = line.split(b"\t"), NAMES[-len(self._bases) :]
         if len(fields) != len(names):
@@ -204,8 +211,9 @@ def size_of(path: Path) -> int:
     """
     try:
         found = path.stat()
-    except OSError as error:
-        raise SamplesError(f"samples {path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # such as a name that is too long, or has a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise SamplesError(f"samples {str(path)[:200]} cannot be read: {reason}") from error
     if not stat.S_ISREG(found.st_mode):
         raise SamplesError(f"samples {path} is not a regular file: write what it gives to one")
     return found.st_size

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import speedswap
 from speedswap.apps.dlrm.samples import CATEGORIES, NAMES
 from speedswap.apps.files import scratch_folder
+from speedswap.apps.options import ON_DISK
+from speedswap.apps.ranks import Job
 
 __all__ = ["Embeddings"]
 
 COLUMNS = NAMES[-CATEGORIES:]
 INIT_STD = 0.05
-TABLES = "tables"
-"""The folder of a checkpoint that has them."""
 
 
 class Embeddings(nn.Module):
@@ -37,7 +37,7 @@ class Embeddings(nn.Module):
         state_dtype: of the stored optimizer state, as for :class:`speedswap.Embedding`.
         scratch: the directory to make that in; the system's by default.
         seed: of the rows, which are normal with a deviation of 0.05.
-        source: a checkpoint, whose tables, ids and optimizer state are copied.
+        job: the ranks that own rows and ids, if they are more than one.
 
     Example:
         >>> embeddings = Embeddings(1000, 8)
@@ -58,13 +58,13 @@ class Embeddings(nn.Module):
         state_dtype: torch.dtype | None = None,
         scratch: Path | None = None,
         seed: int = 0,
-        source: Path | None = None,
+        job: Job | None = None,
     ) -> None:
         super().__init__()
         self._width = width
         folder = None
         self._remove_folder: Callable[[], object] | None = None
-        if storage == "memmap":
+        if storage in ON_DISK:
             folder, self._remove_folder = scratch_folder(self, scratch)
         seeds = np.random.SeedSequence(seed).generate_state(CATEGORIES, np.uint64).tolist()
         configs = []
@@ -80,16 +80,9 @@ class Embeddings(nn.Module):
                 id_map=ids,
             )
             configs.append(config)
-        make = speedswap.EmbeddingBagCollection
-        if source is None:
-            self.collection = make(configs, storage=storage, path=folder)
-        elif folder is None:
-            self.collection = make.load(configs, source / TABLES, storage=storage)
-        else:
-            saved = make.open(configs, source / TABLES, mode="r")
-            saved.save(folder / TABLES)
-            saved.close()
-            self.collection = make.open(configs, folder / TABLES)
+        self.collection = speedswap.EmbeddingBagCollection(
+            configs, storage=storage, path=folder, scratch=folder is not None, **(job or Job()).of_tables()
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of ids, int64, shape (26, n); the vectors' shape is (n, 26, width)."""
@@ -107,10 +100,6 @@ class Embeddings(nn.Module):
     def stores(self) -> list[speedswap.Table]:
         """Return the tables that hold those of the categories."""
         return [group.table for group in self.collection.groups]  # type: ignore[misc]
-
-    def save(self, folder: Path) -> None:
-        """Write tables, ids and optimizer state into the folder of a checkpoint."""
-        self.collection.save(folder / TABLES)
 
     def close(self) -> None:
         """Close the tables, and remove those in a temporary directory."""

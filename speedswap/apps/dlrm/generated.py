@@ -37,7 +37,7 @@ class GeneratedSamples:
 
     Column c of 26 has 10 ids at first and ``ids`` at last, drawn by popularity; every second one of the large columns
     gains an id per hundred samples, which is its most popular one for a while. A category is missing in a twentieth of
-    the samples. About a quarter of the labels are 1.
+    the samples. About a third of the labels are 1.
 
     Sample n is a function of (seed, ids, n) alone: memory holds 4,096 of them, whatever the number.
 

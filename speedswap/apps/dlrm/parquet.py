@@ -56,7 +56,11 @@ def parquet_pieces(path: Path, *, labelled: bool | None) -> tuple[str, Iterator[
         file = parquet.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise SamplesError(f"samples {path} is not a whole Parquet file ({error}): make it or copy it again") from error
-    found = columns_of(file.schema_arrow.names, path, labelled)
+    names = file.schema_arrow.names
+    found = columns_of(names, path, labelled)
+    for name in found:
+        if names.count(name) > 1:
+            raise SamplesError(f"samples {path} has {names.count(name)} columns {name!r}: give each a name of its own")
     bases = "b" if len(found) == len(NAMES) else ""
     for place, name in enumerate(found[-len(NAMES) + 1 :]):
         kind = file.schema_arrow.field(name).type

@@ -52,7 +52,7 @@ class Position(NamedTuple):
     samples: int = 0
     """Samples read of the next one."""
     checksum: int = 0
-    """CRC-32 of the text of those."""
+    """CRC-32 of the sizes of the former and the text of the latter."""
 
 
 class Source(Protocol):

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Scores"]
+from speedswap.apps.ranks import Job
+
+__all__ = ["Quality", "Scores"]
 
 PENDING = 1 << 18
 """Scores that are kept as they come, before equal ones are counted."""
+
+
+class Quality(NamedTuple):
+    """The quality of some predictions, as :class:`Scores` has it."""
+
+    samples: float
+    auc: float
+    log_loss: float
+    rate: float
+    base_loss: float
 
 
 class Scores:
@@ -56,27 +69,49 @@ class Scores:
     @property
     def auc(self) -> float:
         """The area under the ROC curve: the probability that a positive sample has a higher score than a negative one,
-        where equal scores count half (Hanley and McNeil 1982). NaN where all labels are equal.
+        where equal scores count half (Hanley and McNeil 1982). NaN where all labels are equal, or a score is NaN.
         """
-        negatives, positives = self._count()[1]
+        scores, (negatives, positives) = self._count()
+        if scores.isnan().any():
+            return math.nan
         pairs = int(negatives.sum()) * int(positives.sum())
         below = negatives.cumsum(0) - negatives
         return (positives * (2 * below + negatives)).sum().item() / (2 * pairs) if pairs else math.nan
 
     @property
     def log_loss(self) -> float:
-        """The mean binary cross-entropy; NaN without samples."""
+        """The mean binary cross-entropy; infinite if an infinite score is wrong, NaN without samples."""
         logits, (negatives, positives) = self._count()
         total = positives.sum() + negatives.sum()
-        logits = logits.double()
-        losses = positives * F.softplus(-logits) + negatives * F.softplus(logits)
-        return float(losses.sum() / total)
+        losses = [
+            (counts * F.softplus(margins))[counts > 0].sum()  # 0 · ∞ counts as 0
+            for counts, margins in ((positives, -logits.double()), (negatives, logits.double()))
+        ]
+        return float(sum(losses) / total)
 
     @property
     def base_loss(self) -> float:
         """The log loss of predicting the share of positive labels for every sample."""
         rate = self.rate
         return -sum(share * math.log(share) for share in (rate, 1 - rate) if share)
+
+    def of_all(self, job: Job) -> Scores:
+        """Return the predictions of all ranks, on the first; on the others none."""
+        if job.size == 1:
+            return self
+        scores, counts = self._count()
+        collected = job.collect(torch.cat([scores.double().view(torch.int64).unsqueeze(1), counts.T], dim=1))
+        found, (scores, places) = Scores(), torch.unique(collected[:, 0].view(torch.float64), return_inverse=True)
+        total = torch.zeros(len(scores), 2, dtype=torch.int64).index_add_(0, places, collected[:, 1:])
+        found.restore((scores.float(), total.T.contiguous()))
+        return found
+
+    def quality(self, job: Job) -> Quality:
+        """Return the quality of the predictions of all ranks, on every rank."""
+        found = self.of_all(job)
+        if not job.leads:
+            return Quality(*job.add_up(*(0.0 for _ in Quality._fields)))
+        return Quality(*job.add_up(len(found), found.auc, found.log_loss, found.rate, found.base_loss))
 
     def state(self) -> tuple[Tensor, Tensor]:
         """Return the scores and their counts, for :meth:`restore`."""

@@ -13,6 +13,7 @@ from typing import ClassVar
 from speedswap.apps import options
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
 from speedswap.apps.errors import SettingsError
+from speedswap.apps.launched import share_of_machine
 from speedswap.apps.options import Options, check_memory, named_optimizer, one_of, option, shortened, whole, widths
 
 __all__ = ["Settings"]
@@ -90,7 +91,7 @@ class Settings(Options):
         check=lambda name, value: named_optimizer(value),
     )
     lr: float | None = options.lr()
-    batch: int = option(4096, "samples per step", check=whole(1, 2**31))
+    batch: int = option(4096, "samples per step, of all processes together", check=whole(1, 2**31))
     evaluate_every: int | None = option(
         None,
         "steps after which to test and to save a checkpoint, beside the end of an epoch",
@@ -102,19 +103,22 @@ class Settings(Options):
     device: str | None = options.device()
     seed: int = options.seed()
     scratch: Path | None = options.scratch("memmap tables, which are temporary")
-    lookahead: int = options.lookahead()
+    lookahead: int | None = options.lookahead()
 
     def __post_init__(self) -> None:
         for name in ("samples", "test"):
-            object.__setattr__(self, name, tuple(map(str, getattr(self, name))))
+            value = getattr(self, name)
+            files = (value,) if isinstance(value, str | Path) else value
+            if isinstance(files, tuple | list) and all(isinstance(each, str | Path) for each in files):
+                object.__setattr__(self, name, tuple(map(str, files)))
         super().__post_init__()
         if self.test and not self.samples:
             raise SettingsError(f"test is {','.join(self.test)}, but samples is empty: give both, or leave test out")
         check_memory("the layers with their gradients and moments", self.dense_bytes(), "give narrower layers")
-        rows = 0 if self.storage == "memmap" else FLOAT_BYTES * self.dim
+        rows = 0 if self.storage in options.ON_DISK else FLOAT_BYTES * self.dim
         check_memory(
             f"capacity {self.capacity:,} for each of {CATEGORIES} tables",
-            CATEGORIES * self.capacity * (24 + rows),
+            share_of_machine(CATEGORIES * self.capacity * (24 + rows)),
             "lower it, or give storage memmap",
         )
         check_memory(

@@ -12,6 +12,7 @@ from speedswap.apps.dlrm.generated import GeneratedSamples
 from speedswap.apps.dlrm.samples import Position, Samples, Source
 from speedswap.apps.dlrm.settings import Settings
 from speedswap.apps.errors import SamplesError
+from speedswap.apps.ranks import Job
 
 __all__ = ["Batch", "Data"]
 
@@ -19,9 +20,11 @@ TESTED_AT_ONCE = 1 << 14
 
 
 class Batch(NamedTuple):
-    """Samples of one step, and the place after them in the source."""
+    """Samples of one step, or a rank's share of them, and the place after them in the source."""
 
     samples: Samples
+    size: int
+    """Samples of all shares."""
     position: Position
     read: int
     """Samples read of the epoch, with those set apart."""
@@ -40,13 +43,15 @@ class Data:
 
     Args:
         settings: ``samples``, ``test``, ``holdout`` and ``test_samples``; and ``generate``, ``ids`` and ``seed``.
+        job: the ranks, each of which gets its share of what all of them read.
 
     Raises:
         SamplesError: the first samples cannot be read, or there is none to test on.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, job: Job | None = None) -> None:
         self._settings = settings
+        self._job = job or Job()
         self._files = find_files(settings.samples)
         self._test_files = find_files(settings.test)
         self._every = 0 if self._test_files else settings.holdout
@@ -92,10 +97,10 @@ class Data:
                 samples = samples.take(numbers % every != every - 1)
             if not samples.size:
                 return
-            yield Batch(samples, source.position, read, source.done)
+            yield Batch(self._share(samples), samples.size, source.position, read, source.done)
 
     def tested(self) -> Iterator[Samples]:
-        """Yield the samples to test on, ``test_samples`` at most."""
+        """Yield the samples to test on, ``test_samples`` at most, or a rank's share of them."""
         source: Source = SampleFiles(self._test_files) if self._test_files else self.open()
         every, left = self._every or 1, self._settings.test_samples
         count = max(1, TESTED_AT_ONCE // every) * every  # whole groups, whose last samples are set apart
@@ -103,4 +108,9 @@ class Data:
             samples = samples.take(torch.arange(every - 1, samples.size, every)[:left])
             left -= samples.size
             if samples.size:
-                yield samples
+                yield self._share(samples)
+
+    def _share(self, samples: Samples) -> Samples:
+        if self._job.size == 1:
+            return samples
+        return samples.take(torch.arange(samples.size)[self._job.share(samples.size)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.checkpoints import Place, clean
+from speedswap.apps.checkpoints import Place, require_same
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, make_model
 from speedswap.apps.dlrm.course import Evaluation, Point, Progress, Result
 from speedswap.apps.dlrm.model import DLRM
@@ -23,9 +25,14 @@ from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import Settings
 from speedswap.apps.dlrm.stream import Batch, Data
 from speedswap.apps.errors import SamplesError, SettingsError
+from speedswap.apps.files import remove_leftovers
 from speedswap.apps.options import check_loss
+from speedswap.apps.ranks import Job
 from speedswap.apps.running import Shown, Stop, listening, show_progress
-from speedswap.errors import IdMapFullError
+from speedswap.errors import IdMapFullError, PeerError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["evaluate", "prefetched", "train", "train_step"]
 
@@ -39,25 +46,32 @@ def train(
     settings: Settings,
     *,
     output: str | os.PathLike[str] | None = None,
-    resume: bool = False,
+    resume: bool | None = None,
     progress: bool = True,
     stop: Stop | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Result:
     """Train a model that predicts clicks, and test it after each epoch, or more often.
 
     Ctrl-C and SIGTERM end the training after the steps in progress; the result is then that of the steps so far, with
     ``interrupted`` set. A malformed line ends it too, with an error, and a checkpoint of the steps before: once the
-    line is corrected, ``resume`` goes on from there.
+    line is corrected, the run goes on from there.
+
+    Where torch.distributed is initialized, the ranks train one model: each reads all samples, owns a part of the rows
+    and of the ids, and trains on its share of every batch. The result is that of one process but for the order of sums,
+    until a full table evicts ids: each rank evicts its own. No rows are fetched ahead.
 
     Args:
         settings: of the run.
         output: the directory for checkpoints, of the last and of the best evaluation; without it none are written.
-        resume: go on from the last checkpoint there, to the same result as without the interruption, or to more epochs,
-            also with other samples from the next epoch on. Without ``resume`` a run starts over, and its first
-            checkpoint replaces the existing ones.
-        progress: show a line per evaluation, and a progress bar on standard error (needs tqdm).
+        resume: None to go on with the run there if it is unfinished and has the same settings, from its last
+            checkpoint, to the same result as without the interruption; a line says so. True to insist on that, also to
+            give a finished run more epochs, with other samples from the next epoch on too. False to start over. A run
+            that starts over replaces the existing checkpoints with its first.
+        progress: show a line per evaluation, and a progress bar on standard error (needs tqdm), on the first rank.
         stop: the caller's request to end, which listens from the first step on, also after the training; by default
             one for the training alone.
+        process_group: the ranks that train the model; all of them by default.
 
     Raises:
         SamplesError: samples cannot be read, or there is none to test on.
@@ -68,22 +82,27 @@ def train(
 
     Source: Naumov et al., 2019, arXiv:1906.00091.
     """
-    device = settings.compute_device()
+    device, job = settings.compute_device(), Job.of(process_group)
+    progress = progress and job.leads
     folder = Path(output) if output is not None else None
-    checkpoint = DLRMCheckpoint.latest(folder) if resume else None
+    checkpoint = DLRMCheckpoint.last(folder, resume)
     if checkpoint is not None:
-        checkpoint.check(settings)
-    data = Data(settings)
-    model = make_model(settings, checkpoint).to(device)
+        checkpoint = checkpoint.chosen(resume, settings, functools.partial(checkpoint.check, settings))
+    require_same(job, checkpoint)
+    if checkpoint is not None and progress:
+        print(checkpoint, flush=True)
+    data = Data(settings, job)
+    model = make_model(settings, job).to(device)
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
-    result = Result(settings, model, optimizer, float(optimizer.param_groups[0]["lr"]))
+    job.sum_gradients(optimizer, model.dense().values())
+    result = Result(settings, model, optimizer, float(optimizer.param_groups[0]["lr"]), job)
     at = Progress()
     if checkpoint is not None:
         restore(checkpoint, result, at)
-    if folder is not None:
-        clean(folder)
-    with listening(stop) as stopped:
+    if folder is not None and job.leads:
+        remove_leftovers(folder)
+    with listening(stop, job) as stopped:
         run_epochs(result, at, data, folder, stopped, progress)
     return result
 
@@ -98,7 +117,7 @@ def run_epochs(result: Result, at: Progress, data: Data, output: Path | None, st
                 source.seek(at.position)
             batches = data.batches(source, at.read)
             try:
-                while run_segment(result, at, batches, stopped, shown):
+                while run_segment(result, at, batches, output, stopped, shown):
                     test(result, at, data, Place(at.epoch, at.step))
                     save(result, at, output)
                     shown.write(str(result.evaluations[-1]))
@@ -108,32 +127,43 @@ def run_epochs(result: Result, at: Progress, data: Data, output: Path | None, st
                     return
                 draw_point(result, at)
                 test(result, at, data, Place(at.epoch + 1, 0))
-            except (SamplesError, IdMapFullError) as error:
-                saved = "" if output is None else "; the steps before are saved, and resume goes on from there"
-                save(result, at, output)
-                if isinstance(error, SamplesError):
-                    raise SamplesError(f"{error}{saved}") from error
+            except SamplesError as error:
+                saved = "" if output is None else "; the steps before are saved, and the same run goes on from there"
+                try:
+                    save(result, at, output)
+                except PeerError:  # whose samples are others
+                    saved = ""
+                raise SamplesError(f"{error}{saved}") from error
+            except IdMapFullError as error:
+                if result.job.size == 1:  # of several ranks one may have too many
+                    save(result, at, output)
+                remedy = "give evict lru or lfu" if settings.evict == "none" else "lower batch"
                 raise SettingsError(
                     f"capacity is {settings.capacity}, and a batch has more new ids than a table has room for: raise "
-                    "it, or give evict lru or lfu, and start over"
+                    f"it, or {remedy}, and start over"
                 ) from error
             at.begin_epoch()
             save(result, at, output)
             shown.write(str(result.evaluations[-1]))
 
 
-def run_segment(result: Result, at: Progress, batches: Iterator[Batch], stopped: Stop, shown: Shown) -> bool:
+def run_segment(
+    result: Result, at: Progress, batches: Iterator[Batch], output: Path | None, stopped: Stop, shown: Shown
+) -> bool:
     """Train until the next evaluation within the epoch, its end, or until stopped; return True in the first case."""
     settings, device = result.settings, result.settings.compute_device()
     every = settings.evaluate_every
-    first, started, before = at.step, time.perf_counter(), at.done
+    if is_due(result, at):  # it failed in the run that this one goes on from
+        return True
+    started, before = time.perf_counter(), at.done
     # Stopped before the lookahead, so that no id map has seen a batch that is not trained on.
     some = until_stopped(itertools.islice(batches, every and every - at.step % every), stopped)
-    for batch in prefetched(result.model, some, device, settings.lookahead):
+    depth = settings.lookahead_depth() if result.job.size == 1 else 0  # ids that ranks own are not asked for ahead
+    for batch in prefetched(result.model, some, device, depth):
         logits = train_step(result.model, result.optimizer, batch)
         at.step, at.read, at.position, at.done = at.step + 1, batch.read, batch.position, batch.done
-        at.trained, at.since = at.trained + len(logits), at.since + len(logits)
-        result.samples += len(logits)
+        at.trained, at.since = at.trained + batch.size, at.since + batch.size
+        result.samples += batch.size
         at.window.add(logits, batch.samples.labels)
         if at.since >= max(POINT_SAMPLES, at.trained // CURVE_POINTS):
             draw_point(result, at)
@@ -142,17 +172,31 @@ def run_segment(result: Result, at: Progress, batches: Iterator[Batch], stopped:
             shown.note(f"loss={result.curve[-1].loss:.4f}, AUC={result.curve[-1].auc:.4f}, {rate:,.0f} samples/s")
         shown.update(at.done - before)
         before = at.done
+        if stopped.poll(due=at.pace.is_due) and output is not None:
+            count_seconds(result, at, started)
+            save(result, at, output)
+            started = time.perf_counter()
+    count_seconds(result, at, started)
+    return is_due(result, at)
+
+
+def count_seconds(result: Result, at: Progress, started: float) -> None:
+    """Count the time since the segment's beginning, or its last checkpoint, as that of training."""
     seconds = time.perf_counter() - started
     at.seconds += seconds
     result.training_seconds += seconds
-    return every is not None and at.step > first and at.step % every == 0
 
 
-def until_stopped(batches: Iterable[Batch], stopped: Stop) -> Iterator[Batch]:
-    for batch in batches:
+def is_due(result: Result, at: Progress) -> bool:
+    """Tell whether the evaluation after so many steps within the epoch is still to come."""
+    every, evaluations = result.settings.evaluate_every, result.evaluations
+    done = bool(evaluations) and evaluations[-1][:2] == (at.epoch, at.step)
+    return bool(every and at.step and at.step % every == 0) and not done
+
+
+def until_stopped(batches: Iterator[Batch], stopped: Stop) -> Iterator[Batch]:
+    while not stopped.is_set() and (batch := next(batches, None)) is not None:
         yield batch
-        if stopped.is_set():
-            return
 
 
 def prefetched(model: DLRM, batches: Iterable[Batch], device: torch.device, depth: int) -> Iterable[Batch]:
@@ -162,9 +206,9 @@ def prefetched(model: DLRM, batches: Iterable[Batch], device: torch.device, dept
 
 
 def train_step(model: DLRM, optimizer: Optimizer, batch: Batch) -> Tensor:
-    """Take one training step on the batch's mean loss; return the logits from before it."""
+    """Take one training step on the batch's mean loss, or a share's part of it; return the logits from before it."""
     logits: Tensor = model(batch.samples)
-    loss = F.binary_cross_entropy_with_logits(logits, batch.samples.labels)
+    loss = F.binary_cross_entropy_with_logits(logits, batch.samples.labels, reduction="sum") / batch.size
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
@@ -175,7 +219,8 @@ def draw_point(result: Result, at: Progress) -> None:
     """End the samples since the curve's last point with a point."""
     if not at.since:
         return
-    point = Point(at.trained, at.window.log_loss, at.window.auc)
+    quality = at.window.quality(result.job)
+    point = Point(at.trained, quality.log_loss, quality.auc)
     check_loss(point.loss, lr=result.lr, optimizer=result.settings.optimizer, when=f"after {at.trained:,} samples")
     result.curve.append(point)
     at.window, at.since = Scores(), 0
@@ -184,10 +229,11 @@ def draw_point(result: Result, at: Progress) -> None:
 def test(result: Result, at: Progress, data: Data, place: Place) -> None:
     """Evaluate the model as of a place."""
     scores = evaluate(result.model, data.tested(), result.settings.compute_device())
-    loss = scores.log_loss
+    found = scores.quality(result.job)
+    loss = found.log_loss
     check_loss(loss, lr=result.lr, optimizer=result.settings.optimizer, when=f"after {at.trained:,} samples")
-    result.evaluations.append(Evaluation(*place, at.trained, scores.auc, loss, at.seconds))
-    result.tested_samples, result.base_rate, result.base_loss = len(scores), scores.rate, scores.base_loss
+    result.evaluations.append(Evaluation(*place, at.trained, found.auc, loss, at.seconds))
+    result.tested_samples, result.base_rate, result.base_loss = round(found.samples), found.rate, found.base_loss
 
 
 def evaluate(model: DLRM, tested: Iterable[Samples], device: torch.device) -> Scores:
@@ -202,30 +248,30 @@ def evaluate(model: DLRM, tested: Iterable[Samples], device: torch.device) -> Sc
 def save(result: Result, at: Progress, output: Path | None) -> None:
     if output is None:
         return
-    best = result.best
-    DLRMCheckpoint.save(
-        output,
-        Place(at.epoch, at.step),
-        keep=Place(best.epoch, best.step) if best is not None else None,
-        start_over=not at.saved,
-        model=result.model,
-        optimizer=result.optimizer,
-        settings=result.settings,
-        progress={
-            "read": (at.read, *at.position, at.done),
-            "trained": (at.trained, at.since),
-            "seconds": at.seconds,
-            "window": at.window.state(),
-            "curve": [tuple(point) for point in result.curve],
-            "evaluations": [tuple(evaluation) for evaluation in result.evaluations],
-            "tested": (result.tested_samples, result.base_rate, result.base_loss),
-        },
-    )
-    at.saved = True
+    best, window = result.best, at.window.of_all(result.job)
+    with at.pace.saving():
+        DLRMCheckpoint.save(
+            output,
+            Place(at.epoch, at.step),
+            trained=at.trained,
+            best=best.samples if best is not None else None,
+            model=result.model,
+            optimizer=result.optimizer,
+            settings=result.settings,
+            progress={
+                "read": (at.read, *at.position, at.done),
+                "trained": (at.trained, at.since),
+                "seconds": at.seconds,
+                "window": window.state(),
+                "curve": [tuple(point) for point in result.curve],
+                "evaluations": [tuple(evaluation) for evaluation in result.evaluations],
+                "tested": (result.tested_samples, result.base_rate, result.base_loss),
+            },
+        )
 
 
 def restore(checkpoint: DLRMCheckpoint, result: Result, at: Progress) -> None:
-    checkpoint.restore(result.model.dense(), result.optimizer)
+    checkpoint.restore(result.model, result.optimizer)
     with checkpoint.says_damaged():
         progress = checkpoint.content["progress"]
         at.epoch, at.step = checkpoint.place
@@ -233,8 +279,8 @@ def restore(checkpoint: DLRMCheckpoint, result: Result, at: Progress) -> None:
         at.position = Position(*position)
         at.trained, at.since = progress["trained"]
         at.seconds = progress["seconds"]
-        at.window.restore(progress["window"])
+        if result.job.leads:
+            at.window.restore(progress["window"])
         result.curve = [Point(*point) for point in progress["curve"]]
         result.evaluations = [Evaluation(*evaluation) for evaluation in progress["evaluations"]]
         result.tested_samples, result.base_rate, result.base_loss = progress["tested"]
-    at.saved = True

@@ -6,27 +6,23 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from speedswap.apps.checkpoints import FOLDER, Checkpoint, Place
+from speedswap.apps.checkpoints import RESTART, Checkpoint, Place
 from speedswap.apps.errors import CheckpointError
-from speedswap.apps.ncf.interactions import IdMap, Split
+from speedswap.apps.ncf.interactions import Split
 from speedswap.apps.ncf.model import MODELS, NCF
 from speedswap.apps.ncf.settings import Settings
-from speedswap.apps.ncf.splits import load_split, save_split
+from speedswap.apps.ncf.splits import arrays_of, split_of
 
 __all__ = ["NCFCheckpoint", "load"]
 
-SPLIT = "interactions.npz"
 EPOCH_FIGURES = 5
 """Number, loss, HR@10, NDCG@10 and seconds."""
 
 
 class NCFCheckpoint(Checkpoint):
-    """A checkpoint with the tables ``users`` and ``items``, and ``interactions.npz``: the interactions, and the ids of
-    users and items.
-    """
+    """A checkpoint with the interactions, and the ids of users and items."""
 
     deciding: ClassVar[tuple[str, ...]] = (
         *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users"),
@@ -39,8 +35,7 @@ class NCFCheckpoint(Checkpoint):
         output: Path,
         place: Place,
         *,
-        keep: Place | None,
-        start_over: bool,
+        best: int | None,
         model: NCF,
         optimizer: Optimizer,
         settings: Settings,
@@ -50,30 +45,26 @@ class NCFCheckpoint(Checkpoint):
         """Write a checkpoint, as :meth:`Checkpoint.write` does.
 
         Args:
-            output, place, keep, start_over: as there.
+            output, place: as there.
+            best: epochs until the best one, whose checkpoint stays.
             model, optimizer, settings, split, progress: the content.
 
         Raises:
             OutputError: it cannot be written; the existing checkpoints stay.
         """
-
-        def fill(folder: Path) -> None:
-            model.user.table.save(folder / "users")
-            model.item.table.save(folder / "items")
-            save_split(split, folder / SPLIT)
-
+        steps = -(-len(split.train) // settings.batch)
+        keep = None if best is None else best * steps
         cls.write(
             output,
-            place,
+            place.epoch * steps + place.step,
+            place=place,
             keep=keep,
-            start_over=start_over,
-            fill=fill,
+            best=keep,
             settings=settings,
-            dense=model.dense(),
+            model=model,
             optimizer=optimizer,
             layers=list(settings.layers),
-            num_users=split.train.num_users,
-            num_items=split.train.num_items,
+            split=arrays_of(split),
             ratings_checksum=split.train.checksum,
             ids_checksum=ids_checksum(split),
             progress=progress,
@@ -81,12 +72,10 @@ class NCFCheckpoint(Checkpoint):
 
     @classmethod
     def checked(cls, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the content of ``training.pt`` if it is complete; otherwise raise any error."""
-        # Former versions stored float32 only, without saying so.
-        content["settings"] = settings = {"state_dtype": "float32", **content["settings"]}
-        progress = content["progress"]
-        sizes = (content["num_users"], content["num_items"], settings["epochs"], settings["factors"])
-        if not all(isinstance(size, int) and 0 < size < 2**48 for size in (*sizes, *content["layers"])):
+        """Return the content if it is complete; otherwise raise any error."""
+        settings, progress = content["settings"], content["progress"]
+        sizes = (settings["epochs"], settings["factors"], *content["layers"])
+        if not all(isinstance(size, int) and 0 < size < 2**48 for size in sizes):
             raise ValueError("its sizes are not those of a model")
         if settings["model"] not in MODELS:
             raise ValueError("its settings are not complete")
@@ -104,10 +93,10 @@ class NCFCheckpoint(Checkpoint):
         """
         self.check_settings(settings)
         self.check_epochs(settings.epochs)
-        same_ids = self.content.get("ids_checksum", ids_checksum(split)) == ids_checksum(split)
+        same_ids = self.content["ids_checksum"] == ids_checksum(split)
         if split.train.checksum != self.content["ratings_checksum"] or not same_ids:
             raise CheckpointError(
-                f"the ratings are not those of the checkpoint {self.folder}: give the same, or start without resume"
+                f"the ratings are not those of the checkpoint {self.folder}: give the same, or {RESTART}"
             )
 
     def change_of_schedule(self, settings: Settings) -> str | None:
@@ -139,33 +128,25 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
         items, scores = model.recommend(["anna", "bob"], k=5)
     """
     remedy = "give the output directory of a run"
-    progress = NCFCheckpoint.latest(Path(output), remedy).content["progress"]
-    if not progress["epochs"]:
-        raise CheckpointError(f"output {output} has no completed epoch: let the run go on with resume")
-    number, *_ = max(progress["epochs"], key=lambda epoch: (epoch[2], epoch[3], -epoch[0]))
-    checkpoint = NCFCheckpoint.read(Path(output) / FOLDER, Place(number, 0))
+    best = NCFCheckpoint.read(Path(output), remedy=remedy).content["best"]
+    if best is None:
+        raise CheckpointError(f"output {output} has no completed epoch: let the run go on")
+    checkpoint = NCFCheckpoint.read(Path(output), best)
     content = checkpoint.content
+    split = split_of(content["split"], checkpoint.folder)
     with checkpoint.says_damaged():
         model = NCF(
-            content["num_users"],
-            content["num_items"],
+            split.train.num_users,
+            split.train.num_items,
             model=content["settings"]["model"],
             factors=content["settings"]["factors"],
             layers=content["layers"],
             storage=storage,
             scratch=scratch,
-            source=checkpoint.folder,
         )
-    checkpoint.restore(model.dense())
-    if "ids_checksum" in content:
-        model.know(load_split(checkpoint.folder / SPLIT))
-    else:  # of a former version, which kept the ids alone
-        model.user_ids, model.item_ids = old_ids(content["user_ids"]), old_ids(content["item_ids"])
+    checkpoint.restore(model)
+    model.know(split)
     return model
-
-
-def old_ids(ids: Tensor | None) -> IdMap | None:
-    return None if ids is None else IdMap(ids.numpy())
 
 
 def ids_checksum(split: Split) -> list[int | None]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedswap.apps import options
-from speedswap.apps.checkpoints import FOLDER
+from speedswap.apps.checkpoints import FOLDER, add_resume
 from speedswap.apps.ncf.checkpoint import load
 from speedswap.apps.ncf.settings import Settings, parse_columns
 from speedswap.apps.ncf.training import Result, train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions
-from speedswap.apps.running import Stop
+from speedswap.apps.running import Stop, begun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,12 +36,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     Settings.add_arguments(parser)
     add_output(parser, "ncf-output")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the last checkpoint in the output directory, also of a finished run to more --epochs; without "
-        "this a run starts over, and its checkpoints replace those there",
-    )
+    add_resume(parser)
     parser.set_defaults(run=run)
     parser = commands.add_parser(
         "recommend",
@@ -63,9 +58,14 @@ def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
     settings = Settings.of(args, columns=None if args.columns is None else parse_columns(args.columns))
     check_output(args.output, FOLDER)
-    with Stop() as stop:
+    with begun(settings.compute_device()) as (job, stop):
         result = train(settings, output=args.output, resume=args.resume, stop=stop)
-        files = save(result, args.output)
+        return finish(result, args.output, stop) if job.leads else stop.status_of(result.interrupted)
+
+
+def finish(result: Result, output: Path, stop: Stop) -> int:
+    """Save and print a run's outcome; return the exit status."""
+    files = save(result, output)
     best, popular = result.best, result.baseline
     print(
         f"{len(result.split.train):,} interactions of {result.split.train.num_users:,} users with "
@@ -74,11 +74,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if best is not None:
         print(f"best of {len(result.epochs)}: {best}")
-    if result.interrupted:
-        print(f"{stop.word}: the training so far is saved, and --resume goes on from there")
-    print("saved", ", ".join(map(str, [*files, args.output / FOLDER])))
     result.model.close()
-    return stop.status if result.interrupted else 0
+    return stop.report(result.interrupted, [*files, output / FOLDER])
 
 
 def recommend(args: argparse.Namespace) -> int:
@@ -125,6 +122,7 @@ def figures(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "training_seconds": round(result.training_seconds, 3),
         "interrupted": result.interrupted,
+        "processes": result.job.size,
         "tables": [repr(result.model.user.table), repr(result.model.item.table)],
         "versions": versions(),
     }

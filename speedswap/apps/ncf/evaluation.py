@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from speedswap.apps.errors import RatingsError
 from speedswap.apps.ncf.interactions import Ids, Interactions, Split
 from speedswap.apps.options import check_memory
+from speedswap.apps.ranks import Job
 
 __all__ = ["TOP", "Candidates", "Ranking", "evaluate", "popularity_baseline", "rank", "ranking"]
 
@@ -93,15 +94,24 @@ def number_among_unseen(pairs: Interactions, users: Ids, items: Ids) -> Ids:
     return items - seen_before
 
 
-def evaluate(model: nn.Module, candidates: Candidates, device: torch.device) -> Ranking:
-    """Rank each user's item among the candidates by the model's scores (He et al. 2017, section 4.1)."""
-    places = []
+def evaluate(model: nn.Module, candidates: Candidates, device: torch.device, job: Job | None = None) -> Ranking:
+    """Rank each user's item among the candidates by the model's scores (He et al. 2017, section 4.1).
+
+    Args:
+        model: returns scores for users and items.
+        candidates: the same on every rank.
+        device: of the model.
+        job: the ranks, each of which ranks for its share of the users.
+    """
+    job, places = job or Job(), []
     chunk = max(1, CHUNK_SCORES // candidates.items.shape[1])
     with torch.no_grad():
         for first in range(0, len(candidates.users), chunk):
-            users, items = (ids[first : first + chunk].to(device) for ids in (candidates.users, candidates.items))
+            both = (ids[first : first + chunk] for ids in (candidates.users, candidates.items))
+            users, items = (ids[job.share(len(ids))].to(device) for ids in both)
             places.append(rank(model(users, items)).cpu())
-    return ranking(torch.cat(places))
+    hr, ndcg = job.add_up(*gains(torch.cat(places)))
+    return Ranking(hr / len(candidates.users), ndcg / len(candidates.users))
 
 
 def rank(scores: Tensor) -> Tensor:
@@ -111,9 +121,15 @@ def rank(scores: Tensor) -> Tensor:
 
 def ranking(places: Tensor) -> Ranking:
     """Return HR@10 and NDCG@10 of places from 0."""
+    hits, gain = gains(places)
+    return Ranking(hits / len(places), gain / len(places))
+
+
+def gains(places: Tensor) -> tuple[float, float]:
+    """Return the sums of which HR@10 and NDCG@10 are the means."""
     hit = places < TOP
     gain = torch.where(hit, 1 / torch.log2(places.double() + 2), 0.0)
-    return Ranking(hit.double().mean().item(), gain.mean().item())
+    return hit.double().sum().item(), gain.sum().item()
 
 
 def popularity_baseline(split: Split, candidates: Candidates) -> Ranking:

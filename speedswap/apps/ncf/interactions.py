@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap.apps.errors import RatingsError
+from speedswap.apps.ranks import Job
 
 if TYPE_CHECKING:
     from speedswap.apps.ncf.ratings import Source
@@ -231,12 +232,15 @@ class Batch(NamedTuple):
     """int64, shape (users, 1 + negatives): an item that the user interacted with, then negatives."""
     labels: Tensor
     """float32, as ``items``: 1 for the first, 0 for the others."""
+    size: int
+    """Users of the whole batch, of which these are a rank's share."""
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; to a GPU through pinned memory, so that the host does not wait."""
-        if device.type == "cuda":
-            return Batch(*(tensor.pin_memory().to(device, non_blocking=True) for tensor in self))
-        return Batch(*(tensor.to(device) for tensor in self))
+        is_gpu = device.type == "cuda"
+        tensors = (tensor.pin_memory() if is_gpu else tensor for tensor in self[:3])
+        users, items, labels = (tensor.to(device, non_blocking=is_gpu) for tensor in tensors)
+        return Batch(users, items, labels, self.size)
 
 
 class Batches:
@@ -252,10 +256,19 @@ class Batches:
         negatives: for each positive, drawn evenly from all items that the user has not interacted with in ``train``.
         seed: of order and negatives.
         start: the batch to begin with.
+        job: the ranks, each of which gets its share of every batch.
     """
 
     def __init__(
-        self, train: Interactions, *, epoch: int, size: int, negatives: int, seed: int, start: int = 0
+        self,
+        train: Interactions,
+        *,
+        epoch: int,
+        size: int,
+        negatives: int,
+        seed: int,
+        start: int = 0,
+        job: Job | None = None,
     ) -> None:
         self._train = train
         self._epoch = epoch
@@ -263,6 +276,7 @@ class Batches:
         self._negatives = negatives
         self._seed = seed
         self._start = start
+        self._job = job or Job()
 
     def __len__(self) -> int:
         return -(-len(self._train) // self._size) - self._start
@@ -284,7 +298,9 @@ class Batches:
                 "no negatives to draw: leave the user out"
             )
         numbers = rng.integers(0, unseen[:, None], size=(len(users), self._negatives))
+        size, share = len(users), self._job.share(len(users))
+        users, items, numbers = users[share], items[share], numbers[share]
         columns = np.concatenate([items[:, None], self._train.unseen(users[:, None], numbers)], axis=1)
         labels = torch.zeros(columns.shape)
         labels[:, 0] = 1
-        return Batch(torch.from_numpy(users), torch.from_numpy(columns), labels)
+        return Batch(torch.from_numpy(users), torch.from_numpy(columns), labels, size)

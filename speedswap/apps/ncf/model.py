@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
-from speedswap.apps.files import copy_table, scratch_folder
+from speedswap.apps.files import scratch_folder
 from speedswap.apps.ncf.interactions import IdMap, Ids, Split
+from speedswap.apps.options import ON_DISK
+from speedswap.apps.ranks import Job
 
 __all__ = ["MODELS", "NCF", "Recommendations"]
 
@@ -59,7 +61,7 @@ class NCF(nn.Module):
         scratch: the directory to make that in; the system's by default.
         state_dtype: of the stored optimizer state, as for ``speedswap.Embedding``.
         seed: of all initial values; rows are normal with a deviation of 0.01, as in the paper.
-        source: a directory with saved tables ``users`` and ``items``, which are copied, the optimizer's state too.
+        job: the ranks that own the rows, if they are more than one.
 
     Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
 
@@ -83,7 +85,7 @@ class NCF(nn.Module):
         state_dtype: torch.dtype | None = None,
         scratch: Path | None = None,
         seed: int = 0,
-        source: Path | None = None,
+        job: Job | None = None,
     ) -> None:
         super().__init__()
         self.user_ids: IdMap | None = None
@@ -95,15 +97,15 @@ class NCF(nn.Module):
         self._mlp_width = layers[0] // 2 if model != "gmf" else 0
         folder = None
         self._remove_folder: Callable[[], object] | None = None
-        if storage == "memmap":
+        if storage in ON_DISK:
             folder, self._remove_folder = scratch_folder(self, scratch)
+        of_tables = (job or Job()).of_tables()
         # One seed for both would give row n of the two tables the same values.
         seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
 
         def embedding(name: str, rows: int, seed: int) -> speedswap.Embedding:
             width = self._gmf_width + self._mlp_width
             path = folder and folder / name
-            table = copy_table(source / name, storage, path) if source is not None else None
             init = speedswap.init.normal(std=INIT_STD)
             return speedswap.Embedding(
                 rows,
@@ -113,8 +115,9 @@ class NCF(nn.Module):
                 init=init,
                 seed=seed,
                 name=name,
-                table=table,
                 state_dtype=state_dtype,
+                scratch=path is not None,
+                **of_tables,
             )
 
         self.user = embedding("users", num_users, seeds[0])

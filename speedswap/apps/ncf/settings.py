@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError
+from speedswap.apps.launched import share_of_machine
 from speedswap.apps.ncf.layout import check_columns
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.ratings import MISSING
@@ -105,7 +106,7 @@ class Settings(Options):
         check=lambda name, value: named_optimizer(value),
     )
     lr: float | None = options.lr()
-    batch: int = option(256, "interactions per step, each with its negatives", check=whole(1, 2**31))
+    batch: int = option(256, "interactions per step of all processes, each with its negatives", check=whole(1, 2**31))
     test_negatives: int = option(99, "items that each tested user's own is ranked among", check=whole(1, 2**31))
     test_users: int = option(50_000, "test so many users at most", check=whole(1, 2**62))
     storage: str = options.storage()
@@ -113,7 +114,7 @@ class Settings(Options):
     device: str | None = options.device()
     seed: int = options.seed()
     scratch: Path | None = options.scratch("memmap tables, which are temporary")
-    lookahead: int = options.lookahead()
+    lookahead: int | None = options.lookahead()
     columns: Mapping[str, str] | None = option(
         None,
         "which column is the user, item, rating or time, by its name or number, - for none: "
@@ -129,9 +130,9 @@ class Settings(Options):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.columns is not None:
             object.__setattr__(self, "columns", dict(self.columns))
-        super().__post_init__()
         if self.columns and self.ratings is None:
             raise SettingsError("columns is given, but no ratings: give a file, or leave columns out")
         check_memory("the layers with their gradients and moments", self.dense_bytes(), "give narrower layers")
@@ -162,8 +163,9 @@ class Settings(Options):
 
     def generated_bytes(self) -> int:
         """Return the peak memory of generated interactions, and of the tables' weights unless in files."""
-        rows = 0 if self.storage == "memmap" else FLOAT_BYTES * self.row_width()
-        return self.users * (24 + rows) + self.items * (40 + rows) + 32 * self.interactions
+        rows = 0 if self.storage in options.ON_DISK else FLOAT_BYTES * self.row_width()
+        tables = share_of_machine((self.users + self.items) * rows)
+        return self.users * 24 + self.items * 40 + tables + 32 * self.interactions
 
     def lr_left(self, progress: float) -> float:
         """Return the share of the learning rate that is left at a point between 0 and 1 of the run."""

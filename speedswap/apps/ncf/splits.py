@@ -1,4 +1,4 @@
-"""Splits made up, of any size, and splits in a file."""
+"""Splits made up, of any size, and splits as arrays."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speedswap.apps.errors import CheckpointError
-from speedswap.apps.files import open_archive, write_whole
 from speedswap.apps.ncf.interactions import IdMap, Ids, Interactions, Split, leave_one_out
 
-__all__ = ["generate_split", "load_split", "save_split"]
+__all__ = ["arrays_of", "generate_split", "split_of"]
 
 RANK = 4
 """The rank of the planted structure: tastes and items are vectors of this length."""
@@ -70,11 +69,11 @@ def chunked(count: int, size: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, count)
 
 
-# ---- in a file ------------------------------------------------------------------------------------------------------
+# ---- in a checkpoint ------------------------------------------------------------------------------------------------
 
 
-def save_split(split: Split, path: Path) -> None:
-    """Write a split as ``.npz``, durably: the end of each user's items, the items, and the ones to test with."""
+def arrays_of(split: Split) -> dict[str, NDArray[np.generic]]:
+    """Return a split as arrays: the end of each user's items, the items, and the ones to test with."""
     train = split.train
     counts = train.num_items - train.unseen_counts(np.arange(train.num_users))
     small = np.int32 if train.num_items <= 2**31 else np.int64
@@ -92,18 +91,20 @@ def save_split(split: Split, path: Path) -> None:
     for side, ids in (("user", split.user_ids), ("item", split.item_ids)):
         if ids is not None:
             arrays |= {f"{side}_{name}": values for name, values in ids.arrays().items()}
-    with write_whole(path) as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+    return arrays
 
 
-def load_split(path: Path) -> Split:
-    """Read a file of ``save_split``.
+def split_of(arrays: dict[str, NDArray[np.generic]], folder: Path) -> Split:
+    """Return the split that :func:`arrays_of` described.
+
+    Args:
+        arrays: from a checkpoint.
+        folder: of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: they do not fit together.
     """
     try:
-        arrays = read_arrays(path)
         num_items = int(arrays["num_items"])
         names = ("train_ends", "train_items", "test_users", "test_items")
         ends, items, users, taken = (arrays[name].astype(np.int64, copy=False) for name in names)
@@ -115,14 +116,9 @@ def load_split(path: Path) -> Split:
         for side, rows in (("user", len(ends)), ("item", num_items)):
             found = ids[side]
             check(found is None or len(found) == rows, f"its {side} ids are not {rows:,}")
-    except Exception as error:  # a damaged file may fail at any step
-        raise CheckpointError(f"checkpoint {path.parent}: {path.name} cannot be read ({error}): train again") from error
+    except Exception as error:  # arrays from anywhere may fail at any step
+        raise CheckpointError(f"checkpoint {folder}: interactions cannot be read ({error}): train again") from error
     return Split(Interactions(keys, len(ends), num_items), users, taken, ids["user"], ids["item"])
-
-
-def read_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
-    with open_archive(path) as file, np.load(file, allow_pickle=False) as saved:
-        return {name: saved[name] for name in saved.files}
 
 
 def check(right: object, problem: str) -> None:

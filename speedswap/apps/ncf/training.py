@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.checkpoints import Place, clean
+from speedswap.apps.checkpoints import Pace, Place, require_same
+from speedswap.apps.files import remove_leftovers
 from speedswap.apps.ncf.checkpoint import NCFCheckpoint
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
 from speedswap.apps.ncf.interactions import Batch, Batches, Split
@@ -24,7 +26,11 @@ from speedswap.apps.ncf.ratings import read_split
 from speedswap.apps.ncf.settings import Settings
 from speedswap.apps.ncf.splits import generate_split
 from speedswap.apps.options import check_loss
+from speedswap.apps.ranks import Job
 from speedswap.apps.running import Stop, listening, show_progress
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Epoch", "Result", "prefetched", "train", "train_step"]
 
@@ -61,6 +67,8 @@ class Result:
     baseline: Ranking
     """The ranking by popularity."""
     tested_users: int
+    job: Job = field(default_factory=Job)
+    """The ranks that have trained it."""
     epochs: list[Epoch] = field(default_factory=list)
     steps: int = 0
     """Steps of this run, without those before a resumption."""
@@ -82,34 +90,41 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    """Summed over the epoch's interactions on the device, so that no step waits for a GPU."""
-    saved: bool = False
-    """True once the checkpoints in the output directory are this run's, or those of the resumed one."""
+    """Summed over this rank's interactions of the epoch, on the device, so that no step waits for a GPU."""
+    pace: Pace = field(default_factory=Pace)
+    """Of checkpoints within the epoch."""
 
 
 def train(
     settings: Settings,
     *,
     output: str | os.PathLike[str] | None = None,
-    resume: bool = False,
+    resume: bool | None = None,
     progress: bool = True,
     stop: Stop | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Result:
     """Train a model of who takes what, testing it after each epoch.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
     ``interrupted`` set.
 
+    Where torch.distributed is initialized, the ranks train one model: each owns a part of the rows, trains on its share
+    of every batch and tests its share of the users. The result is that of one process but for the order of sums.
+
     Args:
         settings: of the run.
         output: the directory for checkpoints, of the last and of the best epoch; without it none are written.
-        resume: go on from the last checkpoint there, to the same result as without the interruption. A finished run
-            takes more epochs too: with a constant learning rate (Adagrad's) exactly as if it had had them at once; else
-            the rate goes on as that of a run of so many epochs, while the first ones had less, and a line says so.
-            Without ``resume`` a run starts over, and its first checkpoint replaces the existing ones.
-        progress: show the source of the ratings, a line per epoch, and a progress bar on standard error (needs tqdm).
+        resume: None to go on with the run there if it is unfinished and has the same settings and ratings, from its
+            last checkpoint, to the same result as without the interruption; a line says so. True to insist on that,
+            and to give a finished run more epochs: with a constant learning rate (Adagrad's) exactly as if it had had
+            them at once; else the rate goes on as that of a run of so many epochs, while the first ones had less, and a
+            line says so. False to start over. A run that starts over replaces the existing checkpoints with its first.
+        progress: show the source of the ratings, a line per epoch, and a progress bar on standard error (needs tqdm),
+            on the first rank.
         stop: the caller's request to end, which listens from the first step on, also after the training; by default
             one for the training alone.
+        process_group: the ranks that train the model; all of them by default.
 
     Raises:
         RatingsError: the ratings cannot be read, or have nothing to learn from or to test on.
@@ -120,9 +135,10 @@ def train(
 
     Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
     """
-    device = settings.compute_device()
+    device, job = settings.compute_device(), Job.of(process_group)
+    progress = progress and job.leads
     folder = Path(output) if output is not None else None
-    checkpoint = NCFCheckpoint.latest(folder) if resume else None
+    checkpoint = NCFCheckpoint.last(folder, resume)
     split = (
         read_split(settings.ratings, settings.columns, missing=settings.missing)
         if settings.ratings is not None
@@ -131,8 +147,11 @@ def train(
     if progress and split.source is not None:
         print(split.source, flush=True)
     if checkpoint is not None:
-        checkpoint.check(settings, split)
-        if progress and (change := checkpoint.change_of_schedule(settings)) is not None:
+        checkpoint = checkpoint.chosen(resume, settings, functools.partial(checkpoint.check, settings, split))
+    require_same(job, checkpoint)
+    if checkpoint is not None and progress:
+        print(checkpoint, flush=True)
+        if (change := checkpoint.change_of_schedule(settings)) is not None:
             print(change, flush=True)
     settings.check_step(len(split.train))
     candidates = Candidates.draw(
@@ -148,20 +167,21 @@ def train(
         state_dtype=getattr(torch, settings.state_dtype),
         scratch=settings.scratch,
         seed=settings.seed,
-        source=checkpoint.folder if checkpoint is not None else None,
+        job=job,
     ).to(device)
     model.know(split)
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
+    job.sum_gradients(optimizer, model.dense().values())
     lr = float(optimizer.param_groups[0]["lr"])
     baseline = popularity_baseline(split, candidates)
-    result = Result(settings, split, model, optimizer, lr, baseline, len(candidates.users))
+    result = Result(settings, split, model, optimizer, lr, baseline, len(candidates.users), job)
     at = Progress(loss=torch.zeros((), dtype=torch.float64, device=device))
     if checkpoint is not None:
         restore(checkpoint, result, at)
-    if folder is not None:
-        clean(folder)
-    with listening(stop) as stopped:
+    if folder is not None and job.leads:
+        remove_leftovers(folder)
+    with listening(stop, job) as stopped:
         run_epochs(result, at, candidates, folder, stopped, progress)
     return result
 
@@ -175,7 +195,7 @@ def run_epochs(
     progress: bool,
 ) -> None:
     """Train until the end or until stopped, and record the course in the result."""
-    settings, device = result.settings, at.loss.device
+    settings, device, job = result.settings, at.loss.device, result.job
     steps = -(-len(result.split.train) // settings.batch)
     with show_progress(settings.epochs * steps, at.epoch * steps + at.step, shown=progress) as shown:
         while at.epoch < settings.epochs:
@@ -186,25 +206,29 @@ def run_epochs(
                 negatives=settings.negatives,
                 seed=settings.seed,
                 start=at.step,
+                job=job,
             )
             started = time.perf_counter()
-            for batch in prefetched(result.model, batches, device, settings.lookahead):
+            for batch in prefetched(result.model, batches, device, settings.lookahead_depth()):
                 for group in result.optimizer.param_groups:
                     group["lr"] = result.lr * settings.lr_left((at.epoch * steps + at.step) / (settings.epochs * steps))
-                at.loss += train_step(result.model, result.optimizer, batch) * len(batch.users)
+                at.loss += train_step(result.model, result.optimizer, batch) * batch.size
                 at.step += 1
                 result.steps += 1
                 shown.update(1)
+                due = stopped.poll(due=at.pace.is_due)
                 if stopped.is_set():
                     break
-            loss = at.loss.item() / len(result.split.train)
-            seconds = time.perf_counter() - started
-            at.seconds += seconds
-            result.training_seconds += seconds
+                if output is not None and due and at.step < steps:
+                    count_seconds(result, at, started)
+                    save(result, at, output)
+                    started = time.perf_counter()
+            count_seconds(result, at, started)
+            loss = loss_of_all(result, at) / len(result.split.train)
             check_loss(loss, lr=result.lr, optimizer=settings.optimizer, when=f"in epoch {at.epoch + 1}")
             ended = at.step == steps
             if ended:
-                scores = evaluate(result.model, candidates, device)
+                scores = evaluate(result.model, candidates, device, job)
                 result.epochs.append(Epoch(at.epoch + 1, loss, *scores, at.seconds))
                 at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
                 at.loss.zero_()
@@ -217,6 +241,19 @@ def run_epochs(
                 return
 
 
+def loss_of_all(result: Result, at: Progress) -> float:
+    """Return the epoch's loss so far, summed over the ranks."""
+    (loss,) = result.job.add_up(at.loss.item())
+    return loss
+
+
+def count_seconds(result: Result, at: Progress, started: float) -> None:
+    """Count the time since the epoch, or its last checkpoint, as that of training."""
+    seconds = time.perf_counter() - started
+    at.seconds += seconds
+    result.training_seconds += seconds
+
+
 def prefetched(model: NCF, batches: Iterable[Batch], device: torch.device, depth: int) -> Iterable[Batch]:
     """Yield the batches on the device, while the rows of the next ones are prefetched."""
     on_device = (batch.to(device) for batch in batches)
@@ -226,8 +263,9 @@ def prefetched(model: NCF, batches: Iterable[Batch], device: torch.device, depth
 
 
 def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:
-    """Take one training step; return the batch's mean loss (equation 7)."""
-    loss = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels)
+    """Take one training step; return the batch's mean loss (equation 7), or the part of it that a rank's share has."""
+    losses = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels, reduction="sum")
+    loss = losses / (batch.size * batch.labels.shape[1])
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
@@ -235,26 +273,29 @@ def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:
 
 
 def save(result: Result, at: Progress, output: Path) -> None:
-    best = result.best
-    NCFCheckpoint.save(
-        output,
-        Place(at.epoch, at.step),
-        keep=Place(best.number, 0) if best is not None else None,
-        start_over=not at.saved,
-        model=result.model,
-        optimizer=result.optimizer,
-        settings=result.settings,
-        split=result.split,
-        progress={"seconds": at.seconds, "loss": at.loss.cpu(), "epochs": [tuple(epoch) for epoch in result.epochs]},
-    )
-    at.saved = True
+    best, loss = result.best, loss_of_all(result, at)
+    with at.pace.saving():
+        NCFCheckpoint.save(
+            output,
+            Place(at.epoch, at.step),
+            best=best.number if best is not None else None,
+            model=result.model,
+            optimizer=result.optimizer,
+            settings=result.settings,
+            split=result.split,
+            progress={
+                "seconds": at.seconds,
+                "loss": torch.tensor(loss, dtype=torch.float64),
+                "epochs": [tuple(epoch) for epoch in result.epochs],
+            },
+        )
 
 
 def restore(checkpoint: NCFCheckpoint, result: Result, at: Progress) -> None:
-    checkpoint.restore(result.model.dense(), result.optimizer)
+    checkpoint.restore(result.model, result.optimizer)
     progress = checkpoint.content["progress"]
     at.epoch, at.step = checkpoint.place
-    at.saved = True
     at.seconds = progress["seconds"]
-    at.loss += progress["loss"].to(at.loss.device)
+    if result.job.leads:
+        at.loss += progress["loss"].to(at.loss.device)
     result.epochs = [Epoch(*epoch) for epoch in progress["epochs"]]

@@ -13,7 +13,7 @@ view, and the host asks once per piece how many words stayed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from speedswap.apps.word2vec.corpus import END, Corpus, Passage
-from speedswap.batching.recovery import free_bytes
+from speedswap.apps.ranks import Job
+from speedswap.apps.word2vec.corpus import Corpus, Passage
 
-__all__ = ["BLOCK", "NOISE", "Batch", "DeviceSampler", "PairWeights", "Sampler", "pair_weights_bytes"]
+__all__ = [
+    "BLOCK",
+    "NOISE",
+    "NOISE_POWER",
+    "Batch",
+    "PairWeights",
+    "Position",
+    "Sampler",
+    "kept_share",
+    "numbered",
+    "pair_weights_bytes",
+]
 
 BLOCK = 32
 """Centers in a block."""
@@ -33,11 +44,23 @@ NOISE = 32
 NOISE_POWER = 0.75
 
 
+class Position(NamedTuple):
+    """A point in the course of all batches, from which they come again."""
+
+    epoch: int = 0
+    piece: int = 0
+    """Of the corpus, a passage on the CPU."""
+    batch: int = 0
+    """Batches of the piece that came before."""
+    random: Any = None
+    """The state of the random generator before the piece; None at the beginning."""
+
+
 class Batch(NamedTuple):
     """Some window blocks, drawn from anywhere in a passage."""
 
     centers: Tensor
-    """Ids, int64, shape (blocks, BLOCK)."""
+    """Ids, int64, shape (blocks, BLOCK); of a rank's share of the blocks, as the other tensors."""
     contexts: Tensor
     """Ids, int64, shape (blocks, BLOCK + 2 * window + NOISE): the words around, then the negatives."""
     left: Tensor
@@ -45,14 +68,16 @@ class Batch(NamedTuple):
     right: Tensor
     """The same after it."""
     pairs: Tensor
-    """Number of (center, context) pairs, an int64 scalar on the device, so that the host need not wait for it."""
+    """Number of (center, context) pairs in all shares, an int64 scalar on the device; the host need not wait for it."""
     corpus_words: float
     """The batch's share of the passage's ``corpus_words``."""
+    next: Position = Position()
+    """The point after the batch."""
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device."""
         centers, contexts, left, right, pairs = (tensor.to(device, non_blocking=True) for tensor in self[:5])
-        return Batch(centers, contexts, left, right, pairs, self.corpus_words)
+        return Batch(centers, contexts, left, right, pairs, *self[5:])
 
 
 class Sampler:
@@ -63,16 +88,31 @@ class Sampler:
         window: the largest distance between the words of a pair; each center's own is uniform in 1 to ``window``.
         sample: of the occurrences of a word with frequency f, (√(f / sample) + 1) · sample / f are kept; 0 keeps all.
         seed: of all draws.
+        job: the ranks, each of which gets its share of every batch. All of them draw all numbers.
 
     Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013; the
     formula of the kept share is that of its program, which differs from the paper's.
     """
 
-    def __init__(self, counts: NDArray[np.int64], *, window: int, sample: float, seed: int) -> None:
+    def __init__(
+        self, counts: NDArray[np.int64], *, window: int, sample: float, seed: int, job: Job | None = None
+    ) -> None:
         self.window = window
+        self._job = job or Job()
         self.kept_share = kept_share(counts, sample)
         self._cumulative = np.cumsum(counts**NOISE_POWER)
         self._random = np.random.default_rng(seed)
+
+    def all_batches(self, corpus: Corpus, epochs: int, blocks_per_batch: int, start: Position) -> Iterator[Batch]:
+        """Yield the batches of every epoch, from a point on."""
+        if start.random is not None:
+            self._random.bit_generator.state = start.random
+        for epoch in range(start.epoch, epochs):
+            for piece, passage in enumerate(corpus.passages(skip=start.piece), start.piece):
+                here = Position(epoch, piece, 0, self._random.bit_generator.state)
+                yield from numbered(self.batches(passage, blocks_per_batch), here, start.batch)
+                start = Position()
+            start = Position()
 
     def batches(self, passage: Passage, blocks_per_batch: int) -> Iterator[Batch]:
         """Yield a passage's window blocks in random order, ``blocks_per_batch`` at a time."""
@@ -86,16 +126,17 @@ class Sampler:
         left, right = (np.pad(reach, missing).reshape(blocks, BLOCK) for reach in (left, right))
         padded = np.pad(words, (self.window, self.window + missing[1])).astype(np.int64)
         around = np.lib.stride_tricks.sliding_window_view(padded, BLOCK + 2 * self.window)[::BLOCK]
-        negatives = self.negatives(blocks)
+        drawn = self._random.random((blocks, NOISE))
         order = self._random.permutation(blocks)
         for first in range(0, blocks, blocks_per_batch):
             chosen = order[first : first + blocks_per_batch]
-            near = around[chosen]
+            ours = chosen[self._job.share(len(chosen))]
+            near = around[ours]
             yield Batch(
                 torch.from_numpy(near[:, self.window : self.window + BLOCK].copy()),
-                torch.from_numpy(np.concatenate([near, negatives[chosen]], axis=1)),
-                torch.from_numpy(left[chosen]),
-                torch.from_numpy(right[chosen]),
+                torch.from_numpy(np.concatenate([near, self.negatives(drawn[ours])], axis=1)),
+                torch.from_numpy(left[ours]),
+                torch.from_numpy(right[ours]),
                 torch.tensor(left[chosen].sum() + right[chosen].sum()),
                 passage.corpus_words * len(chosen) / blocks,
             )
@@ -114,11 +155,17 @@ class Sampler:
         window = self._random.integers(1, self.window + 1, len(sentences))
         return np.minimum(before, window), np.minimum(after, window)
 
-    def negatives(self, blocks: int) -> NDArray[np.int64]:
-        """Draw words in proportion to count^0.75, shape (blocks, NOISE)."""
-        drawn = self._random.random((blocks, NOISE)) * self._cumulative[-1]
-        found: NDArray[np.int64] = np.searchsorted(self._cumulative[:-1], drawn, side="right")
+    def negatives(self, drawn: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return the words that numbers from 0 to 1 stand for, in proportion to count^0.75."""
+        found: NDArray[np.int64] = np.searchsorted(self._cumulative[:-1], drawn * self._cumulative[-1], side="right")
         return found
+
+
+def numbered(batches: Iterator[Batch], piece: Position, skip: int) -> Iterator[Batch]:
+    """Yield the batches of a piece but the first ``skip``, with their place in the course of all."""
+    for number, batch in enumerate(batches):
+        if number >= skip:
+            yield batch._replace(next=piece._replace(batch=number + 1))
 
 
 def kept_share(counts: NDArray[np.int64], sample: float) -> NDArray[np.float32]:
@@ -174,116 +221,3 @@ class PairWeights(nn.Module):
             float32, shape (blocks, BLOCK, BLOCK + 2 * window + NOISE): a row of the block's words for each center.
         """
         return F.embedding(left + self.first, self.left).add_(F.embedding(right + self.first, self.right))
-
-
-# ---- on the compute device ------------------------------------------------------------------------------------------
-
-PIECE_WORDS = 1 << 22
-"""Making their blocks takes about 60 bytes per word for a moment."""
-RESIDENT_SHARE = 0.25
-"""The most of the free memory for a corpus that stays on the device; a larger one is copied there in each epoch."""
-
-
-class Piece(NamedTuple):
-    """Some of the corpus, on the device."""
-
-    numbers: Tensor
-    """As the corpus has them, int32, shape (n,): sentence ends and rare words among them."""
-    corpus_words: int
-    """Number of words among them."""
-
-
-class DeviceSampler:
-    """A source of the same random choices made on a device, with a generator of that device.
-
-    They are distributed as those of :class:`Sampler`, but not the same: another generator, and blocks that are shuffled
-    within larger pieces of the text.
-
-    Args:
-        corpus: the text.
-        device: of the draws and of the batches.
-        window, sample, seed: as for :class:`Sampler`.
-    """
-
-    def __init__(self, corpus: Corpus, device: torch.device, *, window: int, sample: float, seed: int) -> None:
-        self.window = window
-        self._corpus = corpus
-        self._device = device
-        position = corpus.position
-        shares = np.append(kept_share(corpus.counts, sample), np.float32(0))  # the last is for words without a position
-        self._position = torch.from_numpy(position).to(device)
-        self._kept_share = torch.from_numpy(shares[position]).to(device)
-        # In double precision: the rarest of millions of words have less than float32 resolves.
-        self._cumulative = torch.from_numpy(np.cumsum(corpus.counts**NOISE_POWER)).to(device)
-        self._noise_sum = float(self._cumulative[-1])
-        self._random = torch.Generator(device).manual_seed(seed)
-        self._resident: list[Piece] | None = None
-
-    def batches(self, epochs: int, blocks_per_batch: int) -> Iterator[Batch]:
-        """Yield the corpus's window blocks, ``blocks_per_batch`` at a time, in random order within each piece."""
-        for _ in range(epochs):
-            for piece in self._pieces():
-                yield from self._of_piece(piece, blocks_per_batch)
-
-    def _pieces(self) -> Iterator[Piece]:
-        if self._resident is None:
-            free = free_bytes(self._device)
-            if free is None or self._corpus.nbytes > RESIDENT_SHARE * free:
-                yield from self._loaded()
-                return
-            self._resident = list(self._loaded())
-        yield from self._resident
-
-    def _loaded(self) -> Iterator[Piece]:
-        for numbers, corpus_words in self._corpus.numbers(PIECE_WORDS):
-            host = torch.from_numpy(numbers)
-            if self._device.type == "cuda":
-                host = host.pin_memory()
-            yield Piece(host.to(self._device, non_blocking=True), corpus_words)
-
-    def _of_piece(self, piece: Piece, blocks_per_batch: int) -> Iterator[Batch]:
-        words, sentences = self.subsample(piece.numbers)
-        blocks = -(-len(words) // BLOCK)
-        if not blocks:
-            return
-        order = torch.randperm(blocks, generator=self._random, device=self._device)
-        missing = blocks * BLOCK - len(words)
-        # The last block's missing centers reach nowhere, so that they are in no pair.
-        left, right = (F.pad(reach, (0, missing)).view(blocks, BLOCK)[order] for reach in self.reach(sentences))
-        padded = F.pad(words, (self.window, self.window + missing))
-        near = padded.unfold(0, BLOCK + 2 * self.window, BLOCK)[order]
-        centers = near[:, self.window : self.window + BLOCK].contiguous()
-        contexts = torch.cat([near, self.negatives(blocks)], dim=1)
-        # Summed for all batches at once, the last one padded with empty blocks.
-        batches = -(-blocks // blocks_per_batch)
-        pairs = F.pad((left + right).sum(1), (0, batches * blocks_per_batch - blocks))
-        pairs = pairs.view(batches, blocks_per_batch).sum(1)
-        for number in range(batches):
-            some = slice(number * blocks_per_batch, min((number + 1) * blocks_per_batch, blocks))
-            share = (some.stop - some.start) / blocks
-            yield Batch(
-                centers[some], contexts[some], left[some], right[some], pairs[number], piece.corpus_words * share
-            )
-
-    def subsample(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the kept words, as positions in the vocabulary, and the numbers of their sentences: int32 both.
-
-        Here alone the host waits, for their number.
-        """
-        drawn = torch.rand(len(numbers), generator=self._random, device=self._device)
-        kept = (drawn < self._kept_share.index_select(0, numbers)).nonzero().squeeze(1)
-        sentences = (numbers == END).cumsum(0, dtype=torch.int32)
-        return self._position.index_select(0, numbers[kept]), sentences[kept]
-
-    def reach(self, sentences: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the reach of each word's window to the left and to the right, within its sentence."""
-        place = torch.arange(len(sentences), device=self._device)
-        before = place - torch.searchsorted(sentences, sentences)
-        after = torch.searchsorted(sentences, sentences, right=True) - 1 - place
-        window = torch.randint(1, self.window + 1, (len(sentences),), generator=self._random, device=self._device)
-        return torch.minimum(before, window), torch.minimum(after, window)
-
-    def negatives(self, blocks: int) -> Tensor:
-        """Draw words in proportion to count^0.75, int32, shape (blocks, NOISE)."""
-        drawn = torch.rand(blocks, NOISE, generator=self._random, device=self._device, dtype=torch.float64)
-        return torch.searchsorted(self._cumulative[:-1], drawn.mul_(self._noise_sum), right=True, out_int32=True)

@@ -9,12 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import speedswap
+from speedswap.apps.checkpoints import FOLDER, add_resume
 from speedswap.apps.errors import OutputError
 from speedswap.apps.output import add_output, check_output, save_results, save_somewhere, versions
-from speedswap.apps.running import Stop
+from speedswap.apps.running import Stop, begun
+from speedswap.apps.word2vec.checkpoint import remove_checkpoints
 from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.training import Result, train
-from speedswap.apps.word2vec.vectors import Similarity, read_pairs
+from speedswap.apps.word2vec.vectors import Similarity, WordPairs, WordVectors, read_pairs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +31,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "word2vec",
         help="train word vectors on text",
         description="Train word vectors on text by skip-gram with negative sampling. The tables and the optimizer's "
-        "state live outside the compute device. Ctrl-C or SIGTERM ends the training and saves the vectors so far.",
+        "state live outside the compute device. Ctrl-C or SIGTERM ends the training and saves the vectors so far. A "
+        "run that was ended, or killed, goes on from its last checkpoint when it is started again.",
     )
     Settings.add_arguments(parser)
     add_output(parser, "word2vec-output")
+    add_resume(parser)
     parser.add_argument(
         "--eval",
         type=Path,
@@ -52,14 +57,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Train, compare, save and print the outcome; return the exit status."""
     settings = Settings.of(args)
-    check_output(args.output)
+    check_output(args.output, FOLDER)
     compared = [read_pairs(path) for path in args.eval]
-    with Stop() as stop:
-        result = train(settings, stop=stop)
-        similarities = [result.vectors.similarity(pairs) for pairs in compared]
-        files = save_somewhere(args.output, lambda folder: save(result, folder, similarities), args.scratch)
+    with begun(settings.compute_device()) as (job, stop):
+        result = train(settings, output=args.output, resume=args.resume, stop=stop)
+        outcome = partial(finish, result, args, compared, stop)
+        job.lead(result.vectors.table, outcome)
+        return stop.status_of(result.interrupted)
+
+
+def finish(
+    result: Result, args: argparse.Namespace, compared: Sequence[WordPairs], stop: Stop, table: speedswap.Table
+) -> None:
+    """Compare, save and print a run's outcome, with the vectors of a table."""
+    result.vectors = WordVectors(result.vectors.words, table)
+    similarities = [result.vectors.similarity(pairs) for pairs in compared]
+    files = save_somewhere(args.output, lambda folder: save(result, folder, similarities), args.scratch)
+    if not result.interrupted:
+        remove_checkpoints(args.output)
+    trained = f"{result.trained_words:,.0f} words of text"
     print(
-        f"{len(result.vectors):,} words of {settings.dim} dimensions from {result.trained_words:,.0f} words of text in "
+        f"{len(result.vectors):,} words of {table.embedding_dim} dimensions from {trained} in "
         f"{result.training_seconds:.1f} s: {result.words_per_second:,.0f} words/s, loss {result.loss[-1][1]:.3f}"
         if result.loss
         else "stopped before the first words"
@@ -68,13 +86,12 @@ def run(args: argparse.Namespace) -> int:
         print_neighbours(result, word)
     for similarity in similarities:
         print(similarity)
-    saved = f"the vectors after {result.trained_words:,.0f} words of text are saved"
+    saved = f"the vectors after {trained} are saved"
     if result.failure is None and result.interrupted:
-        print(f"{stop.word}: {saved}")
+        print(f"{stop.word}: {saved}; the same command goes on from there")
     print("saved", ", ".join(map(str, files)))
     if result.failure is not None:
         raise OutputError(f"{result.failure}; {saved}")
-    return stop.status if result.interrupted else 0
 
 
 def print_neighbours(result: Result, word: str) -> None:
@@ -122,6 +139,7 @@ def figures(result: Result, similarities: Sequence[Similarity] = ()) -> dict[str
         "training_seconds": round(result.training_seconds, 3),
         "words_per_second": round(result.words_per_second),
         "interrupted": result.interrupted,
+        "processes": result.job.size,
         "table": repr(result.vectors.table),
         "similarity": [
             item._asdict() | {"spearman": item.spearman if math.isfinite(item.spearman) else None}  # JSON has no NaN

@@ -9,6 +9,7 @@ import io
 import re
 import shutil
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -199,22 +200,27 @@ class Corpus:
                 "write one sentence per line, or lower min_count"
             )
 
-    def passages(self, size: int = CHUNK_WORDS) -> Iterator[Passage]:
-        """Yield the corpus in pieces of ``size`` words; a piece's end also ends a sentence."""
-        for numbers, corpus_words in self.numbers(size):
+    def passages(self, size: int = CHUNK_WORDS, *, skip: int = 0) -> Iterator[Passage]:
+        """Yield the corpus in pieces of ``size`` words but the first ``skip``; a piece's end also ends a sentence."""
+        for numbers, corpus_words in self.numbers(size, skip=skip):
             sentences = np.cumsum(numbers == END, dtype=np.int32)
             words = self.position[numbers]
             known = words >= 0
             yield Passage(words[known], sentences[known], corpus_words)
 
-    def numbers(self, size: int) -> Iterator[tuple[NDArray[np.int32], int]]:
-        """Yield the temporary file in pieces of ``size`` numbers, and the count of words among them."""
+    def numbers(self, size: int, *, skip: int = 0) -> Iterator[tuple[NDArray[np.int32], int]]:
+        """Yield the temporary file in pieces of ``size`` numbers but the first ``skip``, each with a count of words."""
         count = self.nbytes // NUMBER_BYTES
-        for first in range(0, count, size):
+        for first in range(skip * size, count, size):
             numbers = np.empty(min(size, count - first), np.int32)
             self._numbers.seek(first * NUMBER_BYTES)
             self._numbers.readinto(numbers.data)  # type: ignore[attr-defined]
             yield numbers, len(numbers) - int(np.count_nonzero(numbers == END))
+
+    @property
+    def checksum(self) -> int:
+        """A checksum of the vocabulary and its counts, to tell one corpus from another."""
+        return zlib.crc32("\n".join(self.vocabulary).encode(), zlib.crc32(self.counts.data, self.corpus_words % 2**32))
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,8 @@ from torch.autograd.function import once_differentiable
 
 import speedswap
 from speedswap.apps.files import scratch_folder
+from speedswap.apps.options import ON_DISK
+from speedswap.apps.ranks import Job
 from speedswap.apps.word2vec.blocks import NOISE, Batch, PairWeights
 
 __all__ = ["SkipGram", "skip_gram_loss"]
@@ -29,6 +31,7 @@ class SkipGram(nn.Module):
             with ``close``, or with the model.
         scratch: the directory to make that in; the system's by default.
         state_dtype: of the stored optimizer state, as for ``speedswap.Embedding``.
+        job: the ranks that own the rows, if they are more than one.
 
     Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
     """
@@ -44,18 +47,28 @@ class SkipGram(nn.Module):
         seed: int = 0,
         scratch: Path | None = None,
         state_dtype: torch.dtype | None = None,
+        job: Job | None = None,
     ) -> None:
         super().__init__()
         self.pair_weights = PairWeights(window, negative)
-        folder = None
+        folder, of_tables = None, (job or Job()).of_tables()
         self._remove_folder: Callable[[], object] | None = None
-        if storage == "memmap":
+        if storage in ON_DISK:
             folder, self._remove_folder = scratch_folder(self, scratch)
 
         def embedding(name: str, init: speedswap.init.Initializer) -> speedswap.Embedding:
             path = folder and folder / name
             return speedswap.Embedding(
-                words, dim, storage=storage, path=path, init=init, seed=seed, name=name, state_dtype=state_dtype
+                words,
+                dim,
+                storage=storage,
+                path=path,
+                init=init,
+                seed=seed,
+                name=name,
+                state_dtype=state_dtype,
+                scratch=path is not None,
+                **of_tables,
             )
 
         self.center = embedding("center", speedswap.init.uniform(-0.5 / dim, 0.5 / dim))
@@ -69,7 +82,7 @@ class SkipGram(nn.Module):
             self._remove_folder()
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the batch's loss, summed over its pairs: a scalar."""
+        """Return the batch's loss, summed over its pairs, or over those of a rank's share: a scalar."""
         weights = self.pair_weights(batch.left, batch.right)
         return skip_gram_loss(self.center(batch.centers), self.context(batch.contexts), weights)
 

@@ -77,12 +77,15 @@ class Settings(Options):
     )
     lr: float | None = options.lr()
     batch: int | None = option(
-        None, "centers per step (default: what suits the optimizer and the corpus)", check=whole(1, 2**31), type=int
+        None,
+        "centers per step of all processes (default: what suits the optimizer and the corpus)",
+        check=whole(1, 2**31),
+        type=int,
     )
     storage: str = options.storage()
     state_dtype: str = options.state_dtype()
     device: str | None = options.device()
-    lookahead: int = options.lookahead()
+    lookahead: int | None = options.lookahead()
     seed: int = options.seed()
     plain_words: bool = option(
         False, "lower-case the text, keep letters and inner apostrophes only (always so for the demo corpus)"

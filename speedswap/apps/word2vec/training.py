@@ -2,93 +2,82 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 import speedswap
 from speedswap._install import pip_install
+from speedswap.apps.checkpoints import require_same
 from speedswap.apps.errors import CorpusError
-from speedswap.apps.options import check_loss
-from speedswap.apps.running import Shown, Stop, listening, show_progress
-from speedswap.apps.word2vec.blocks import BLOCK, Batch, DeviceSampler, Sampler
+from speedswap.apps.ranks import Job
+from speedswap.apps.running import Stop, listening, show_progress
+from speedswap.apps.word2vec.checkpoint import Word2VecCheckpoint
 from speedswap.apps.word2vec.corpus import Corpus
+from speedswap.apps.word2vec.course import Course, Result
 from speedswap.apps.word2vec.model import SkipGram
-from speedswap.apps.word2vec.settings import Settings, suited
+from speedswap.apps.word2vec.settings import Settings
 from speedswap.apps.word2vec.vectors import WordVectors
-from speedswap.errors import TableFullError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Result", "demo_corpus", "open_corpus", "train"]
 
-LOSS_POINTS = 500
-SECONDS_BETWEEN_LOOKS = 1.0
 
-
-@dataclass
-class Result:
-    """Trained vectors and the course of the training."""
-
-    settings: Settings
-    vectors: WordVectors
-    model: SkipGram
-    optimizer: Optimizer
-    lr: float
-    """The learning rate at the beginning."""
-    corpus_words: int
-    """Words of the corpus, unknown ones included."""
-    vocabulary_seconds: float
-    """The time to read and count the corpus."""
-    batch: int = 0
-    """Centers per step."""
-    trained_words: float = 0.0
-    """Words trained on, unknown ones included: epochs × corpus_words, or less after Ctrl-C."""
-    pairs: int = 0
-    """Pairs of a center and a context trained on."""
-    training_seconds: float = 0.0
-    """The time of training, with making the batches."""
-    interrupted: bool = False
-    """True if training ended early, on request or by a failure."""
-    failure: TableFullError | None = None
-    """Set where the disk of the memmap tables filled up; the vectors are those after the last step that fitted."""
-    loss: list[tuple[float, float]] = field(default_factory=list)
-    """Trained words, and the mean loss of a pair, with its negatives, since the entry before."""
-
-    @property
-    def words_per_second(self) -> float:
-        """Words of the corpus trained on per second."""
-        return self.trained_words / self.training_seconds
-
-
-def train(settings: Settings, *, progress: bool = True, stop: Stop | None = None) -> Result:
+def train(
+    settings: Settings,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool | None = None,
+    progress: bool = True,
+    stop: Stop | None = None,
+    process_group: ProcessGroup | None = None,
+) -> Result:
     """Train word vectors by skip-gram with negative sampling.
 
     Ctrl-C and SIGTERM end the training after the step in progress, and a full disk before it; the result is then that
     of the steps so far, with ``interrupted`` set, and ``failure`` in the second case.
 
+    Where torch.distributed is initialized, the ranks train one model: each owns a part of the rows and trains on its
+    share of every batch. The result is that of one process but for the order of sums; a full disk is an error there.
+
     Args:
         settings: of the run.
-        progress: show a progress bar on standard error (needs tqdm).
+        output: the directory for checkpoints: one every few minutes, and when the run is ended early; without it none
+            are written. They go with :func:`remove_checkpoints`, once the vectors are written.
+        resume: None to go on with the run there if it has the same settings and corpus, from its last checkpoint, to
+            the same result as without the interruption; a line says so. True to insist on that, False to start over.
+        progress: show a progress bar on standard error (needs tqdm), on the first rank.
         stop: the caller's request to end, which listens from the first step on, also after the training; by default
             one for the training alone.
+        process_group: the ranks that train the model; all of them by default.
 
     Raises:
         CorpusError: the corpus cannot be read, or has nothing to learn from.
         SettingsError: the learning rate is so large that the loss is not finite any more.
+        CheckpointError: the checkpoint is damaged; or ``resume`` is True, and it is of another run or missing.
         OptimizerError: the optimizer does not work row by row.
         OutputError: a temporary file cannot be written.
 
     Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
     """
-    device = settings.compute_device()
+    device, job = settings.compute_device(), Job.of(process_group)
+    progress = progress and job.leads
+    folder = Path(output) if output is not None else None
+    checkpoint = Word2VecCheckpoint.last(folder, resume)
     started = time.perf_counter()
     with open_corpus(settings) as corpus:
         vocabulary_seconds = time.perf_counter() - started
+        if checkpoint is not None:
+            check = functools.partial(checkpoint.check, settings, device, corpus)
+            checkpoint = checkpoint.chosen(resume, settings, check)
+        require_same(job, checkpoint)
         model = SkipGram(
             len(corpus.vocabulary),
             settings.dim,
@@ -98,15 +87,24 @@ def train(settings: Settings, *, progress: bool = True, stop: Stop | None = None
             seed=settings.seed,
             scratch=settings.scratch,
             state_dtype=getattr(torch, settings.state_dtype),
+            job=job,
         ).to(device)
         optimizer = settings.make_optimizer(model)
         speedswap.attach(optimizer, model)
         vectors = WordVectors(corpus.vocabulary, model.center.table)
         lr = float(optimizer.param_groups[0]["lr"])
-        result = Result(settings, vectors, model, optimizer, lr, corpus.corpus_words, vocabulary_seconds)
-        total_words = settings.epochs * corpus.corpus_words
-        with listening(stop) as stopped, show_progress(total_words, shown=progress, unit=" words") as shown:
-            run_epochs(result, corpus, device, stopped, shown)
+        result = Result(settings, vectors, model, optimizer, lr, corpus.corpus_words, vocabulary_seconds, job)
+        course = Course(result, corpus, device, folder)
+        if checkpoint is not None:
+            if progress:
+                print(checkpoint, flush=True)
+            course.restore(checkpoint)
+        done = round(result.trained_words)
+        with (
+            listening(stop, job) as stopped,
+            show_progress(course.total_words, done, shown=progress, unit=" words") as shown,
+        ):
+            course.run(stopped, shown)
     return result
 
 
@@ -140,123 +138,3 @@ def demo_corpus() -> Path:
         f"no corpus given, and the demo corpus comes with gensim: {pip_install('gensim', extra='demo')}; "
         "or give a text file"
     )
-
-
-def run_epochs(result: Result, corpus: Corpus, device: torch.device, stopped: Stop, shown: Shown) -> None:
-    """Train until the end or until stopped, and record the course in the result."""
-    settings = result.settings
-    total_words = settings.epochs * corpus.corpus_words
-    suits = suited(settings.optimizer)
-    result.batch = settings.batch or suits.batch_for(corpus.corpus_words, device)
-    blocks = -(-result.batch // BLOCK)
-    ids = {result.model.center: lambda batch: batch.centers, result.model.context: lambda batch: batch.contexts}
-    meter = Meter(result, device, total_words)
-    started = time.perf_counter()
-    for batch in speedswap.lookahead(all_batches(settings, corpus, device, blocks), ids, depth=settings.lookahead):
-        for group in result.optimizer.param_groups:
-            group["lr"] = result.lr * suits.lr_left(result.trained_words / total_words)
-        try:
-            loss = step(result.model, result.optimizer, batch)
-        except TableFullError as error:  # the tables are as after the step before
-            result.failure, result.interrupted = error, True
-            break
-        result.trained_words += batch.corpus_words
-        meter.add(loss, batch.pairs)
-        show(shown, result, batch.corpus_words)
-        if stopped.is_set():
-            result.interrupted = True
-            break
-    else:
-        result.trained_words = total_words
-    meter.close()
-    result.training_seconds = time.perf_counter() - started
-    if not result.pairs and not result.interrupted:
-        raise CorpusError(
-            f"sample={settings.sample} left no two words of any line of {corpus.path}: raise it, or give 0 for all"
-        )
-
-
-def all_batches(settings: Settings, corpus: Corpus, device: torch.device, blocks: int) -> Iterator[Batch]:
-    """Yield every epoch's batches of ``blocks`` blocks, on the device; a GPU makes them itself."""
-    if device.type == "cpu":
-        sampler = Sampler(corpus.counts, window=settings.window, sample=settings.sample, seed=settings.seed)
-        for _ in range(settings.epochs):
-            for passage in corpus.passages():
-                yield from sampler.batches(passage, blocks)
-    else:
-        there = DeviceSampler(corpus, device, window=settings.window, sample=settings.sample, seed=settings.seed)
-        yield from there.batches(settings.epochs, blocks)
-
-
-def step(model: SkipGram, optimizer: Optimizer, batch: Batch) -> Tensor:
-    """Take one training step; return the batch's summed loss."""
-    loss: Tensor = model(batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-class Meter:
-    """A running sum of losses and pairs on their device, read into the result now and then.
-
-    Args:
-        result: to record them in.
-        device: of losses and pairs.
-        total_words: of the whole training.
-    """
-
-    def __init__(self, result: Result, device: torch.device, total_words: int) -> None:
-        self._result = result
-        self._total_words = total_words
-        # Reading waits for a GPU.
-        self._seconds = 0.0 if device.type == "cpu" else SECONDS_BETWEEN_LOOKS
-        self._looked = time.perf_counter()
-        self._loss: Tensor | None = None
-        self._pairs: Tensor | None = None
-        self._unread: list[tuple[float, Tensor, Tensor]] = []
-
-    def add(self, loss: Tensor, pairs: Tensor) -> None:
-        """Add a step, which the result's ``trained_words`` already counts."""
-        self._loss = loss if self._loss is None else self._loss + loss
-        self._pairs = pairs if self._pairs is None else self._pairs + pairs
-        points = len(self._result.loss) + len(self._unread)
-        if self._result.trained_words >= (points + 1) * self._total_words / LOSS_POINTS:
-            self._put_down()
-            if time.perf_counter() - self._looked >= self._seconds:
-                self._look()
-
-    def close(self) -> None:
-        """Read the rest."""
-        self._put_down()
-        self._look()
-
-    def _put_down(self) -> None:
-        if self._loss is not None and self._pairs is not None:
-            self._unread.append((self._result.trained_words, self._loss, self._pairs))
-        self._loss = self._pairs = None
-
-    def _look(self) -> None:
-        if self._unread:
-            words, losses, pairs = zip(*self._unread, strict=True)
-            sums = torch.stack([torch.stack(losses).double(), torch.stack(pairs).double()])
-            for trained, loss, count in zip(words, *sums.tolist(), strict=True):
-                if count:
-                    self._result.pairs += round(count)
-                    self._enter(trained, loss / count)
-        self._unread.clear()
-        self._looked = time.perf_counter()
-
-    def _enter(self, words: float, loss: float) -> None:
-        lr, optimizer = self._result.lr, self._result.settings.optimizer
-        check_loss(
-            loss, lr=lr, optimizer=optimizer, when=f"after {words:,.0f} words", remedy="lower lr, or lower batch"
-        )
-        self._result.loss.append((words, loss))
-
-
-def show(shown: Shown, result: Result, words: float) -> None:
-    """Show the progress of training by a number of words."""
-    if result.loss:
-        shown.note(f"loss={result.loss[-1][1]:.3f}")
-    shown.update(words)

@@ -15,6 +15,7 @@ from torch import Tensor
 import speedswap
 from speedswap.apps.errors import PairsError
 from speedswap.apps.files import write_whole
+from speedswap.tables.formats import write_rows
 
 __all__ = ["Similarity", "WordPairs", "WordVectors", "read_pairs"]
 
@@ -128,17 +129,15 @@ class WordVectors:
     def save(self, path: Path) -> None:
         """Write the vectors in word2vec's text format, which gensim's ``KeyedVectors.load_word2vec_format`` opens.
 
+        They read back to the same bits, by :meth:`speedswap.Table.from_file` too.
+
         The file appears under its name only once it is whole.
 
         Raises:
             OutputError: it cannot be written.
         """
-        line = "%s" + " %.6g" * self.table.embedding_dim + "\n"
         with write_whole(path) as file:
-            file.write(f"{len(self)} {self.table.embedding_dim}\n".encode())
-            for first, vectors in self.chunks():
-                for word, vector in zip(self.words[first:], vectors.tolist(), strict=False):
-                    file.write((line % (word, *vector)).encode())
+            write_rows(file, self.table, "word2vec", keys=self.words)
 
 
 def read_pairs(path: Path) -> WordPairs:

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from speedswap.batching.elastic import even_sizes
-from speedswap.collectives import Exchange, is_distributed
+from speedswap.batching.gradients import keeper_of
+from speedswap.collectives import Exchange, OwnPace, RankGroup, is_distributed
 from speedswap.errors import BatchError, PeerError
 
 __all__ = ["AGAIN", "BEGIN", "END", "LOSS", "READY", "TOTAL", "VOTE", "Alone", "Peers", "Ranks", "ranks_of"]
@@ -44,6 +45,10 @@ class Ranks(ABC):
     @abstractmethod
     def begin(self, size: int, batch_size: int) -> int:
         """Agree on the micro-batch size that a batch begins with, before the first pass."""
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Surround passes that leave no gradient."""
+        return nullcontext()
 
     def attempt(self, size: int) -> AbstractContextManager[None]:
         """Surround one attempt at a batch."""
@@ -119,10 +124,11 @@ class Peers(Ranks):
 
     Args:
         ranks: the processes, as torch.distributed numbers them.
+        exchange: where they look up rows that they own together; one is made by default.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._exchange = Exchange(ranks, "the splitter")
+    def __init__(self, ranks: Sequence[int], exchange: OwnPace | None = None) -> None:
+        self._exchange: Exchange | OwnPace = exchange or Exchange(ranks, "the splitter")
         self._samples = 0.0
 
     def _agree(self, stage: int, size: int, batch_size: int) -> tuple[int, float, list[float]]:
@@ -162,7 +168,18 @@ def ranks_of(modules: Sequence[nn.Module]) -> Ranks:
     from speedswap.batching.ranks.replicated import Replicated, replicas
     from speedswap.batching.ranks.sharded import Sharded, shard_roots
 
-    wrapped, roots = replicas(modules), shard_roots(modules)
+    wrapped, roots, group = replicas(modules), shard_roots(modules), _owners(modules)
     if wrapped and roots:
         raise BatchError("the modules are partly replicated and partly sharded; give each kind its own splitter")
-    return Replicated(wrapped) if wrapped else Sharded(roots) if roots else Alone()
+    if roots:
+        return Sharded(roots, group)
+    return Replicated(wrapped, modules, group) if wrapped or group is not None else Alone()
+
+
+def _owners(modules: Sequence[nn.Module]) -> RankGroup | None:
+    """Return the ranks that own rows of these modules' embeddings together, if any do."""
+    keepers = [keeper_of(parameter) for module in modules for parameter in module.parameters()]
+    groups = {keeper.group: None for keeper in keepers if keeper is not None and keeper.group is not None}
+    if len(groups) > 1:
+        raise BatchError("embeddings have different process groups; give those of each group their own splitter")
+    return next(iter(groups), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -10,41 +10,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedswap.batching.ranks import BEGIN, READY, TOTAL, Peers
-from speedswap.collectives import Buckets
+from speedswap.batching.gradients import keeper_of
+from speedswap.batching.ranks import BEGIN, END, READY, TOTAL, Peers
+from speedswap.collectives import Buckets, Kind, RankGroup
 from speedswap.errors import BatchError
 
 __all__ = ["Replicated", "replicas"]
 
-_TASKS = {"backward": 1, "backward_coupled": 2, "forward": 3}
+_TASKS = {"backward": Kind.BACKWARD, "backward_coupled": Kind.BACKWARD_COUPLED, "forward": Kind.FORWARD}
 
 # Kinds of a parameter's gradient on one rank.
 _NONE, _DENSE, _SPARSE = range(3)
 
 
 class Replicated(Peers):
-    """Ranks that each hold the whole model, under DistributedDataParallel.
+    """Ranks that each hold the whole model, perhaps under DistributedDataParallel, or all but rows of some tables.
 
     Every forward and backward pass is local: nothing is reduced in it, so each rank splits its own samples
     independently, and one that runs out of memory tries again by itself while the others wait at the end of the batch,
     in the round in which all report success. Only then are gradients summed, once.
 
+    Where rows come from their owners, ranks serve each other's lookups wherever they are, so that passes need not be
+    equally many or in one order; and the rows' gradients go to the owners when all have succeeded.
+
     Args:
         wrapped: the DistributedDataParallel modules; all of the same ranks.
+        modules: all that are trained.
+        owners: the ranks that own rows together, if there are such; all dense parameters are then summed over them.
     """
 
     may_be_empty = True
     may_differ = True
 
-    def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
+    def __init__(
+        self, wrapped: Sequence[DistributedDataParallel], modules: Sequence[nn.Module], owners: RankGroup | None
+    ) -> None:
         self._wrapped = list(wrapped)
-        self._group: dist.ProcessGroup = self._wrapped[0].process_group
+        self._modules = [part.module for part in wrapped] if wrapped else list(modules)
+        self._owners = owners
+        self._group: dist.ProcessGroup = self._wrapped[0].process_group if owners is None else owners.process_group
         ranks = dist.get_process_group_ranks(self._group)
         for ddp in self._wrapped:
             _refuse_unsupported(ddp)
             if dist.get_process_group_ranks(ddp.process_group) != ranks:
-                raise BatchError("two DistributedDataParallel modules have different ranks; give each its own splitter")
-        super().__init__(ranks)
+                raise BatchError(
+                    "two DistributedDataParallel modules, or one and an embedding with process_group=, have different "
+                    "ranks; give each its own splitter"
+                )
+        super().__init__(ranks, None if owners is None else owners.own_pace)
         self._total: float | None = None
         self._buckets: Buckets | None = None
 
@@ -56,13 +69,22 @@ class Replicated(Peers):
             self._collect()
             yield
 
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        if self._owners is None:
+            yield
+            return
+        with self._exchange.task(Kind.PASSES):
+            yield
+            self._exchange.round(END)  # the others may still look up
+
     def _collect(self) -> None:
         """Find the parameters; some may have been frozen since the last batch."""
         found = {
             parameter: None
-            for ddp in self._wrapped
-            for name, parameter in ddp.module.named_parameters()
-            if parameter.requires_grad and name not in ddp.parameters_to_ignore
+            for module, ignored in zip(self._modules, self._ignored(), strict=True)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in ignored and _stays(parameter)
         }
         parameters = list(found)
         if (
@@ -72,6 +94,10 @@ class Replicated(Peers):
         ):
             self._buckets = Buckets(parameters, self._group)
         self.parameters = parameters
+
+    def _ignored(self) -> list[Collection[str]]:
+        """Return the names of parameters that are not summed, for each module."""
+        return [ddp.parameters_to_ignore for ddp in self._wrapped] or [()] * len(self._modules)
 
     def begin(self, size: int, batch_size: int) -> int:
         agreed, _, _ = self._agree(BEGIN, size, batch_size)
@@ -113,6 +139,9 @@ class Replicated(Peers):
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
         assert self._buckets is not None
+        if self._owners is not None:
+            assert self._owners.main.pending is not None
+            self._owners.main.pending.add_up_shares(average=average)
         divisor = len(self._exchange.ranks) if average else 1
         kinds = self._agree_on_kinds()
         self._buckets.add_up({p for p, kind in zip(self.parameters, kinds, strict=True) if kind == _DENSE}, divisor)
@@ -144,6 +173,12 @@ def replicas(modules: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Return the DistributedDataParallel modules among these and all below them, each once."""
     found = {part: None for module in modules for part in module.modules() if isinstance(part, DistributedDataParallel)}
     return list(found)
+
+
+def _stays(parameter: Tensor) -> bool:
+    """Return whether a parameter's gradient stays in it, and does not go to the owners of rows."""
+    keeper = keeper_of(parameter)
+    return keeper is None or keeper.group is None
 
 
 def _kind(grad: Tensor | None) -> int:

@@ -16,12 +16,10 @@ from speedswap.batching.gradients import parameters_and_buffers
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, READY, TOTAL, VOTE, Peers
 from speedswap.batching.recovery import Buffers, RandomState, is_out_of_memory
-from speedswap.collectives import PeerOutOfMemory, Status
+from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup, Status
 from speedswap.errors import BatchError
 
 __all__ = ["Sharded", "shard_roots"]
-
-_BACKWARD = 4
 
 
 class Sharded(Peers):
@@ -31,28 +29,38 @@ class Sharded(Peers):
     gather: when one has run out of memory, all abandon the attempt at their next vote, fully_shard's state is reset on
     each, and they try again together. Gradients stay unreduced until all ranks have succeeded.
 
+    Rows that come from their owners are looked up between the votes, where ranks serve each other's lookups.
+
     Args:
         roots: the outermost modules that fully_shard was applied to; all of the same ranks.
+        owners: the ranks that own rows together, if there are such.
     """
 
     in_step = True
     may_differ = False
 
-    def __init__(self, roots: Sequence[FSDPModule]) -> None:
+    def __init__(self, roots: Sequence[FSDPModule], owners: RankGroup | None) -> None:
         self._roots = list(roots)
+        self._owners = owners
         self._members = [part for root in _modules(roots) for part in root.modules() if isinstance(part, FSDPModule)]
         self._groups = _groups(self._members)
         meshes = [group.mesh_info.mesh for group in self._groups]
         if any(mesh != meshes[0] for mesh in meshes):
             raise BatchError("the model is sharded over several device meshes; a splitter needs one for all of it")
-        super().__init__(meshes[0].mesh.flatten().tolist())
+        ranks = meshes[0].mesh.flatten().tolist()
+        if owners is not None and owners.ranks != ranks:
+            raise BatchError(
+                f"fully_shard divides the model over ranks {ranks}, and process_group= of its embeddings has "
+                f"{owners.ranks}; give both the same"
+            )
+        super().__init__(ranks, None if owners is None else owners.own_pace)
         self._batch_size = 0
         self._count = 1
         self._tries_again = False
 
     @contextmanager
     def together(self, task: str) -> Iterator[None]:
-        with self._exchange.task(_BACKWARD), self._unreduced(), self._votes():
+        with self._exchange.task(Kind.BACKWARD_OF_SHARDS), self._unreduced(), self._votes():
             for member in self._members:
                 member.reshard()  # a root stays gathered after an evaluation; its modules then hold other parameters
             _refuse_older_factors(self._groups)
@@ -189,6 +197,9 @@ class Sharded(Peers):
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
+        if self._owners is not None:
+            assert self._owners.main.pending is not None
+            self._owners.main.pending.add_up_shares(average=average)
         self._complete()
         if not all(map(_can_reset, self._roots)):
             self._gather()

@@ -22,7 +22,7 @@ from speedswap.batching.nested import Batch
 from speedswap.batching.recovery import forget, is_out_of_memory, release_cached_memory
 from speedswap.batching.splitting.results import loss_of_samples
 from speedswap.batching.splitting.trial_call import Collective, Observed, few_samples, no_trace
-from speedswap.errors import BatchError, CoupledLossError, SpeedswapError
+from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
 __all__ = ["Checks"]
 
@@ -91,6 +91,8 @@ class Checks:
                     return _Comparison(self, loss_fn, batch, count, observed).mistake()
             except Collective:
                 return None
+            except PeerError:
+                raise
             except Exception as error:
                 failure = error  # the interpreter releases its frames only after this block
             if not is_out_of_memory(failure):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,11 +28,25 @@ from speedswap.kernels.cuda.shapes import (
 )
 from speedswap.kernels.records import Part, Records, Stored
 
-__all__ = ["HOST_MULTIPROCESSORS", "What", "fill", "launch_kernel", "move", "multiprocessors", "round_rows"]
+__all__ = [
+    "HOST_MULTIPROCESSORS",
+    "What",
+    "fill",
+    "host_limit",
+    "kernel_handle",
+    "launch_kernel",
+    "move",
+    "multiprocessors",
+    "plan",
+    "round_rows",
+]
 
 What = Literal["gather", "scatter"]
 
-# For a move of host memory, until the number that fills the bus is measured.
+_T = TypeVar("_T")
+
+# For a move of host memory: about as many as fill the bus. No more than a quarter of a GPU's are taken, so that moves
+# in both directions at once, at a high priority, leave half of them to the computation.
 HOST_MULTIPROCESSORS = 32
 
 
@@ -47,6 +62,78 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class Planned(NamedTuple):
+    """One launch of a move: the kernel's name, its grid and thread blocks, and those arguments that tell the columns.
+
+    ``stride`` is that of the records in the kernel's words, ``columns`` its structure, ``row_bytes`` of each column's
+    block.
+    """
+
+    kernel: str
+    grid: int
+    threads_per_block: int
+    stride: int
+    columns: npt.NDArray[np.void]
+    lanes: int
+    row_bytes: list[int]
+
+
+def plan(what: What, records: Records, count: int, parts: Sequence[Part], multiprocessors: int) -> Iterator[Planned]:
+    """Yield the launches that copy columns between records and blocks: one per format, word and eight columns.
+
+    Args:
+        what: the direction.
+        records: in the GPU's memory, or in pinned memory.
+        count: rows to move.
+        parts: columns that are at least a byte wide, with contiguous blocks on the GPU.
+        multiprocessors: the most that the move may take.
+
+    Raises:
+        ValueError: a converted column is not aligned to its values, or an int8 one to its scale: no GPU can read it.
+    """
+    host = records.device.type == "cpu"
+    copied = [BlockPart(p.offset, p.width, p.block.data_ptr(), p.width) for p in parts if p.stored is None]
+    converted: dict[torch.dtype, list[CompactPart]] = {}
+    for part in parts:
+        if part.stored is not None:
+            _require_aligned(records, part.offset, part.stored.dtype)
+            compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
+            converted.setdefault(part.stored.dtype, []).append(compact)
+    for dtype, columns in converted.items():
+        for some in _by_launch(columns):
+            name = f"{what}_{_name(dtype)}"
+            if dtype is torch.int8:
+                shape = int8_shape(count, some, multiprocessors=multiprocessors, host=host)
+            else:
+                address, stride = records.pointer, records.stride
+                shape = convert_shape(address, stride, count, some, multiprocessors=multiprocessors, host=host)
+                name = f"{name}_w{shape.word_bytes}"
+            yield Planned(
+                name, shape.grid, shape.threads_per_block, records.stride, compact_columns_argument(some), shape.lanes,
+                [4 * part.width for part in some],
+            )  # fmt: skip
+    for group in _by_launch(copied):
+        shape = launch_shape(records.pointer, records.stride, count, group, multiprocessors=multiprocessors, host=host)
+        yield Planned(
+            f"{what}_w{shape.word_bytes}", shape.grid, shape.threads_per_block, records.stride // shape.word_bytes,
+            columns_argument(group, shape.word_bytes), shape.lanes, [part.width for part in group],
+        )  # fmt: skip
+
+
+def _require_aligned(records: Records, offset: int, dtype: torch.dtype) -> None:
+    item_bytes = torch.float32.itemsize if dtype is torch.int8 else dtype.itemsize
+    if (records.pointer | records.stride | offset) % item_bytes:
+        raise ValueError(
+            f"a column of {dtype} begins {offset} bytes into records at {records.pointer:#x}, {records.stride} bytes "
+            f"apart; a GPU reads it at multiples of {item_bytes} bytes: choose offset and stride so"
+        )
+
+
+def _by_launch(columns: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(columns), COLUMNS_PER_LAUNCH):
+        yield columns[start : start + COLUMNS_PER_LAUNCH]
+
+
 def move(
     what: What,
     records: Records,
@@ -55,8 +142,6 @@ def move(
     device: torch.device,
     stream: torch.cuda.Stream,
     *,
-    packed: bool = False,
-    places: Tensor | None = None,
     host_multiprocessors: int = HOST_MULTIPROCESSORS,
 ) -> None:
     """Queue a copy of columns between records and blocks.
@@ -64,48 +149,30 @@ def move(
     Args:
         what: the direction.
         records: in the GPU's memory, or in pinned memory.
-        ids: int64, shape (n,), contiguous, on the GPU. If ``packed``, only a stochastic scatter reads them.
+        ids: int64, shape (n,), contiguous, on the GPU.
         parts: columns that are at least a byte wide, with contiguous blocks on the GPU.
         device: the GPU.
         stream: of that GPU.
-        packed: True if the records lie in the order of the ids.
-        places: rows of the blocks, if not one after the other: int64, shape (n,), contiguous, on the GPU.
         host_multiprocessors: the most multiprocessors that a move of host memory may take.
     """
-    host = records.device.type == "cpu"
     limit = multiprocessors(index_of(device))
-    if host:
-        limit = min(limit, host_multiprocessors)
-    place = np.uint64(0 if places is None else places.data_ptr())
-    pointer, count = np.uint64(records.pointer), (np.uint64(ids.data_ptr()), np.int64(len(ids)))
-    copied = [BlockPart(p.offset, p.width, p.block.data_ptr(), p.width) for p in parts if p.stored is None]
-    converted: dict[torch.dtype, list[CompactPart]] = {}
-    for part in parts:
-        if part.stored is not None:
-            compact = CompactPart(part.offset, part.block.data_ptr(), part.block_row_bytes // 4, part.stored.key)
-            converted.setdefault(part.stored.dtype, []).append(compact)
-    for dtype, columns in converted.items():
-        for start in range(0, len(columns), COLUMNS_PER_LAUNCH):
-            some = columns[start : start + COLUMNS_PER_LAUNCH]
-            name = f"{what}_{_name(dtype)}"
-            if dtype is torch.int8:
-                shape = int8_shape(len(ids), some, multiprocessors=limit, host=host)
-            else:
-                address, stride = records.pointer, records.stride
-                shape = convert_shape(address, stride, len(ids), some, multiprocessors=limit, host=host)
-                name = f"{name}_w{shape.word_bytes}"
-            launch_kernel(
-                device, stream, name, shape.grid, shape.threads_per_block, pointer, np.int64(records.stride), *count,
-                compact_columns_argument(some), np.int32(shape.lanes), np.int32(packed), place,
-            )  # fmt: skip
-    for start in range(0, len(copied), COLUMNS_PER_LAUNCH):
-        group = copied[start : start + COLUMNS_PER_LAUNCH]
-        shape = launch_shape(records.pointer, records.stride, len(ids), group, multiprocessors=limit, host=host)
+    if records.device.type == "cpu":
+        limit = host_limit(limit, host_multiprocessors)
+    for each in plan(what, records, len(ids), parts, limit):
         launch_kernel(
-            device, stream, f"{what}_w{shape.word_bytes}", shape.grid, shape.threads_per_block, pointer,
-            np.int64(records.stride // shape.word_bytes), *count, columns_argument(group, shape.word_bytes),
-            np.int32(shape.lanes), np.int32(packed), place,
+            device, stream, each.kernel, each.grid, each.threads_per_block, np.uint64(records.pointer),
+            np.int64(each.stride), np.uint64(ids.data_ptr()), np.int64(len(ids)), each.columns, np.int32(each.lanes),
+            np.int32(0), np.uint64(0),
         )  # fmt: skip
+
+
+def host_limit(multiprocessors: int, asked: int = HOST_MULTIPROCESSORS) -> int:
+    """Return the most multiprocessors that a move of host memory takes of a GPU's, which is at least one.
+
+    >>> [host_limit(132), host_limit(132, 8), host_limit(40), host_limit(2)]
+    [32, 8, 10, 1]
+    """
+    return max(1, min(asked, multiprocessors // 4))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -173,6 +240,14 @@ def launch_kernel(
     kernel = _kernel(name)
     with modules.on_device(index_of(device)):
         kernel((grid,), (threads_per_block,), arguments, stream=_Stream(stream.cuda_stream))
+
+
+@functools.cache
+def kernel_handle(device: torch.device, name: str) -> int:
+    """Return the driver's handle of a kernel of ``csrc/rows.cuh`` on a GPU."""
+    kernel = _kernel(name)
+    with modules.on_device(index_of(device)):
+        return int(kernel.kernel.ptr)
 
 
 @functools.cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from speedswap._install import pip_install
-from speedswap.errors import SpeedswapWarning
 from speedswap.kernels import _C
 
 __all__ = [
@@ -32,6 +31,8 @@ __all__ = [
     "used_devices",
 ]
 
+_log = logging.getLogger("speedswap")
+
 Direction = Literal["in", "out"]  # to the GPU, or back
 
 # cudaMemcpyKind
@@ -43,11 +44,12 @@ NVRTC_OPTIONS = ("-std=c++17", "-fmad=false")
 
 
 class Kernels(NamedTuple):
-    """The loaded module, its origin ("fatbin" or "NVRTC"), and the reason if it is not the fatbin."""
+    """The loaded module, its origin ("fatbin" or "NVRTC"), the reason if it is not the fatbin, and the process."""
 
     module: Any
     origin: str
     why: str
+    process: int
 
 
 class Unavailable(NamedTuple):
@@ -66,7 +68,7 @@ def cupy() -> Any:
     """
     try:
         return importlib.import_module("cupy")
-    except ImportError as error:
+    except Exception as error:  # of a CuPy for another NumPy or Python, too
         major = (torch.version.cuda or "13").split(".")[0]
         remedy = pip_install(f"cupy-cuda{major}x", extra=f"cuda{major}")
         raise ImportError(f"moving rows to a GPU needs CuPy, which cannot be imported ({error}); {remedy}") from error
@@ -113,8 +115,7 @@ def load() -> Kernels:
         ImportError: there is no CuPy.
         RuntimeError: there is no usable GPU, or the kernels can neither be loaded nor compiled.
     """
-    with _lock:
-        found = _load()
+    found = _found()
     if isinstance(found, Unavailable):
         raise found.error(found.reason)
     return found
@@ -122,9 +123,27 @@ def load() -> Kernels:
 
 def unavailable() -> str | None:
     """Return the reason why no kernels are available here, or None if they are."""
+    found = _found()
+    return found.reason if isinstance(found, Unavailable) else None
+
+
+def _found() -> Kernels | Unavailable:
     with _lock:
         found = _load()
-    return found.reason if isinstance(found, Unavailable) else None
+    if isinstance(found, Kernels) and found.process != os.getpid():
+        return Unavailable(
+            f"CUDA was in use in process {found.process} when this one was forked from it, and does not follow a fork; "
+            "start processes that use a GPU with multiprocessing's method 'spawn'"
+        )
+    return found
+
+
+def _give_child_a_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the parent may have held the old one
+
+
+os.register_at_fork(after_in_child=_give_child_a_lock)
 
 
 @functools.cache
@@ -145,20 +164,19 @@ def _load() -> Kernels | Unavailable:
     if wanted != "nvrtc":
         why = ""
         try:
-            return Kernels(_from_fatbin(), "fatbin", "")
+            return Kernels(_from_fatbin(), "fatbin", "", os.getpid())
         except FileNotFoundError as error:
             why = str(error)
         except Exception as error:  # CuPy's CUDADriverError, and other signs of an old driver
             why = f"the driver cannot load the fatbin: {error}"
-            warnings.warn(
-                f"{why}; compiling the kernels with NVRTC instead (SPEEDSWAP_CUDA_SOURCE=nvrtc does so silently)",
-                SpeedswapWarning,
-                stacklevel=2,
+            # Not a warning, which may be an error, and then keeps the fallback from being one.
+            _log.warning(
+                "%s; compiling the kernels with NVRTC instead (SPEEDSWAP_CUDA_SOURCE=nvrtc does so silently)", why
             )
         if wanted == "fatbin":
             return Unavailable(f"SPEEDSWAP_CUDA_SOURCE asks for the fatbin, but {why}")
     try:
-        return Kernels(_from_source(), "NVRTC", why)
+        return Kernels(_from_source(), "NVRTC", why, os.getpid())
     except Exception as error:  # of a missing libnvrtc: RuntimeError, OSError or ImportError, depending on CuPy
         return Unavailable(f"the kernels cannot be compiled with NVRTC: {error}")
 

@@ -116,7 +116,9 @@ def unpin(pointer: int, owner_pid: int, owner: object) -> None:
         for device in modules.used_devices():
             with modules.on_device(device):
                 runtime.deviceSynchronize()
-        runtime.hostUnregister(pointer)
+        # On a GPU in use: a thread that collects garbage may have another one current, which it would take memory of.
+        with modules.on_device(modules.used_devices()[0]):
+            runtime.hostUnregister(pointer)
     except runtime.CUDARuntimeError as error:
         # At interpreter exit the driver may unload first, which drops its registrations.
         if error.status not in (_CUDART_UNLOADING, _NOT_INITIALIZED, _NOT_REGISTERED):

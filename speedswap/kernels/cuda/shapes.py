@@ -13,6 +13,7 @@ __all__ = [
     "BlockPart",
     "CompactPart",
     "Shape",
+    "block_addresses",
     "columns_argument",
     "compact_columns_argument",
     "convert_shape",
@@ -163,6 +164,13 @@ def compact_columns_argument(parts: Sequence[CompactPart]) -> npt.NDArray[np.voi
     argument["count"] = len(parts)
     argument["pieces"] = first
     return argument
+
+
+def block_addresses(argument: npt.NDArray[np.void]) -> list[int]:
+    """Return the places of the blocks' addresses, in bytes, within an argument of either kind."""
+    blocks = argument["column"]["block"][0]
+    first = blocks.ctypes.data - argument.ctypes.data
+    return [first + number * blocks.strides[0] for number in range(int(argument["count"][0]))]
 
 
 def _pieces(part: CompactPart) -> int:

@@ -3,7 +3,7 @@
 The wanted columns of each record are packed as they are stored. They cross the bus in as few bytes as the table has, in
 one copy for many rows, and a kernel splits them into the columns' blocks, and converts them. A scatter goes the other
 way. A few buffers rotate: while the CPU fills one, the copy engine reads another, and the kernel splits a third. They
-are allocated once.
+are allocated once. The turns are C++ (csrc/staging.cpp), without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda import launch, modules
 from speedswap.kernels.cuda.modules import Direction, side_stream
 from speedswap.kernels.cuda.pinning import PinnedMemory
+from speedswap.kernels.cuda.shapes import block_addresses
 from speedswap.kernels.host import get_num_threads
 from speedswap.kernels.records import Part, Records
 
@@ -74,15 +75,11 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class _Buffer:
-    """Pinned memory, as much memory on a GPU, and events after the last copy and the last kernel."""
+class _Buffer(NamedTuple):
+    """Pinned memory, and as much memory on a GPU. Unpinned memory works as well, through the driver's own."""
 
-    def __init__(self, nbytes: int, device: int) -> None:
-        # Unpinned memory works as well: the driver then copies through memory of its own.
-        self.host = PinnedMemory(nbytes)
-        self.near = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    host: PinnedMemory
+    near: Tensor
 
 
 class Ring:
@@ -94,13 +91,17 @@ class Ring:
     """
 
     def __init__(self, device: int, direction: Direction) -> None:
-        self._device = device
+        self._device = torch.device("cuda", device)
         self._copies = side_stream(device, f"copies {direction}")
         self._kernels = side_stream(device, f"kernels {direction}")
-        self._asking = side_stream(device, f"row ids {direction}")  # does not wait for copies in progress
+        # For ids, which wait for no copy in progress; a scatter leaves none. More than 8 streams would share a queue.
+        self._asking = side_stream(device, "ids in") if direction == "in" else self._kernels
+        self._turns = _C.StagingRing(device, self._copies.cuda_stream, self._kernels.cuda_stream)
         self._lock = threading.Lock()
         self._buffers: list[_Buffer] = []
         self._ids: PinnedMemory | None = None
+        self._places: PinnedMemory | None = None
+        self._copied_places = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def gather(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
@@ -113,17 +114,10 @@ class Ring:
             ready: the event after which the blocks may be written, and the ids read.
         """
         with self._turn(ready):
-            ids, places = self._to_gather(self._on_host(ids, ready))
-            packing = Packing.of(parts)
-            for buffer, rows in self._buffers_for(len(ids), packing.stride):
-                buffer.copied.synchronize()
-                _copy_on_host(_C.gather, records, ids[rows], packing, buffer)
-                self._copies.wait_event(buffer.moved)
-                nbytes = (rows.stop - rows.start) * packing.stride
-                self._copy(buffer.near.data_ptr(), buffer.host.pointer, nbytes, modules.HOST_TO_DEVICE, self._copies)
-                buffer.copied.record(self._copies)
-                self._kernels.wait_event(buffer.copied)
-                self._move("gather", buffer, ids, rows, packing, parts, places)
+            kept, places = self._to_gather(self._on_host(ids, ready))
+            packed, launches = self._plan("gather", kept, parts, in_order=places is None)
+            pointer = 0 if places is None else places.data_ptr()
+            self._turns.gather(_source(records, kept), packed, pointer, launches, get_num_threads())
             self._done.record(self._kernels)
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
@@ -137,56 +131,53 @@ class Ring:
             ready: the event after which blocks and ids are valid.
         """
         with self._turn(ready):
-            host_ids = self._on_host(ids, ready)
+            on_host = self._on_host(ids, ready)
             if any(part.stored is not None and part.stored.key is not None for part in parts):
-                ids = ids.to(torch.device("cuda", self._device))
-            packing = Packing.of(parts)
-            under_way: list[tuple[_Buffer, slice]] = []
-            for buffer, rows in self._buffers_for(len(ids), packing.stride):
-                if len(under_way) == _BUFFERS:
-                    self._write(records, host_ids, packing, *under_way.pop(0))
-                self._move("scatter", buffer, ids, rows, packing, parts, None)
-                self._copies.wait_event(buffer.moved)
-                nbytes = (rows.stop - rows.start) * packing.stride
-                self._copy(buffer.host.pointer, buffer.near.data_ptr(), nbytes, modules.DEVICE_TO_HOST, self._copies)
-                buffer.copied.record(self._copies)
-                under_way.append((buffer, rows))
-            for buffer, rows in under_way:
-                self._write(records, host_ids, packing, buffer, rows)
+                ids = ids.to(self._device)
+            packed, launches = self._plan("scatter", on_host, parts, in_order=True)
+            pointer = ids.data_ptr() if ids.is_cuda else 0
+            self._turns.scatter(_source(records, on_host), packed, pointer, launches, get_num_threads())
 
-    def _to_gather(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the ids that are not negative; and if some are, the rows of the blocks that remain."""
-        if int(ids.min()) >= 0:
-            return ids, None
-        (kept,) = torch.nonzero(ids >= 0, as_tuple=True)
+    def _plan(
+        self, what: launch.What, ids: Tensor, parts: Sequence[Part], *, in_order: bool
+    ) -> tuple[_C.Packed, list[_C.Launch]]:
+        """Return the layout of packed records, and the launches between those of a buffer and the blocks.
+
+        ``in_order`` means that rows of the blocks follow one another, so that a turn's are behind those before it.
+        """
+        packing = Packing.of(parts)
+        at_once = self._rows_at_once(len(ids), packing.stride)
+        near = self._buffers[0].near  # the others are aligned alike, and rows of a block to a word that divides them
+        packed = Records(near.data_ptr(), packing.stride, at_once, self._device, False, near)
+        some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
+        launches: list[_C.Launch] = []
+        for each in launch.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
+            row_bytes = each.row_bytes if in_order else [0] * len(each.row_bytes)
+            blocks = list(zip(block_addresses(each.columns), row_bytes, strict=True))
+            launches.append(
+                (launch.kernel_handle(self._device, each.kernel), each.grid, each.threads_per_block, each.stride,
+                 each.columns.tobytes(), blocks, each.lanes)
+            )  # fmt: skip
+        return (packing.stride, packing.runs, at_once), launches
+
+    def _to_gather(self, on_host: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the ids that are not negative; and if some are, the rows of the blocks that remain, on the GPU."""
+        if int(on_host.min()) >= 0:
+            return on_host, None
+        (kept,) = torch.nonzero(on_host >= 0, as_tuple=True)
+        nbytes = 8 * len(kept)
+        if self._places is None or self._places.nbytes < nbytes:
+            self._places = PinnedMemory(2 * nbytes + 8)
+        self._copied_places.synchronize()  # of the move before
+        self._places.bytes[:nbytes].view(torch.int64).copy_(kept)
         with torch.cuda.stream(self._kernels):
-            return ids[kept], kept.to(torch.device("cuda", self._device))
-
-    def _write(self, records: Records, host_ids: Tensor, packing: Packing, buffer: _Buffer, rows: slice) -> None:
-        buffer.copied.synchronize()
-        _copy_on_host(_C.scatter, records, host_ids[rows], packing, buffer)
-
-    def _move(
-        self,
-        what: launch.What,
-        buffer: _Buffer,
-        ids: Tensor,
-        rows: slice,
-        packing: Packing,
-        parts: Sequence[Part],
-        places: Tensor | None,
-    ) -> None:
-        """Queue the kernel between a buffer on the GPU and the blocks."""
-        count, device = rows.stop - rows.start, buffer.near.device
-        packed = Records(buffer.near.data_ptr(), packing.stride, count, device, False, buffer)
-        own = rows_of(parts, rows) if places is None else parts
-        some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, own, strict=True)]
-        near = None if places is None else places[rows]
-        launch.move(what, packed, ids[rows], some, device, self._kernels, packed=True, places=near)
-        buffer.moved.record(self._kernels)
+            near = torch.empty(len(kept), dtype=torch.int64, device=self._device)
+        self._copy(near.data_ptr(), self._places.pointer, nbytes, modules.HOST_TO_DEVICE, self._kernels)
+        self._copied_places.record(self._kernels)
+        return on_host[kept], near
 
     def _copy(self, to: int, from_: int, nbytes: int, kind: int, stream: torch.cuda.Stream) -> None:
-        with modules.on_device(self._device):
+        with modules.on_device(self._device.index):
             modules.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
 
     def _on_host(self, ids: Tensor, ready: torch.cuda.Event) -> Tensor:
@@ -211,26 +202,27 @@ class Ring:
                     stream.synchronize()
                 raise
 
-    def _buffers_for(self, num_rows: int, stride: int) -> Iterator[tuple[_Buffer, slice]]:
+    def _rows_at_once(self, num_rows: int, stride: int) -> int:
         if not self._buffers or self._buffers[0].host.nbytes < stride:
             self._renew(max(_BUFFER_BYTES, stride))
         # At least a few turns, even if one would do: the speed comes from their overlap.
         nbytes = min(self._buffers[0].host.nbytes, max(_LEAST_BYTES, num_rows * stride // _BUFFERS))
-        at_once = max(1, nbytes // stride)
-        for turn, start in enumerate(range(0, num_rows, at_once)):
-            yield self._buffers[turn % _BUFFERS], slice(start, min(num_rows, start + at_once))
+        return max(1, min(num_rows, nbytes // stride))
 
     def _renew(self, nbytes: int) -> None:
         self._copies.synchronize()
         self._kernels.synchronize()
+        self._buffers = []  # if interrupted, the next move begins here
         # From the copies' stream: memory just freed by another stream may still be in use there.
         with torch.cuda.stream(self._copies):
-            self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
+            near = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)]
+        buffers = [_Buffer(PinnedMemory(nbytes), each) for each in near]
+        self._turns.use([(buffer.host.pointer, buffer.near.data_ptr()) for buffer in buffers])
+        self._buffers = buffers
 
 
-def _copy_on_host(loop: Callable[..., None], records: Records, ids: Tensor, packing: Packing, buffer: _Buffer) -> None:
-    columns = [(run.offset, run.width, buffer.host.pointer + run.packed, packing.stride) for run in packing.runs]
-    loop(records.pointer, records.stride, ids.data_ptr(), len(ids), columns, get_num_threads())
+def _source(records: Records, ids: Tensor) -> _C.Source:
+    return records.pointer, records.stride, ids.data_ptr(), len(ids)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ def forward(
     to_rows: Tensor,
     to_blocks: Sequence[Tensor],
     forms: Sequence[Stored | None] | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Copy the rows that two batches share from the blocks of one into those of the other.
 
@@ -30,6 +31,7 @@ def forward(
         from_blocks: contiguous, shape (n, ...).
         to_blocks: contiguous, shape (m, ...), with the row shapes and dtypes of ``from_blocks``; gathered before.
         forms: how records hold each column (:class:`speedswap.kernels.Part`); not int8.
+        places: what :func:`places_among` returns for the rows, if it is known.
     """
     forms = [None] * len(to_blocks) if forms is None else forms
     if not len(from_rows) or not len(to_rows):
@@ -42,13 +44,19 @@ def forward(
         _C.forward(from_rows.data_ptr(), len(from_rows), to_rows.data_ptr(), len(to_rows), columns, get_num_threads())
         return
     # The number of shared rows is known on the GPU alone, and stays there: the others have place -1 and are skipped.
-    places = places_among(from_rows, to_rows)
-    for source, target, stored in zip(from_blocks, to_blocks, forms, strict=True):
-        if not target.numel():
-            continue
-        held = Records(source.data_ptr(), source.nbytes // len(source), len(source), source.device, False, source)
-        gather_records(held, places, [Part(0, target)])
-        if stored is not None:
+    places = places_among(from_rows, to_rows) if places is None else places
+    widths: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    for source, target in zip(from_blocks, to_blocks, strict=True):
+        if target.numel():
+            widths.setdefault(source.nbytes // len(source), []).append((source, target))
+    for width, pairs in widths.items():
+        # One launch for all blocks of one width: to the kernel they are columns of the first, far apart.
+        first, _ = pairs[0]
+        held = Records(first.data_ptr(), width, len(first), first.device, False, pairs)
+        parts = [Part(source.data_ptr() - first.data_ptr(), target) for source, target in pairs]
+        gather_records(held, places, parts)
+    for target, stored in zip(to_blocks, forms, strict=True):
+        if stored is not None and target.numel():
             round_rows(target, to_rows, stored)  # gathered rows are rounded already, and stay as they are
 
 

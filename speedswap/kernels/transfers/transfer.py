@@ -1,8 +1,9 @@
 """Pending transfers, and the threads and streams on which those of a GPU overlap its computation.
 
-There is a stream per direction, since a bus carries both at once, and one for questions about ids, so that their answer
-does not wait for rows that are being transferred. The host waits for nothing but a result that it asks for: a side
-stream waits for what was queued on the caller's before, and the stream that takes a result waits for the side stream.
+There is a stream per direction, since a bus carries both at once, and one for questions about ids on the way in, so
+that their answer does not wait for rows that are being transferred. The host waits for nothing but a result that it
+asks for: a side stream waits for what was queued on the caller's before, and the stream that takes a result waits for
+the side stream.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from speedswap.kernels.ids import Asked, find_all
 __all__ = ["Lookup", "Transfer", "Transfers", "Work", "finish_threads", "in_transfer_thread", "used_here"]
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Starts")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -37,6 +39,13 @@ class Work(Protocol[T_co]):
 
     def done(self) -> bool:
         """Return whether there is a result."""
+
+
+class Starts(Protocol):
+    """Work of several transfers."""
+
+    def start(self) -> None:
+        """Let it run."""
 
 
 class Transfer(Generic[T]):
@@ -132,6 +141,18 @@ class Transfers:
     def __init__(self, direction: Direction) -> None:
         self._direction = direction
         self._waiting: deque[_Entry[Any]] = deque()
+        self._common: dict[object, Starts] = {}
+
+    def common(self, key: object, make: Callable[[], S]) -> S:
+        """Return the work that the transfers of one key have in common; :meth:`start` starts it, after the others.
+
+        Args:
+            key: of the work.
+            make: makes it for the first of these transfers.
+        """
+        if key not in self._common:
+            self._common[key] = make()
+        return self._common[key]  # type: ignore[return-value]
 
     def add(
         self,
@@ -176,6 +197,8 @@ class Transfers:
         except BaseException:
             self._waiting.extendleft(reversed(waiting))  # also those given to the thread, which runs them once
             raise
+        while self._common:
+            self._common.popitem()[1].start()
 
 
 def _run(
@@ -187,19 +210,20 @@ def _run(
     try:
         if ready is not None:
             index = index_of(device)
-            ids_stream, rows_stream = side_stream(index, f"ids {direction}"), side_stream(index, f"rows {direction}")
+            rows_stream = side_stream(index, f"rows {direction}")
+            ids_stream = side_stream(index, f"ids {direction}") if direction == "in" else rows_stream
             for tensor in [tensor for entry in entries for tensor in entry.inputs if tensor.is_cuda]:
                 tensor.record_stream(ids_stream)
                 tensor.record_stream(rows_stream)
             ids_stream.wait_event(ready)
         # A profile shows what overlaps the computation by the names of these ranges.
         with record_function(f"swap {direction}"):
-            with torch.cuda.stream(ids_stream), record_function("ids"):
+            with _on(ids_stream), record_function("ids"):
                 _find([entry.lookup for entry in entries if entry.lookup is not None], device)
                 moves = [None if _is_out_of_range(entry.lookup) else entry.begin() for entry in entries]
             if ids_stream is not None and rows_stream is not None:
                 rows_stream.wait_stream(ids_stream)
-            with torch.cuda.stream(rows_stream):
+            with _on(rows_stream):
                 for entry, move in zip(entries, moves, strict=True):
                     result = None if move is None else move()
                     if rows_stream is not None:
@@ -207,6 +231,11 @@ def _run(
                     entry.work.set_result(result)
     except BaseException as error:
         _fail(entries, error)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    # torch.cuda.stream(None) would take an unused GPU into use.
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _find(lookups: Sequence[Lookup], device: torch.device) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,16 @@ from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Table
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
+
 __all__ = ["TableCollection"]
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
+_DISK = ("cache_bytes", "commit_every", "commit_seconds")  # settings of tables that are opened
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
 
 
@@ -51,8 +58,11 @@ class TableCollection(nn.Module, Generic[Config]):
         engine: str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
         existing: Sequence[Group] | None = None,
         values: Mapping[str, Tensor] | None = None,
+        **disk: Unpack[DiskArguments],
     ) -> None:
         """Make the groups and their tables.
 
@@ -70,7 +80,8 @@ class TableCollection(nn.Module, Generic[Config]):
         if path is not None:
             Path(path).mkdir(parents=True, exist_ok=True)
         parts = grouped(self.configs, storage, engine) if existing is None else existing
-        groups = groups_of(parts, values, id_maps, path, device=device, local_to_rank=local_to_rank)
+        arguments: dict[str, Any] = {"device": device, "local_to_rank": local_to_rank, "reduction": reduction, **disk}
+        groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
@@ -143,13 +154,15 @@ class TableCollection(nn.Module, Generic[Config]):
             tables: the configs that it was made with, in their order.
             path: its directory.
             mode: ``r+`` to read and write, as the only writer; ``r`` to read.
-            settings: ``is_weighted``, ``device`` and ``local_to_rank``, as for the class.
+            settings: ``is_weighted``, ``device``, ``local_to_rank``, ``cache_bytes``, ``commit_every`` and
+                ``commit_seconds``, as for the class.
 
         Raises:
             FileNotFoundError, TableFormatError, TableBusyError: as :meth:`speedswap.Table.open` does.
             ValueError: there are other tables in the files.
         """
-        return cls._over(tables, lambda name: Table.open(Path(path) / name, mode), settings)
+        disk: dict[str, Any] = {name: settings.pop(name) for name in _DISK if name in settings}
+        return cls._over(tables, lambda name: Table.open(Path(path) / name, mode, **disk), settings)
 
     @classmethod
     def load(
@@ -219,24 +232,22 @@ class TableCollection(nn.Module, Generic[Config]):
         """Return the parameters of some tables, for a parameter group of an optimizer.
 
         Args:
-            names: all tables of one group or of several.
+            names: all tables of one group or of several; at least one name.
 
         Raises:
-            ValueError: there is no such table, or one has its parameter in common with a table not named.
+            ValueError: there is no such table, none is named, or one has its parameter in common with one not named.
 
         Example:
             >>> import torch, speedswap
             >>> user = speedswap.EmbeddingConfig(name="user", num_embeddings=100, embedding_dim=8)
             >>> item = speedswap.EmbeddingConfig(name="item", num_embeddings=500, embedding_dim=8, group="slow")
             >>> tables = speedswap.EmbeddingCollection([user, item])
-            >>> optimizer = torch.optim.Adam(
-            ...     [
-            ...         {"params": tables.parameters_of("user"), "lr": 0.1},
-            ...         {"params": tables.parameters_of("item"), "lr": 0.001},
-            ...     ]
-            ... )
+            >>> slow = {"params": tables.parameters_of("item"), "lr": 0.001}
+            >>> optimizer = torch.optim.Adam([{"params": tables.parameters_of("user")}, slow], lr=0.1)
         """
         homes = self._homes()
+        if not names:
+            raise ValueError(f"names is empty; give some of {', '.join(homes)}, or take parameters() for all")
         for name in names:
             if name not in homes:
                 raise ValueError(f"table {name!r} is not in the collection; there are {', '.join(homes)}")
@@ -269,6 +280,8 @@ class TableCollection(nn.Module, Generic[Config]):
     def lookups_of(self, features: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with these features, for a lookahead: one per group of tables.
 
+        Groups with keys that ranks own are left out: they are looked up when the batch's turn comes.
+
         Args:
             features: as forward takes them.
 
@@ -280,7 +293,7 @@ class TableCollection(nn.Module, Generic[Config]):
         for index, group in enumerate(self._groups()):
             rows = found.rows(index)
             device = group._target(rows)
-            if len(rows):
+            if (len(rows) or group._step.is_sharded) and not group.has_keys_of_ranks:
                 lookups.append(
                     (group, Announced(group.table, found.tensors(index, device), device, rows, asked[index]))
                 )

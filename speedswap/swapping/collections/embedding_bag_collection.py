@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,12 @@ from speedswap.swapping.collections.keyed_tensor import KeyedTensor
 from speedswap.swapping.collections.modules import require_plain, settings_of
 from speedswap.swapping.collections.pooling import Layout
 from speedswap.swapping.graphs import outside_graphs
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["EmbeddingBagCollection"]
 
@@ -33,7 +39,7 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
         storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
         path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
-        local_to_rank: as for :class:`speedswap.Embedding`.
+        local_to_rank, process_group, reduction, disk: as for :class:`speedswap.Embedding`; a cache is one group's.
 
     Attributes:
         embedding_bags: the tables by name: ``embedding_bags["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be
@@ -88,6 +94,9 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         engine: str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
+        **disk: Unpack[DiskArguments],
     ) -> None:
         self._build(
             tables,
@@ -97,6 +106,9 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
             engine=engine,
             path=path,
             local_to_rank=local_to_rank,
+            process_group=process_group,
+            reduction=reduction,
+            **disk,
         )
 
     def _build(self, *args: Any, **settings: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,12 @@ from speedswap.swapping.collections.jagged import JaggedTensor
 from speedswap.swapping.collections.modules import require_plain, settings_of
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["EmbeddingCollection"]
 
@@ -32,7 +38,7 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
         storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
         path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
-        local_to_rank: as for :class:`speedswap.Embedding`.
+        local_to_rank, process_group, reduction, disk: as for :class:`speedswap.Embedding`; a cache is one group's.
 
     Attributes:
         embeddings: the tables by name: ``embeddings["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be filled
@@ -85,8 +91,21 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         engine: str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        reduction: str = "mean",
+        **disk: Unpack[DiskArguments],
     ) -> None:
-        self._build(tables, device=device, storage=storage, engine=engine, path=path, local_to_rank=local_to_rank)
+        self._build(
+            tables,
+            device=device,
+            storage=storage,
+            engine=engine,
+            path=path,
+            local_to_rank=local_to_rank,
+            process_group=process_group,
+            reduction=reduction,
+            **disk,
+        )
 
     def _build(self, *args: Any, **settings: Any) -> None:
         super()._build(*args, **settings)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from speedswap.collectives import RankGroup
 from speedswap.swapping.collections.configs import EmbeddingConfig
-from speedswap.swapping.collections.grouping import TABLES, Group, contents_of
+from speedswap.swapping.collections.grouping import Group, contents_of
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
-from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
-from speedswap.tables.part import PartStore
+from speedswap.tables.part import PARTS, PartStore
 from speedswap.tables.ranges import InRanges, Range
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["TableGroup", "groups_of"]
 
@@ -66,6 +70,7 @@ class TableGroup(TableModule):
         values: Mapping[str, Tensor] | None = None,
         id_maps: Mapping[str, IdMap] | None = None,
         path: str | os.PathLike[str] | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **arguments: Any,
     ) -> TableGroup:
         """Return a group of tables with their initial values, or over the table that holds their rows.
@@ -75,7 +80,8 @@ class TableGroup(TableModule):
             values: rows for some of the tables, by name, in place of initial values.
             id_maps: as for the class.
             path: of the new table.
-            arguments: ``device`` and ``local_to_rank``.
+            process_group: the ranks that own its rows.
+            arguments: ``device``, ``local_to_rank``, ``reduction`` and those of the disk.
 
         Raises:
             ValueError: the existing table holds other tables.
@@ -85,6 +91,9 @@ class TableGroup(TableModule):
         arguments |= {"configs": configs, "id_maps": id_maps, "state_dtype": key.state_dtype, "rounding": key.rounding}
         if table is None:
             ranges = tuple(_range(config, values or {}) for config in configs)
+            if process_group is not None:
+                agreed = RankGroup.of(process_group).agree_on_seed
+                ranges = tuple(replace(each, seed=agreed(each.seed)) for each in ranges)
             module = cls(
                 num_rows,
                 key.embedding_dim,
@@ -96,13 +105,14 @@ class TableGroup(TableModule):
                 stored_dtype=key.stored_dtype,
                 name=name,
                 path=path,
+                process_group=process_group,
                 **arguments,
             )
-            module.table.attributes[TABLES] = contents_of(configs)
+            module.table.attributes[PARTS] = contents_of(configs)
             if values:
                 module._init = None
         else:
-            found = table.attributes.get(TABLES, contents_of(configs))
+            found = table.attributes.get(PARTS, contents_of(configs))
             if found != contents_of(configs) or (table.num_embeddings, table.dtype) != (num_rows, key.dtype):
                 raise ValueError(
                     f"table {table.name!r} holds {found}, but tables is {contents_of(configs)} of {key.dtype}; give "
@@ -112,22 +122,40 @@ class TableGroup(TableModule):
         module.weight.requires_grad_(key.trainable)
         return module
 
+    def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
+        if init is not None:  # for each table, whose padding row stays zero
+            values, had = initializers.resolve(init), self.table.columns["weight"].init
+            seeds = [each.seed for each in had.ranges] if isinstance(had, InRanges) else [0] * len(self.configs)
+            init = InRanges(
+                tuple(
+                    Range(config.num_embeddings, values, seed, config.padding_idx)
+                    for config, seed in zip(self.configs, seeds, strict=True)
+                )
+            )
+        super().reset_parameters(init)
+
     def _keyed_tables(self, id_maps: Mapping[str, IdMap]) -> dict[str, KeyedRows]:
         """Return the tables that have an id map, which is kept with the rows from now on."""
         keyed = {}
         for config, first_row in zip(self.configs, self.first_rows, strict=True):
             if config.name in id_maps or config.name in self.table.store.id_maps:
                 table = Table(PartStore(self.table.store, first_row, config.num_embeddings, config.name))
-                id_map = id_maps[config.name] if table.id_map is None else table.id_map
-                table.set_id_map(id_map)
-                keyed[config.name] = KeyedRows(id_map, table, cast(RowStep, _StepOfPart(self._step, first_row)))
+                if table.id_map is None:
+                    table.set_id_map(id_maps[config.name])
+                assert table.id_map is not None
+                keyed[config.name] = KeyedRows(table.id_map, table, self._step, first_row)
         return keyed
 
-    def begin_turn(self, lookups: list[PrefetchedLookup]) -> None:
-        super().begin_turn(lookups)
+    @property
+    def has_keys_of_ranks(self) -> bool:
+        """True if ranks own the keys of a table, so that its lookups are made when their turn comes."""
+        return any(keyed.is_over_ranks for keyed in self.keyed.values())
+
+    def begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
         asked = [each for lookup in lookups for each in lookup.asked or ()]
         for keyed in self.keyed.values():
             keyed.begin([each.asked for each in asked if each.keyed is keyed])
+        return super().begin_turn(lookups)
 
     def end_lookahead(self) -> None:
         super().end_lookahead()
@@ -179,23 +207,6 @@ def groups_of(
                 module.table.remove()
         raise
     return made
-
-
-class _StepOfPart:
-    """A group's training step, with the rows of one table numbered from 0."""
-
-    def __init__(self, step: RowStep, first_row: int) -> None:
-        self._step = step
-        self._first_row = first_row
-
-    @property
-    def lookaheads(self) -> int:
-        """The lookaheads under way."""
-        return self._step.lookaheads
-
-    def drop_gradient(self, rows: Tensor) -> None:
-        """Let rows that have started anew lose the gradient of lookups before."""
-        self._step.drop_gradient(rows + self._first_row)
 
 
 def _first_rows(configs: Sequence[EmbeddingConfig]) -> tuple[int, ...]:

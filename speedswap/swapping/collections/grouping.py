@@ -10,11 +10,9 @@ import torch
 
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.tables import Table
+from speedswap.tables.part import PARTS
 
-__all__ = ["TABLES", "Group", "GroupKey", "close_all", "contents_of", "grouped", "opened"]
-
-# Key of a group's attributes under which its tables' names and sizes are kept.
-TABLES = "tables"
+__all__ = ["Group", "GroupKey", "close_all", "contents_of", "grouped", "opened"]
 
 
 class GroupKey(NamedTuple):
@@ -104,7 +102,7 @@ def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table])
             while some:
                 number += 1
                 table = table_of(_numbered(key.name, number))
-                names = {each[0] for each in table.attributes.get(TABLES, contents_of(some))}
+                names = {each[0] for each in table.attributes.get(PARTS, contents_of(some))}
                 here = [config for config in some if config.name in names]
                 groups.append(Group(key, _numbered(key.name, number), here, table))
                 if not here:

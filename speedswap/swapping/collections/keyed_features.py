@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor
 from speedswap.swapping.collections.pieces import has_methods
 from speedswap.swapping.collections.slots import Slots
-from speedswap.swapping.keyed import AskedLookup, Claim, KeyedRows
+from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all, together
 
 __all__ = ["AskedOfTable", "read"]
 
@@ -38,56 +39,69 @@ def read(
         ahead: True before the batch's turn, inside a lookahead.
 
     Returns:
-        The batch, and the questions to each group's maps that were asked ahead.
+        The batch, and the questions to each group's maps that were asked ahead. Keys that ranks own are not asked for
+        ahead, and have row 0 then.
     """
-    asked: list[list[AskedOfTable]] = [[] for _ in groups]
     if not any(group.keyed for group in groups):
-        return given(features, slots, is_weighted), asked
+        return given(features, slots, is_weighted), [[] for _ in groups]
+    adds = any(group._adds() for group in groups if group.keyed)
+    with nullcontext() if ahead else together([table for group in groups for table in group.keyed.values()], adds=adds):
+        return _read_keyed(features, slots, groups, is_weighted, ahead=ahead)
+
+
+def _read_keyed(
+    features: Any, slots: Slots, groups: Sequence[TableGroup], is_weighted: bool, *, ahead: bool
+) -> tuple[Given, list[list[AskedOfTable]]]:
+    """Read features of which some are keys; as :func:`read`."""
+    asked: list[list[AskedOfTable]] = [[] for _ in groups]
     named = _by_key(require_features(features))
     slots.require_features(list(named))
     values = [named[name] for name in slots.features]
     device = _device_among(values)
-    tables = [
-        _KeysOfTable.of(index, group, name, slots, values, device)
-        for index, group in enumerate(groups)
-        for name in group.keyed
-    ]
+    tables = [table for index, group in enumerate(groups) for table in _keys_of(index, group, slots, values, device)]
+    if ahead and any(group.has_keys_of_ranks for group in groups):
+        for table in tables:  # their groups are looked up when the turn comes
+            table.put(torch.zeros(1, dtype=torch.int64, device=table.device).expand(_shape(table.keys)), values)
+        return given_by_slot(values, slots, is_weighted), asked
+    known = [table for table in tables if not table.adds]
+    for table, rows in zip(known, find_all([table.lookup() for table in known]), strict=True):
+        table.put(rows, values)
+    trained = [table for table in tables if table.adds]
     if ahead:
-        for table in tables:
-            if table.adds:
-                lookup = table.keyed.ask(table.keys, table.target_ahead)
-                asked[table.group].append(AskedOfTable(table.keyed, lookup))
-                table.put(lookup.asked.rows.to(table.device), values)
-            else:
-                table.put(table.keyed.rows(table.keys, table.device, adds=False), values)
-    elif any(table.adds for table in tables):
-        _take_rows(tables, slots, values, is_weighted)
-    else:
-        for table in tables:
-            table.put(table.keyed.rows(table.keys, table.device, adds=False), values)
+        lookups = ask_all([table.lookup(table.target_ahead) for table in trained])
+        for table, lookup in zip(trained, lookups, strict=True):
+            asked[table.group].append(AskedOfTable(table.keyed, lookup))
+            table.put(lookup.asked.rows.to(table.device), values)
+    elif trained:
+        return _taken(trained, slots, values, is_weighted), asked
     return given_by_slot(values, slots, is_weighted), asked
 
 
-def _take_rows(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_weighted: bool) -> None:
-    """Put the rows of a training lookup in place of the keys of all tables, or of none.
+def _taken(tables: Sequence[_KeysOfTable], slots: Slots, values: list[Any], is_weighted: bool) -> Given:
+    """Read a training lookup, with rows in place of the keys of some tables: of all of them, or of none.
 
     Raises:
         IdMapFullError, IdError, TypeError, ValueError: the batch cannot be looked up. No map has changed.
     """
-    tried = list(values)
-    for table in tables:
-        table.put(torch.zeros(table.shape, dtype=torch.int64, device=table.device), tried)
-    given_by_slot(tried, slots, is_weighted).require_inside()
-    claims = []
-    try:
-        for table in tables:
-            claims.append(table.claim())
-    except BaseException:
-        for claim in claims:
-            claim.give_up()
-        raise
-    for table, claim in zip(tables, claims, strict=True):
-        table.put(claim.take(), values)
+    lookups = [table.keyed.lookup(table.keys, table.device)._replace(parts=table.counts) for table in tables]
+    known = [lookup.rows for lookup in lookups]
+    zeros: dict[Any, Tensor] = {}
+    for table, rows in zip(tables, known, strict=True):
+        if rows is None:
+            alike = shape, device = _shape(table.keys), table.device
+            if alike not in zeros:
+                zeros[alike] = torch.zeros(1, dtype=torch.int64, device=device).expand(shape)
+            rows = zeros[alike]
+        table.put(rows, values)
+    found = given_by_slot(values, slots, is_weighted)
+    if sum(len(table.places) for table in tables) < len(slots):
+        found.require_inside()
+    taken = take_all(lookups)
+    if all(now is before for now, before in zip(taken, known, strict=True)):
+        return found
+    for table, rows in zip(tables, taken, strict=True):
+        table.put(rows, values)
+    return given_by_slot(values, slots, is_weighted)
 
 
 def _by_key(features: Any) -> Mapping[str, Any]:
@@ -125,37 +139,36 @@ class _KeysOfTable:
     device: torch.device
     target_ahead: torch.device
 
-    @classmethod
-    def of(
-        cls, index: int, group: TableGroup, name: str, slots: Slots, values: Sequence[Any], device: torch.device | None
-    ) -> _KeysOfTable:
-        """Return the keys of a table among what each slot was given; device is the batch's, None for strings alone."""
-        places = slots.of_table[name]
-        parts = [_parted(values[place]) for place in places]
-        target = device or group.weight.device
-        ahead = group.weight.device if target.type == "cpu" else target
-        keys = _joined([part.keys for part in parts])
-        return cls(index, group.keyed[name], group._adds(), places, parts, keys, target, ahead)
-
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the rows."""
-        return _shape(self.keys)
+    def counts(self) -> list[int]:
+        """The number of keys of each feature."""
+        return [_count(part.keys) for part in self.parts]
 
-    def claim(self) -> Claim:
-        """Make sure that the keys can have rows, if they are to get any."""
-        if self.adds:
-            return self.keyed.claim(self.keys, self.device)
-        return Claim(lambda: self.keyed.rows(self.keys, self.device, adds=False), lambda: None)
+    def lookup(self, device: torch.device | None = None) -> KeyedLookup:
+        """Return the lookup of all keys, on a device; by default the one where rows are needed."""
+        return KeyedLookup(self.keyed, self.keys, device or self.device)
 
     def put(self, rows: Tensor, values: list[Any]) -> None:
         """Put rows in place of the keys."""
         if len(self.parts) == 1:
             values[self.places[0]] = self.parts[0].around(rows)
             return
-        pieces = torch.split(rows.reshape(-1), [_count(part.keys) for part in self.parts])
+        pieces = torch.split(rows.reshape(-1), self.counts)
         for place, part, piece in zip(self.places, self.parts, pieces, strict=True):
             values[place] = part.around(piece.view(_shape(part.keys)))
+
+
+def _keys_of(
+    index: int, group: TableGroup, slots: Slots, values: Sequence[Any], device: torch.device | None
+) -> Iterator[_KeysOfTable]:
+    """Yield the keys of a group's tables, of what each slot was given; device is None for strings alone."""
+    adds = group._adds()
+    target = device or group.weight.device
+    ahead = group.weight.device if target.type == "cpu" else target
+    for name, keyed in group.keyed.items():
+        places = slots.of_table[name]
+        parts = [_parted(values[place]) for place in places]
+        yield _KeysOfTable(index, keyed, adds, places, parts, _joined([part.keys for part in parts]), target, ahead)
 
 
 def _device_among(values: Sequence[Any]) -> torch.device | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from speedswap._words import a_kind
@@ -21,6 +22,7 @@ def rows_of(module: nn.Embedding | nn.EmbeddingBag) -> Tensor:
 def settings_of(name: str, module: nn.Module, feature_names: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a config that describes an embedding."""
     weight: Any = module.weight
+    stored = stored_as(module) if isinstance(module, TableModule) else {}
     return {
         "name": name,
         "num_embeddings": module.num_embeddings,
@@ -28,7 +30,20 @@ def settings_of(name: str, module: nn.Module, feature_names: Sequence[str]) -> d
         "feature_names": feature_names,
         "padding_idx": module.padding_idx,
         "dtype": weight.dtype,
-        "trainable": weight.requires_grad,
+        "trainable": weight.requires_grad and stored.get("stored_dtype") != torch.int8,
+        **stored,
+    }
+
+
+def stored_as(module: TableModule) -> dict[str, Any]:
+    """Return the settings of a config that describe the compact columns of an embedding's table."""
+    columns = module.table.columns
+    dtypes = {name: column.stored for name, column in columns.items() if column.compact}
+    state_dtype, rounding = module._step.state._stored_as
+    return {
+        "stored_dtype": dtypes.pop("weight", None),
+        "state_dtype": state_dtype or next(iter(dtypes.values()), None),
+        "rounding": rounding or next((column.rounding for column in columns.values() if column.compact), None),
     }
 
 

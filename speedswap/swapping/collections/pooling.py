@@ -73,9 +73,11 @@ class Pass(NamedTuple):
             return None
         begin, _ = found.bounds(self.group)
         rows = found.rows(self.group)[found.starts[self.start] - begin : found.starts[self.stop] - begin]
-        counts = near(found.counts[self.start : self.stop], rows.device)
-        of_each = torch.repeat_interleave(near(paddings, rows.device), counts, output_size=len(rows))
-        counting = rows != of_each
+        sizes, paddings = found.counts[self.start : self.stop], near(paddings, rows.device)
+        if int(sizes.min()) == int(sizes.max()):
+            counting = (rows.view(len(sizes), -1) != paddings.unsqueeze(1)).view(-1)
+        else:
+            counting = rows != torch.repeat_interleave(paddings, near(sizes, rows.device), output_size=len(rows))
         return None if rows.device.type == "cpu" and bool(counting.all()) else counting
 
 

@@ -26,7 +26,9 @@ def positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
 
 def steps(count: int, step: int, device: torch.device) -> Tensor:
     """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
-    return (_kept_steps if count <= _MOST_KEPT else _new_steps)(count, step, device)
+    if count <= _SMALL:
+        return _small_steps(count, step, device)
+    return (_large_steps if count <= _LARGE else _new_steps)(count, step, device)
 
 
 def _new_steps(count: int, step: int, device: torch.device) -> Tensor:
@@ -34,5 +36,7 @@ def _new_steps(count: int, step: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device) * step
 
 
-_MOST_KEPT = 1 << 14  # of large ones, a few sizes would fill memory that the batches need
-_kept_steps = functools.lru_cache(maxsize=64)(_new_steps)
+# Of large ones the last: a few would fill memory that the batches need.
+_SMALL, _LARGE = 1 << 14, 1 << 20
+_small_steps = functools.lru_cache(maxsize=64)(_new_steps)
+_large_steps = functools.lru_cache(maxsize=1)(_new_steps)

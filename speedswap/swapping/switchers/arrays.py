@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from speedswap import kernels
 from speedswap.errors import IdError
 
-__all__ = ["as_array", "as_dtype", "as_ids", "as_numpy", "checked_ids", "trainable_dtype"]
+__all__ = ["as_array", "as_dtype", "as_ids", "checked_ids", "trainable_dtype"]
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -108,12 +108,3 @@ def checked_ids(indexes: Any, argument: str, num_rows: int, what: str) -> Tensor
     except IdError as error:
         raise IdError(f"{argument}: {error}") from None
     return ids
-
-
-def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's values as a NumPy array; a dtype that NumPy lacks (bfloat16) as float32, exactly."""
-    tensor = tensor.detach().cpu()
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor.to(torch.float32).numpy()

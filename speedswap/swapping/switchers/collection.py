@@ -7,8 +7,9 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy.typing as npt
 import torch
@@ -20,7 +21,13 @@ from speedswap.swapping.switchers import arrays, files
 from speedswap.swapping.switchers.files import ColumnArray
 from speedswap.tables import Table
 from speedswap.tables import init as initializers
+from speedswap.tables.disk.options import DiskArguments, DiskOptions
 from speedswap.tables.init import Initializer
+from speedswap.tables.ranks import ShardedStore, create_sharded
+from speedswap.tables.whole_table import as_numpy
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 __all__ = ["Collection", "warn_of_duplicates"]
 
@@ -36,6 +43,9 @@ class Collection:
         storage: where the rows live, as for :meth:`speedswap.Table.create`.
         name: its name in messages.
         path: the directory of a memmap collection.
+        process_group: the ranks that own the rows together.
+        engine: how rows go to a GPU and back, as for :meth:`speedswap.Table.create`.
+        disk: its settings for a memmap collection.
     """
 
     init_methods: ClassVar[str] = "an init method"
@@ -47,6 +57,9 @@ class Collection:
     storage: str
     name: str
     path: Path | None = None
+    process_group: dist.ProcessGroup | None = None
+    engine: str = "auto"
+    disk: DiskArguments = field(default_factory=DiskArguments)
     said_duplicates: bool = field(default=False, init=False)
     _table: Table | None = field(default=None, init=False)
 
@@ -78,6 +91,11 @@ class Collection:
 
     # ------------------------------------------------------------------ making it
 
+    def __post_init__(self) -> None:
+        options = DiskOptions(**self.disk).require()
+        if self.storage != "memmap":
+            options.require_none("in memory, without a diskname")
+
     def make(self, init: Initializer) -> None:
         """Put a new table with these initial values in place of the previous one."""
         path = self.place()
@@ -85,17 +103,23 @@ class Collection:
             # Freed first, so that the two are never in memory together.
             self._table.close()
             self._table = None
-        table = Table.create(
+        self._replace(self.new_table(path, init, seed=int(torch.randint(2**62, ()).item())))
+
+    def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
+        """Return a new table of this collection's rows."""
+        create = Table.create if self.process_group is None else partial(create_sharded, self.process_group)
+        return create(
             self.num_rows,
-            self._width,
+            self.width,
             dtype=self.row_dtype,
             storage=self.storage,
+            engine=self.engine,
             path=path,
             init=init,
-            seed=int(torch.randint(2**62, ()).item()),
+            seed=seed,
             name=self.name,
+            **self.disk,
         )
-        self._replace(table)
 
     def place(self) -> Path | None:
         """Return the directory for a new table; None for one in memory.
@@ -103,7 +127,7 @@ class Collection:
         Raises:
             FileExistsError: the collection's directory exists.
         """
-        if self.path is not None and self.path.exists():
+        if self.path is not None and self.path.exists() and self.process_group is None:  # else the ranks check theirs
             raise FileExistsError(
                 f"diskname is {str(self.path)!r}, which exists; open it with loadCupy({str(self.path)!r}), or give "
                 "another name"
@@ -119,7 +143,8 @@ class Collection:
         """Continue with an existing memmap table."""
         if self._table is not None and self._table.path is not None and self._table.path.samefile(path):
             return
-        table = Table.open(path)
+        _, every, seconds, _ = options = DiskOptions(**self.disk)
+        table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
         try:
             self._check_opened(table)
         except BaseException:
@@ -128,13 +153,14 @@ class Collection:
         self._replace(table)
 
     def _check_opened(self, table: Table) -> None:
-        wanted = (self.num_rows, self._width, self.row_dtype)
+        wanted = (self.num_rows, self.width, self.row_dtype)
         found = (table.num_embeddings, table.embedding_dim, table.dtype)
         if found != wanted:
             raise ValueError(f"{str(table.path)!r} has rows, width and dtype {found}, but {wanted} is needed")
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
+        """Items in a row."""
         return max(1, math.prod(self.row_shape))
 
     # ------------------------------------------------------------------ rows
@@ -154,18 +180,27 @@ class Collection:
         return {name: rows.to(device) for name, rows in block.columns.items()}
 
     def scatter(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Write rows; of rows with equal ids the last one wins, and a warning says so once."""
+        """Write rows; of rows with equal ids the last one wins, of the last rank, and a warning says so once."""
         if _lives_on_gpu(self.table):
             values = {name: rows.cuda() for name, rows in values.items()}
+        store = self.table.store
+        if isinstance(store, ShardedStore):
+            with self.table.lock:
+                last, rows = _last_of_each(ids, values)
+                if store.scatter_last(last, rows) or len(last) < len(ids):
+                    self._warn_of_duplicates(ids)
+                store.commit()
+            return
         try:
             self.table.scatter(ids, values)
         except DuplicateIdError:
-            if not self.said_duplicates:
-                self.said_duplicates = True
-                warn_of_duplicates(ids, self.name, stacklevel=3)
-            positions = kernels.last_occurrences(ids)
-            last = {name: rows.index_select(0, positions.to(rows.device)) for name, rows in values.items()}
-            self.table.scatter(ids[positions], last)
+            self._warn_of_duplicates(ids)
+            self.table.scatter(*_last_of_each(ids, values))
+
+    def _warn_of_duplicates(self, ids: Tensor) -> None:
+        if not self.said_duplicates:
+            self.said_duplicates = True
+            warn_of_duplicates(ids, self.name, stacklevel=4)
 
     # ------------------------------------------------------------------ whole
 
@@ -177,12 +212,13 @@ class Collection:
         Raises:
             TableTooLargeError: it does not fit into the free memory.
         """
-        return arrays.as_numpy(self.table.read()).reshape(self.shape)
+        return as_numpy(self.table.read()).reshape(self.shape)
 
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """Write the whole collection to a ``.npy`` file, in pieces; the suffix is added where it is missing.
 
-        The file appears complete or not at all, and replaces one of that name. ``numpy.load`` reads it.
+        The file appears complete or not at all, and replaces one of that name. ``numpy.load`` reads it. Of ranks that
+        own the rows together, which all call this, the first one writes it.
         """
         files.write_npy(files.with_suffix(saveFileName, self.file_suffix), self.column_arrays(self.table)["weight"])
 
@@ -198,6 +234,11 @@ class Collection:
         """
         path = Path(loadFileName)
         if self.storage == "memmap" and path.is_dir():
+            if self.process_group is not None:
+                raise ValueError(
+                    f"loadFileName is {str(path)!r}, a directory, but the collection is owned by ranks; load a file of "
+                    "saveCupy"
+                )
             self._open(path)
         else:
             self._read_file(path if path.exists() else files.with_suffix(path, self.file_suffix))
@@ -230,6 +271,12 @@ def warn_of_duplicates(ids: Tensor, name: str, *, stacklevel: int) -> None:
         DuplicateRowsWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def _last_of_each(ids: Tensor, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return each id once, with the rows at its last occurrence."""
+    positions = kernels.last_occurrences(ids)
+    return ids[positions], {name: rows.index_select(0, positions.to(rows.device)) for name, rows in values.items()}
 
 
 def _lives_on_gpu(table: Table) -> bool:

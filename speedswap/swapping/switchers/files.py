@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import math
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from speedswap.swapping.switchers.arrays import as_numpy
 from speedswap.tables import Table
+from speedswap.tables.files.whole import write_whole
+from speedswap.tables.ranks import ShardedStore
+from speedswap.tables.whole_table import as_numpy
 
 __all__ = ["ColumnArray", "read_npy", "read_npz", "with_suffix", "write_npy", "write_npz"]
 
@@ -89,7 +92,7 @@ def with_suffix(file: str | os.PathLike[str], suffix: str) -> Path:
 
 def write_npy(path: Path, array: ColumnArray) -> None:
     """Write a column to a ``.npy`` file, which appears complete or not at all."""
-    with _replacing(path) as stream:
+    with _written(path, [array]) as stream:
         array.write(stream)
 
 
@@ -112,7 +115,7 @@ def write_npz(path: Path, arrays: Mapping[str, ColumnArray], numbers: Mapping[st
 
     The file appears complete or not at all.
     """
-    with _replacing(path) as stream, zipfile.ZipFile(stream, "w", allowZip64=True) as archive:
+    with _written(path, arrays.values()) as stream, zipfile.ZipFile(stream, "w", allowZip64=True) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 array.write(member)
@@ -176,13 +179,25 @@ def _number(stream: IO[bytes], path: Path, name: str) -> Any:
     return np.frombuffer(stream.read(dtype.itemsize), dtype=dtype)[0]
 
 
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file beside ``path`` that takes its place when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "xb") as stream:
+@contextmanager
+def _written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[IO[bytes]]:
+    """Yield a stream for a file that appears when it is complete; of ranks that share a table, the first one writes."""
+    store = next((array.table.store for array in arrays), None)
+    if not isinstance(store, ShardedStore):
+        with write_whole(path) as stream:
             yield stream
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        return
+    with store.together() as task:
+        with write_whole(path) if store.group.rank == 0 else nullcontext(cast("BinaryIO", _Nowhere())) as stream:
+            yield stream
+        task.round()  # it is there
+
+
+class _Nowhere(io.RawIOBase):
+    """A stream that forgets what is written to it."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        return len(memoryview(data).cast("B"))

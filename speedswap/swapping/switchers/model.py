@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,12 @@ from speedswap.swapping.switchers.arrays import trainable_dtype
 from speedswap.swapping.switchers.collection import Collection
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["ModelFactory", "check_rows"]
 
@@ -46,6 +52,12 @@ class ModelFactory(Collection):
             ``model_variable`` gets.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory. A collection in
             files ignores it: its pages are never pinned, and rows pass through pinned memory.
+        process_group: the ranks of a torch.distributed job that own the rows together, as for
+            :class:`speedswap.Embedding`: all of them make each call at once, with indexes of their own. Of rows that
+            several ranks write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the
+            model has to leave its weight alone.
+        engine: how rows go between a collection in host memory and a GPU, as for :meth:`speedswap.Table.create`.
+        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds`` and ``scratch`` of a collection in files, as there.
 
     Raises:
         ValueError, TypeError: an argument does not fit ``model_variable``, or has the wrong type.
@@ -79,6 +91,10 @@ class ModelFactory(Collection):
         diskname: str | os.PathLike[str] = _NO_FILE,
         datatype: Any = "float32",
         CPUPinn: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        engine: str = "auto",
+        **disk: Unpack[DiskArguments],
     ) -> None:
         super().__init__(
             count("total_classes", total_classes),
@@ -87,6 +103,9 @@ class ModelFactory(Collection):
             storage="memmap" if diskname is not _NO_FILE else "pinned" if CPUPinn else "device",
             path=None if diskname is _NO_FILE else Path(diskname),
             name=os.fspath(diskname),
+            process_group=process_group,
+            engine=engine,
+            disk=disk,
         )
         _check_variable(model_variable, embed_dimension)
         self.model_variable = model_variable
@@ -169,9 +188,11 @@ class ModelFactory(Collection):
         Raises:
             IdError: an index is negative or not below ``total_classes``. Nothing was changed.
         """
-        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
-        weight = _weight_of(self.model_variable)
-        _replace_rows(weight, self.gather(ids, weight.device)["weight"])
+        with self.table.store.together():
+            ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+            weight = _weight_of(self.model_variable)
+            rows = self.gather(ids, weight.device)["weight"]
+        _replace_rows(weight, rows)
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Write the rows in the weight of the model variable to the collection.
@@ -185,10 +206,11 @@ class ModelFactory(Collection):
             ValueError, TypeError: the weight does not have one row per index, or has another dtype. Nothing was
                 written.
         """
-        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
-        weight = _weight_of(self.model_variable).detach()
-        check_rows(weight, ids, "the weight of model_variable")
-        self.scatter(ids, {"weight": weight})
+        with self.table.store.together(writing=True):
+            ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+            weight = _weight_of(self.model_variable).detach()
+            check_rows(weight, ids, "the weight of model_variable")
+            self.scatter(ids, {"weight": weight})
 
 
 def check_rows(tensor: Tensor, ids: Tensor, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 import torch
@@ -18,11 +18,18 @@ from speedswap.swapping.optimizers import holds
 from speedswap.swapping.probe import probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import files
-from speedswap.swapping.switchers.arrays import as_numpy, trainable_dtype
+from speedswap.swapping.switchers.arrays import trainable_dtype
 from speedswap.swapping.switchers.collection import Collection
 from speedswap.swapping.switchers.model import check_rows
 from speedswap.tables.init import CopyOf, Initializer
 from speedswap.tables.record import count
+from speedswap.tables.whole_table import as_numpy
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from typing_extensions import Unpack
+
+    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["OptimizerFactory"]
 
@@ -43,6 +50,9 @@ class OptimizerFactory(Collection):
             is inside another module (``encoder.items``), or of the parameter (``u_embeddings.weight``).
         dtype: of the variable; its state has the dtype that the optimizer gives it.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory.
+        process_group: that of the :class:`ModelFactory`.
+        diskname, engine, disk: as for the :class:`ModelFactory`; without a diskname the state is in memory, wherever
+            the rows are.
 
     Raises:
         OptimizerError: the optimizer mixes rows, takes sparse gradients only, or keeps state that cannot be switched.
@@ -61,6 +71,11 @@ class OptimizerFactory(Collection):
         variable_name: str,
         dtype: Any = "float32",
         CPUPinn: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        diskname: str | os.PathLike[str] | None = None,
+        engine: str = "auto",
+        **disk: Unpack[DiskArguments],
     ) -> None:
         num_rows = count("total_classes", total_classes)
         width = count("embed_dimension", embed_dimension)
@@ -98,8 +113,12 @@ class OptimizerFactory(Collection):
             num_rows,
             first_shape,
             first_dtype,
-            storage="pinned" if CPUPinn else "device",
+            storage="memmap" if diskname is not None else "pinned" if CPUPinn else "device",
+            path=None if diskname is None else Path(diskname),
             name=f"{variable_name}'s optimizer state",
+            process_group=process_group,
+            engine=engine,
+            disk=disk,
         )
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
@@ -129,10 +148,12 @@ class OptimizerFactory(Collection):
         Raises:
             IdError: an index is negative or not below ``total_classes``. Nothing was changed.
         """
-        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
         if not self._stored_as:
+            self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
             return  # SGD without momentum, for one
-        rows = self.gather(ids, self._weight.device)
+        with self.table.store.together():
+            ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+            rows = self.gather(ids, self._weight.device)
         state = self.given_optimizer.state[self._weight]
         if self._row_state.from_gradient and not self._stepped and not state:
             return  # it makes this state from its first gradient
@@ -168,9 +189,13 @@ class OptimizerFactory(Collection):
             if isinstance(state.get(name), Tensor):
                 check_rows(state[name], ids, f"{name} in the optimizer")
                 values[stored_as] = state[name].detach().reshape(len(ids), *self.table.columns[stored_as].row_shape)
+        stepped = bool(values)
+        if self.process_group is not None and len(values) < len(self._stored_as):  # other ranks may have stepped
+            columns = [self.table.columns[name] for name in self._stored_as.values()]
+            ids, values = ids[:0], {each.name: torch.empty(0, *each.row_shape, dtype=each.dtype) for each in columns}
         if values:
             self.scatter(ids, values)
-            self._stepped = True
+        self._stepped |= stepped
 
     # ------------------------------------------------------------------ whole
 

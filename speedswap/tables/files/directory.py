@@ -1,4 +1,4 @@
-"""The directory of a memmap table: ``LOCK``, ``OWNER``, ``MANIFEST`` and ``data-*.bin``, and who may write them."""
+"""The directory of a table in files: ``LOCK``, ``OWNER``, ``MANIFEST`` and the rows, and who may write them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import re
 import stat
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +20,33 @@ from torch import Tensor
 from speedswap._locks import Locked
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.files.lock import WriterLock
-from speedswap.tables.files.manifest import MANIFEST, Manifest, ManifestFile, SegmentEntry
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.manifest import MANIFEST, Manifest, SegmentEntry
+from speedswap.tables.files.manifest_file import AnyManifest, ManifestFile
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full
 from speedswap.tables.files.place import Place, is_ours
-from speedswap.tables.memory.file import FileMemory, write_file
-from speedswap.tables.memory.host import Memory
+from speedswap.tables.files.shards_manifest import ShardsManifest
+from speedswap.tables.memory.file import FileMemory
 
-__all__ = ["TableDirectory"]
+__all__ = ["Contents", "LogFiles", "TableDirectory"]
 
 _DATA = re.compile(r"data-([0-9]{1,9})\.bin")
 _KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
 _NUMBERS = 10**9
 _TRIES = 100
+_LOG_FILES = re.compile(r"rows(-[0-9]{1,10})?\.log|HEAD(-[0-9]{1,10})?")
 _log = logging.getLogger("speedswap")
+
+
+class LogFiles(NamedTuple):
+    """The open files of a table in a log: its rows, and the heads of its commits."""
+
+    rows: OpenFile
+    head: OpenFile
+
+
+Contents = list[FileMemory] | LogFiles
+"""The rows of a table: the memory of each segment of the older formats, or a log."""
 
 
 class TableDirectory(Locked):
@@ -135,11 +150,11 @@ class TableDirectory(Locked):
     # ------------------------------------------------------------------ opening
 
     @classmethod
-    def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, Manifest, list[FileMemory]]:
-        """Check the files, map the data, and take the lock if the table is to be written.
+    def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, AnyManifest, Contents]:
+        """Check the files, map or open the rows, and take the lock if the table is to be written.
 
         Returns:
-            The directory, its manifest, and the memory of each of its segments.
+            The directory, its manifest, and its rows.
 
         Raises:
             FileNotFoundError: there is no directory.
@@ -154,13 +169,13 @@ class TableDirectory(Locked):
         try:
             place.clear()
             directory._discard_strays(manifest)
-            return directory, manifest, directory._map(manifest)
+            return directory, manifest, directory._contents(manifest)
         except BaseException:
             directory.release()
             raise
 
     @classmethod
-    def _take(cls, place: Place) -> tuple[TableDirectory, Manifest]:
+    def _take(cls, place: Place) -> tuple[TableDirectory, AnyManifest]:
         """Lock the table at a place, and read its manifest."""
         for _ in range(_TRIES):
             files = place.open()
@@ -181,25 +196,34 @@ class TableDirectory(Locked):
             directory.release()
         raise TableFormatError(f"{place.shown} is replaced all the time; open the table when that is done")
 
-    def _read(self) -> tuple[Manifest, list[FileMemory]]:
+    def _read(self) -> tuple[AnyManifest, Contents]:
         """Read manifest and data of a table that another process may be writing."""
         tries = 0
         while True:
             before = self._current()
             try:
                 manifest = self._load()
-                return manifest, self._map(manifest)
+                return manifest, self._contents(manifest)
             except (FileNotFoundError, TableFormatError):
                 tries += 1
                 if tries == _TRIES or (self._current() == before and self.files.is_at(self._place.path)):
                     raise
             self.files = self._place.open()
 
-    def _load(self) -> Manifest:
+    def _load(self) -> AnyManifest:
         self._manifest, manifest = ManifestFile.load(self.files)
         return manifest
 
-    def _map(self, manifest: Manifest) -> list[FileMemory]:
+    def _contents(self, manifest: AnyManifest) -> Contents:
+        if isinstance(manifest, LogManifest):
+            if manifest.scratch:
+                raise TableFormatError(
+                    f"{self.path} was a scratch table, whose rows went with its process; remove the directory"
+                )
+            names = _log_names(manifest.log)
+            return LogFiles(*(OpenFile(self._open_own(name, writing=self.writable)) for name in names))
+        if isinstance(manifest, ShardsManifest):
+            raise TableFormatError(f"{self.path} is a table of {manifest.world_size} ranks now; open it again")
         self._keys = {file: OpenFile(self._open_named(file, os.O_RDONLY)) for file in manifest.id_maps.values()}
         return [self._map_data(entry, manifest) for entry in manifest.segments]
 
@@ -210,32 +234,40 @@ class TableDirectory(Locked):
         except FileNotFoundError:
             raise TableFormatError(f"the {MANIFEST} of {self.files.path} is damaged: {file} is missing") from None
 
-    def _map_data(self, entry: SegmentEntry, manifest: Manifest) -> FileMemory:
-        """Map a data file, of the right size and, if it is to be written, without another name."""
-        files, nbytes = self.files, manifest.num_embeddings * entry.layout.stride
-        fd = self._open_named(entry.file, os.O_RDWR if self.writable else os.O_RDONLY)
-        try:
-            found = os.fstat(fd)
-            if found.st_size != nbytes:
-                raise TableFormatError(
-                    f"the {MANIFEST} of {files.path} is damaged: {entry.file} has {found.st_size} bytes, not "
-                    f"{manifest.num_embeddings} × {entry.layout.stride}"
-                )
-            if self.writable and found.st_nlink > 1:
-                raise TableFormatError(
-                    f"{files.path / entry.file} has {found.st_nlink} names (hard links), so that writing it would "
-                    f"change another file as well; give it a file of its own: cp {entry.file} copy && mv copy "
-                    f"{entry.file}"
-                )
-        except BaseException:
+    def _open_own(self, file: str, *, writing: bool) -> int:
+        """Open a file of the table; one that is to be written has no other name."""
+        fd = self._open_named(file, os.O_RDWR if writing else os.O_RDONLY)
+        names = os.fstat(fd).st_nlink
+        if writing and names > 1:
             os.close(fd)
-            raise
+            raise TableFormatError(
+                f"{self.files.path / file} has {names} names (hard links), so that writing it would change another "
+                f"file as well; give it a file of its own: cp {file} copy && mv copy {file}"
+            )
+        return fd
+
+    def _map_data(self, entry: SegmentEntry, manifest: Manifest) -> FileMemory:
+        """Map a data file of the right size."""
+        files, nbytes = self.files, manifest.num_embeddings * entry.layout.stride
+        fd = self._open_own(entry.file, writing=self.writable)
+        size = os.fstat(fd).st_size
+        if size != nbytes:
+            os.close(fd)
+            raise TableFormatError(
+                f"the {MANIFEST} of {files.path} is damaged: {entry.file} has {size} bytes, not "
+                f"{manifest.num_embeddings} × {entry.layout.stride}"
+            )
         return FileMemory(fd, files.path / entry.file, nbytes, writable=self.writable)
 
-    def _discard_strays(self, manifest: Manifest) -> None:
-        """Remove what a killed process has left in the directory."""
-        used = [*(entry.file for entry in manifest.segments), *manifest.id_maps.values()]
-        strays = [name for name in self.files.names() if _is_stray(name, used) and is_ours(self.files, name)]
+    def _discard_strays(self, manifest: AnyManifest) -> None:
+        """Remove what a killed process has left in the directory; id maps of a log are its store's business."""
+        kinds: tuple[re.Pattern[str], ...] = (_DATA,)
+        used = set[str]()
+        if isinstance(manifest, LogManifest):
+            kinds, used = (_DATA, _LOG_FILES), {*_log_names(manifest.log)}
+        elif isinstance(manifest, Manifest):
+            kinds, used = (_DATA, _KEYS), {*(entry.file for entry in manifest.segments), *manifest.id_maps.values()}
+        strays = [name for name in self.files.names() if _is_stray(name, kinds, used) and is_ours(self.files, name)]
         if strays:
             self.sync()  # the writer of the manifest may not have got that far
             for name in strays:
@@ -249,8 +281,8 @@ class TableDirectory(Locked):
         """True if this process may write the files; a forked child only reads."""
         return self.writable and os.getpid() == self._owner_pid
 
-    def follow(self, accept: Callable[[Manifest], None]) -> tuple[Manifest, list[FileMemory]] | None:
-        """Return manifest and data as they are now if another process has replaced them; None if not.
+    def follow(self, accept: Callable[[AnyManifest], None]) -> tuple[AnyManifest, Contents] | None:
+        """Return manifest and rows as they are now if another process has replaced them; None if not.
 
         Args:
             accept: raises if the manifest describes another table.
@@ -265,7 +297,7 @@ class TableDirectory(Locked):
             self.writable = False
             try:
                 self.files = self._place.open()
-                manifest, memories = self._read()
+                manifest, contents = self._read()
                 accept(manifest)
             except BaseException as error:
                 self._manifest = None  # so that the next call looks again
@@ -274,7 +306,7 @@ class TableDirectory(Locked):
                 raise TableClosedError(
                     f"the table at {str(self.path)!r} was removed, or moved away; open it where it is now"
                 ) from None
-            return manifest, memories
+            return manifest, contents
 
     def _current(self) -> tuple[int, ...]:
         """Return the identity of the manifest at the table's place; an empty one if there is none."""
@@ -286,23 +318,42 @@ class TableDirectory(Locked):
     # ------------------------------------------------------------------ writing
 
     def create_data(self, nbytes: int) -> tuple[str, FileMemory]:
-        """Make a sparse data file of zeros; return its name and its memory."""
+        """Make a data file of zeros; return its name and its memory."""
         name, path = self._new_name("data", _DATA)
         with says_if_full(path):
             fd = self.files.create(name)
         try:
-            return name, FileMemory(fd, path, nbytes, writable=True, new=True)
+            return name, FileMemory(fd, path, nbytes, writable=True)
         except BaseException:
             self.files.remove(name)
             raise
 
-    def save_data(self, memory: Memory) -> str:
-        """Copy a memory to a new data file, durably; return its name."""
-        name, path = self._new_name("data", _DATA)
-        with says_if_full(path):
-            file = OpenFile(self.files.create(name))
-            write_file(file.fd, path, memory)
-        return name
+    def create_log(self, number: int, *, named: bool = True) -> LogFiles:
+        """Make the empty files of a table in a log.
+
+        Args:
+            number: the log's.
+            named: False for files that go with this process.
+        """
+        names = _log_names(number)
+        try:
+            with says_if_full(self.files.path / names[0]):
+                files = LogFiles(*(OpenFile(self.files.create(name)) for name in names))
+        except BaseException:
+            self._remove_all(names)
+            raise
+        self._remove_all(() if named else names)
+        return files
+
+    def discard_logs(self, *, keep: int) -> None:
+        """Remove the files of every log but one."""
+        self._remove_all(
+            name for name in self.files.names() if _LOG_FILES.fullmatch(name) and name not in _log_names(keep)
+        )
+
+    def _remove_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.files.remove(name)
 
     def save_keys(self, raw: Tensor) -> str:
         """Write an id map's bytes to a new file, durably; return its name."""
@@ -319,6 +370,12 @@ class TableDirectory(Locked):
                 raise
         return name
 
+    def create_keys(self) -> tuple[str, OpenFile]:
+        """Make an empty file for id maps; return its name and the file."""
+        name, path = self._new_name("keys", _KEYS)
+        with says_if_full(path):
+            return name, OpenFile(self.files.create(name))
+
     def read_keys(self, name: str) -> Tensor:
         """Return the bytes of an id map that the manifest names, uint8: a mapping of its file, only to be read."""
         file = self._keys.pop(name, None) or OpenFile(self._open_named(name, os.O_RDONLY))
@@ -329,11 +386,15 @@ class TableDirectory(Locked):
             warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that are only to be read
             return torch.frombuffer(mmap.mmap(file.fd, nbytes, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
-    def discard_keys(self, *, keep: Collection[str]) -> None:
-        """Remove id maps that the table does not use."""
+    def discard_keys(self, *, keep: Collection[str]) -> list[OpenFile]:
+        """Remove id maps that the table does not use; return them open: the last to close a large file has to wait."""
+        removed = []
         for name in self.files.names():
             if _KEYS.fullmatch(name) and name not in keep and self.files.is_regular(name):
+                with suppress(OSError):  # such as no descriptor that is left
+                    removed.append(OpenFile(self.files.open(name)))
                 self.files.remove(name)
+        return removed
 
     def _new_name(self, kind: str, pattern: re.Pattern[str]) -> tuple[str, Path]:
         taken = {int(match[1]) for name in self.files.names() if (match := pattern.fullmatch(name))}
@@ -353,7 +414,7 @@ class TableDirectory(Locked):
             if _DATA.fullmatch(name) and name not in keep and self.files.is_regular(name):
                 self.files.remove(name)
 
-    def write_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: AnyManifest) -> None:
         """Replace the manifest, durably, unless it is the same already."""
         body = manifest.encode()
         if self._manifest is not None and body == self._manifest.body:
@@ -370,7 +431,8 @@ class TableDirectory(Locked):
     def names_in_manifest(self, file: str) -> bool:
         """Return whether the manifest, as it is in the directory, may refer to a data file."""
         try:
-            return any(entry.file == file for entry in ManifestFile.load(self.files)[1].segments)
+            manifest = ManifestFile.load(self.files)[1]
+            return isinstance(manifest, Manifest) and any(entry.file == file for entry in manifest.segments)
         except (OSError, TableFormatError):
             return self.files.status(MANIFEST) is not None
 
@@ -403,7 +465,12 @@ class TableDirectory(Locked):
         self._place.remove_parents()
 
 
-def _is_stray(name: str, used: Sequence[str]) -> bool:
+def _log_names(number: int) -> tuple[str, str]:
+    """Return the names of a log's files: the rows, and the heads of its commits."""
+    return (f"rows-{number}.log", f"HEAD-{number}") if number else ("rows.log", "HEAD")
+
+
+def _is_stray(name: str, kinds: Iterable[re.Pattern[str]], used: Collection[str]) -> bool:
     return (name.startswith((MANIFEST, "SCALARS")) and name.endswith(".tmp")) or (
-        bool(_DATA.fullmatch(name) or _KEYS.fullmatch(name)) and name not in used
+        name not in used and any(kind.fullmatch(name) for kind in kinds)
     )

@@ -1,7 +1,8 @@
-"""The bytes of a saved id map: a line with a checksum, a line of JSON, and arrays; never trusted.
+"""The bytes of a saved id map, or of a part of it: a line with a checksum, a line of JSON, and arrays; never trusted.
 
 The arrays are little-endian, each from a multiple of 8 bytes on, and their sizes follow from the JSON alone: a file of
-any other size is damaged, and nothing larger than the file is allocated for it.
+any other size is damaged, and nothing larger than the file is allocated for it. A table in a log saves a map in several
+such pieces, one after the other, each from a multiple of 4,096 bytes on, so that no piece shares a sector with another.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap.errors import TableFormatError
 from speedswap.kernels import Cursor, KeyMap, SavedKeys, hash_texts
+from speedswap.tables.files.damage import is_int, require, says_damaged
 
-__all__ = ["SavedMap", "decode", "encode", "restored"]
+__all__ = ["PIECE_BYTES", "SavedMap", "check_values", "decode", "encode", "pieces", "restored"]
 
 _MAGIC = b"speedswap-keys 1 "
 _ALIGNMENT = 8
+PIECE_BYTES = 4096
+"""Pieces begin at multiples of this."""
 _MOST_ROWS = 2**31 - 1
 _MOST_TEXT = 2**62
 _MAX_HEADER = 4096
+_REMEDY = "; restore it from a copy"
 
 
 class SavedMap(NamedTuple):
@@ -36,6 +41,9 @@ class SavedMap(NamedTuple):
         probation: the keys on probation.
         stale: rows that start anew when the next keys are added, int64.
         free_rows_are_stale: True if rows without a key may hold values.
+        own_rows: of a part, with the keys that one of several ranks owns: the row of each key, int32. ``stale`` are
+            then places among the keys.
+        cells: of a piece, the rows and the places on probation that it has the keys of, int32, ascending; None for all.
     """
 
     settings: dict[str, Any]
@@ -44,6 +52,8 @@ class SavedMap(NamedTuple):
     probation: SavedKeys
     stale: Tensor
     free_rows_are_stale: bool
+    own_rows: Tensor | None = None
+    cells: tuple[Tensor, Tensor] | None = None
 
     def arrays(self) -> Iterator[Tensor]:
         """Yield every array, in the order of the file."""
@@ -53,10 +63,13 @@ class SavedMap(NamedTuple):
                 if array is not None:
                     yield array
         yield self.stale
+        if self.own_rows is not None:
+            yield self.own_rows
+        yield from self.cells or ()
 
 
-def encode(saved: SavedMap) -> Tensor:
-    """Return a map's bytes, uint8."""
+def encode(saved: SavedMap, multiple: int = 1) -> Tensor:
+    """Return a map's bytes, uint8: a multiple of so many."""
     header = json.dumps(
         {
             **saved.settings,
@@ -64,19 +77,26 @@ def encode(saved: SavedMap) -> Tensor:
             "text_bytes": [len(keys.texts[0]) if keys.texts else 0 for keys in (saved.rows, saved.probation)],
             "stale": len(saved.stale),
             "free_rows_are_stale": saved.free_rows_are_stale,
+            **({} if saved.own_rows is None else {"is_part": True}),
+            **({} if saved.cells is None else {"cells": [len(each) for each in saved.cells]}),
         }
     ).encode()
     begin = _aligned(len(_MAGIC) + 9 + len(header) + 1)
-    out = torch.zeros(begin + sum(_aligned(array.nbytes) for array in saved.arrays()), dtype=torch.uint8)
+    # Copied by NumPy: a step waits for this, and torch's threads have to wait for a core each on a busy machine.
+    nbytes = begin + sum(_aligned(array.nbytes) for array in saved.arrays())
+    out = torch.empty(_aligned(nbytes, multiple), dtype=torch.uint8).numpy()
+    out[:begin] = out[nbytes:] = 0
     place = begin
     for array in saved.arrays():
-        out[place : place + array.nbytes] = array.reshape(-1).view(torch.uint8)
-        place += _aligned(array.nbytes)
-    raw = out.numpy().data
+        end, until = place + array.nbytes, place + _aligned(array.nbytes)
+        out[place:end] = array.numpy().reshape(-1).view(np.uint8)
+        out[end:until] = 0
+        place = until
+    raw = out.data
     first = len(_MAGIC) + 9
     raw[first : first + len(header) + 1] = header + b"\n"
     raw[:first] = _MAGIC + b"%08x\n" % zlib.crc32(raw[first:])
-    return out
+    return torch.from_numpy(out)
 
 
 def decode(raw: Tensor, what: str) -> SavedMap:
@@ -89,56 +109,74 @@ def decode(raw: Tensor, what: str) -> SavedMap:
     Raises:
         TableFormatError: they are damaged.
     """
-    try:
-        return _checked(raw)
-    except _Damage as error:
-        problem = str(error)
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    raise TableFormatError(f"{what} is damaged: {problem}; restore it from a copy")
+    with says_damaged(what, _REMEDY):
+        saved, end = _parsed(raw, 1)
+        require(end == len(raw), f"it has {len(raw)} bytes, not {end}")
+        check_values(saved)
+    return saved
 
 
-def _checked(raw: Tensor) -> SavedMap:
+def pieces(raw: Tensor, what: str) -> list[SavedMap]:
+    """Return the pieces of a map, whose values are still to be checked; arguments and errors as of :func:`decode`."""
+    found, begin = [], 0
+    with says_damaged(what, _REMEDY):
+        while begin < len(raw):
+            saved, end = _parsed(raw[begin:], PIECE_BYTES)
+            found.append(saved)
+            begin += end
+    return found
+
+
+def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
+    """Return the map, or piece, that some bytes begin with, and its end: a multiple of so many bytes."""
     memory = raw.numpy().data
     first = len(_MAGIC) + 9
-    _require(bytes(memory[: len(_MAGIC)]) == _MAGIC, "it holds no keys of this version")
+    require(bytes(memory[: len(_MAGIC)]) == _MAGIC, "it holds no keys of this version")
     line, newline, _ = bytes(memory[first : first + _MAX_HEADER]).partition(b"\n")
-    _require(newline == b"\n", "its header has no end")
+    require(newline == b"\n", "its header has no end")
     header = json.loads(line)
-    _require(isinstance(header, dict), "its header is not an object")
+    require(isinstance(header, dict), "its header is not an object")
     settings, cursor = _settings(header), _cursor(header)
     text_bytes, stale = header["text_bytes"], header["stale"]
-    _require(isinstance(text_bytes, list) and len(text_bytes) == 2, f"text_bytes is {text_bytes!r}")
-    _require(all(_is_int(each, 0, _MOST_TEXT) for each in text_bytes), f"text_bytes is {text_bytes!r}")
-    _require(_is_int(stale, 0, settings["capacity"]), f"stale is {stale!r}")
-    _require(isinstance(header["free_rows_are_stale"], bool), "free_rows_are_stale is neither true nor false")
+    require(isinstance(text_bytes, list) and len(text_bytes) == 2, f"text_bytes is {text_bytes!r}")
+    require(all(is_int(each, 0, _MOST_TEXT) for each in text_bytes), f"text_bytes is {text_bytes!r}")
+    require(is_int(stale, 0, settings["capacity"]), f"stale is {stale!r}")
+    require(isinstance(header["free_rows_are_stale"], bool), "free_rows_are_stale is neither true nor false")
     arrays = _Arrays(raw, _aligned(first + len(line) + 1))
-    rows = arrays.keys(settings, False, cursor.used, text_bytes[0])
-    probation = arrays.keys(settings, True, cursor.probation_used, text_bytes[1])
+    counts = header.get("cells", [cursor.used, cursor.probation_used])
+    require(isinstance(counts, list) and len(counts) == 2, f"cells is {counts!r}")
+    for some, most in zip(counts, (cursor.used, cursor.probation_used), strict=True):
+        require(is_int(some, 0, most), f"cells is {counts!r}")
+    rows = arrays.keys(settings, False, counts[0], text_bytes[0])
+    probation = arrays.keys(settings, True, counts[1], text_bytes[1])
     saved = SavedMap(settings, cursor, rows, probation, arrays.take(stale, torch.int64), header["free_rows_are_stale"])
-    _require(arrays.place == len(raw), f"it has {len(raw)} bytes, not {arrays.place}")
-    _require(bytes(memory[len(_MAGIC) : first]) == b"%08x\n" % zlib.crc32(memory[first:]), "its checksum is wrong")
-    _check_values(saved)
-    return saved
+    if header.get("is_part", False):
+        saved = saved._replace(own_rows=arrays.take(counts[0], torch.int32))
+    if "cells" in header:
+        saved = saved._replace(cells=(arrays.take(counts[0], torch.int32), arrays.take(counts[1], torch.int32)))
+    end = _aligned(arrays.place, multiple)
+    require(end <= len(raw), f"it ends at byte {len(raw)}, not {end}")
+    require(bytes(memory[len(_MAGIC) : first]) == b"%08x\n" % zlib.crc32(memory[first:end]), "its checksum is wrong")
+    return saved, end
 
 
 def _settings(header: dict[str, Any]) -> dict[str, Any]:
     settings = {name: header[name] for name in ("capacity", "keys", "admit_after", "evict")}
-    _require(_is_int(settings["capacity"], 1, _MOST_ROWS), f"capacity is {settings['capacity']!r}")
-    _require(_is_int(settings["admit_after"], 1, _MOST_ROWS), f"admit_after is {settings['admit_after']!r}")
-    _require(settings["keys"] in ("int64", "hashed", "exact"), f"keys is {settings['keys']!r}")
-    _require(settings["evict"] in (None, "lru", "lfu"), f"evict is {settings['evict']!r}")
+    require(is_int(settings["capacity"], 1, _MOST_ROWS), f"capacity is {settings['capacity']!r}")
+    require(is_int(settings["admit_after"], 1, _MOST_ROWS), f"admit_after is {settings['admit_after']!r}")
+    require(settings["keys"] in ("int64", "hashed", "exact"), f"keys is {settings['keys']!r}")
+    require(settings["evict"] in (None, "lru", "lfu"), f"evict is {settings['evict']!r}")
     return settings
 
 
 def _cursor(header: dict[str, Any]) -> Cursor:
     cursor = Cursor(header["used"], header["clock"], header["probation_used"], header["last_place"])
     capacity = header["capacity"]
-    _require(_is_int(cursor.used, 0, capacity), f"used is {cursor.used!r}")
-    _require(_is_int(cursor.clock, 0, 2**32 - 1), f"clock is {cursor.clock!r}")
+    require(is_int(cursor.used, 0, capacity), f"used is {cursor.used!r}")
+    require(is_int(cursor.clock, 0, 2**32 - 1), f"clock is {cursor.clock!r}")
     most = capacity if header["admit_after"] > 1 else 0
-    _require(_is_int(cursor.probation_used, 0, most), f"probation_used is {cursor.probation_used!r}")
-    _require(_is_int(cursor.last_place, 0, cursor.probation_used), f"last_place is {cursor.last_place!r}")
+    require(is_int(cursor.probation_used, 0, most), f"probation_used is {cursor.probation_used!r}")
+    require(is_int(cursor.last_place, 0, cursor.probation_used), f"last_place is {cursor.last_place!r}")
     return cursor
 
 
@@ -151,7 +189,7 @@ class _Arrays:
 
     def take(self, count: int, dtype: torch.dtype) -> Tensor:
         nbytes = count * dtype.itemsize
-        _require(self.place + nbytes <= len(self._raw), f"it ends at byte {len(self._raw)}, within an array")
+        require(self.place + nbytes <= len(self._raw), f"it ends at byte {len(self._raw)}, within an array")
         found = self._raw[self.place : self.place + nbytes]
         self.place += _aligned(nbytes)
         return found.view(dtype) if count else torch.empty(0, dtype=dtype)
@@ -161,58 +199,57 @@ class _Arrays:
         last = self.take(count, torch.uint32) if settings["evict"] and not on_probation else None
         counts = self.take(count, torch.uint32) if on_probation or settings["evict"] == "lfu" else None
         if settings["keys"] != "exact":
-            _require(text_bytes == 0, f"it has {text_bytes} bytes of texts")
+            require(text_bytes == 0, f"it has {text_bytes} bytes of texts")
             return SavedKeys(numbers, last, counts, None)
         offsets = self.take(count + 1, torch.int64)
         return SavedKeys(numbers, last, counts, (self.take(text_bytes, torch.uint8), offsets))
 
 
-def _check_values(saved: SavedMap) -> None:
+def check_values(saved: SavedMap) -> None:
+    """Require that the values of a whole map, or of a part of it, may be there; under :func:`says_damaged`."""
     rows, probation, cursor = saved.rows, saved.probation, saved.cursor
     if rows.last is not None and len(rows.last):
-        _require(int(rows.last.long().max()) <= cursor.clock, "a batch is later than the last one")
+        require(int(rows.last.numpy().max()) <= cursor.clock, "a batch is later than the last one")
     if len(probation.numbers):
         assert probation.counts is not None
-        most = int(probation.counts.long().max())
-        _require(most < saved.settings["admit_after"], f"a key is on probation after {most} sightings")
+        most = int(probation.counts.numpy().max())
+        require(most < saved.settings["admit_after"], f"a key is on probation after {most} sightings")
     if len(saved.stale):
         lowest, highest = torch.aminmax(saved.stale)
-        _require(1 <= int(lowest) <= int(highest) <= cursor.used, "a stale row has no key")
+        require(1 <= int(lowest) <= int(highest) <= cursor.used, "a stale row has no key")
+    if saved.own_rows is not None and len(saved.own_rows):
+        lowest, highest = torch.aminmax(saved.own_rows)
+        require(1 <= int(lowest) <= int(highest) <= saved.settings["capacity"], "a key has a row that is not there")
+        require(len(torch.unique(saved.own_rows)) == len(saved.own_rows), "two keys have one row")
     for keys in (rows, probation):
         if keys.texts is None:
             continue
         text, offsets = keys.texts
         is_ascending = int(offsets[0]) == 0 and int(offsets[-1]) == len(text) and bool((offsets.diff() >= 0).all())
-        _require(is_ascending, "its texts do not lie side by side")
+        require(is_ascending, "its texts do not lie side by side")
         taken = slice(None) if keys is rows or keys.counts is None else keys.counts.long() > 0
-        _require(torch.equal(hash_texts(keys.texts)[taken], keys.numbers[taken]), "a text has another hash")
+        require(torch.equal(hash_texts(keys.texts)[taken], keys.numbers[taken]), "a text has another hash")
 
 
-def restored(saved: SavedMap, what: str) -> KeyMap:
+def restored(saved: SavedMap, what: str, capacity: int | None = None) -> KeyMap:
     """Return the loops' map with what was saved.
+
+    Args:
+        saved: a map, or a part of one.
+        what: its place, for messages.
+        capacity: the keys that it can have; by default as many as the whole map.
 
     Raises:
         TableFormatError: a key occurs twice.
     """
     settings = saved.settings
-    found = KeyMap(settings["capacity"], settings["keys"] == "exact", settings["admit_after"], settings["evict"])
-    if not found.restore(saved.cursor, saved.rows, saved.probation):
-        raise TableFormatError(f"{what} is damaged: a key occurs twice; restore it from a copy")
+    found = KeyMap(
+        capacity or settings["capacity"], settings["keys"] == "exact", settings["admit_after"], settings["evict"]
+    )
+    with says_damaged(what, _REMEDY):
+        require(found.restore(saved.cursor, saved.rows, saved.probation), "a key occurs twice")
     return found
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-class _Damage(Exception):
-    """A problem of the bytes."""
-
-
-def _require(condition: bool, problem: str) -> None:
-    if not condition:
-        raise _Damage(problem)
+def _aligned(nbytes: int, multiple: int = _ALIGNMENT) -> int:
+    return -(-nbytes // multiple) * multiple

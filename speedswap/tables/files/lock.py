@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import logging
 import os
 import socket
 import weakref
+from contextlib import suppress
 
 from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
@@ -58,6 +60,20 @@ class WriterLock:
         """Return whether OWNER names a writer, which holds the lock or did not release it itself."""
         return directory.status(_OWNER) is not None
 
+    @staticmethod
+    def holder(directory: OpenDirectory) -> str | None:
+        """Return the process that holds the lock, as OWNER names it, without touching it; None if none does."""
+        found = directory.status(_LOCK)
+        if found is None:
+            return None
+        try:
+            with open("/proc/locks") as locks:
+                held = any(f":{found.st_ino} " in line and " FLOCK " in line for line in locks)
+        except OSError as error:
+            _log.debug("locks could not be read: %s", error)
+            held = WriterLock.is_noted(directory)
+        return _owner(directory) if held else None
+
     @property
     def is_held(self) -> bool:
         return self in _held
@@ -78,11 +94,16 @@ class WriterLock:
 
 
 def _open_locked(directory: OpenDirectory) -> OpenFile:
+    was_freed = False
     while True:
         file = OpenFile(_open(directory))
         try:
             fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if not was_freed and _is_of_this_process(file):
+                gc.collect()  # its table may be one that nothing but a cycle refers to, such as a caught exception's
+                was_freed = True
+                continue
             raise TableBusyError(
                 errno.EBUSY,
                 f"table {str(directory.path)!r} is open for writing in process {_owner(directory)}; close it there, or "
@@ -98,6 +119,15 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
         named = directory.status(_LOCK)
         if named is not None and os.path.samestat(os.fstat(file.fd), named):
             return file
+
+
+def _is_of_this_process(file: OpenFile) -> bool:
+    """Return whether a writer of this process holds the lock on a file."""
+    for lock in list(_held):
+        with suppress(OSError):  # another thread is releasing it
+            if os.path.sameopenfile(lock._file.fd, file.fd):
+                return True
+    return False
 
 
 def _open(directory: OpenDirectory) -> int:

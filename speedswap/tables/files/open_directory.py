@@ -48,15 +48,19 @@ class OpenDirectory(OpenFile):
         path: where it is now.
         follow: whether ``path`` itself may be a link.
         shown: the path in messages; ``path`` by default.
+        within: the open directory to which ``path`` is relative; by default the working directory.
 
     Raises:
         FileNotFoundError: nothing is there.
         NotADirectoryError: it is something else, or a link that must not be followed.
     """
 
-    def __init__(self, path: Path, *, follow: bool = True, shown: Path | None = None) -> None:
+    def __init__(
+        self, path: Path, *, follow: bool = True, shown: Path | None = None, within: OpenDirectory | None = None
+    ) -> None:
         self.path = shown or path
-        super().__init__(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)))
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+        super().__init__(os.open(path, flags, dir_fd=None if within is None else within.fd))
 
     def names(self) -> list[str]:
         """Return the names of all its entries."""

@@ -1,9 +1,4 @@
-"""Durability of a table's rows and attributes, also when the process ends without closing the table.
-
-Rows that a process has written stay when it is killed, but the manifest is as it was last saved. So the attributes that
-go with the rows, such as an optimizer's step count, are also written to ``SCALARS`` after each step: a few hundred
-bytes, without waiting for the disk. They count as long as the manifest is the one that they name.
-"""
+"""Attributes and id maps of tables in mapped files, saved with their manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +7,6 @@ import logging
 import os
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from speedswap.errors import TableFormatError
@@ -23,9 +17,9 @@ from speedswap.tables.id_map import IdMap
 if TYPE_CHECKING:
     from speedswap.tables.groups import RecordGroups
 
-__all__ = ["Persistence", "ScalarsFile", "read_scalars"]
+__all__ = ["Persistence", "read_scalars"]
 
-_NAME, _UNFINISHED = "SCALARS", "SCALARS.tmp"
+_SCALARS = "SCALARS"  # of earlier versions: attributes that changed at every step
 _MAX_BYTES = 4096
 
 _log = logging.getLogger("speedswap")
@@ -38,24 +32,18 @@ class Persistence:
         groups: the store's memory.
         attributes: plain data that is saved with the rows.
         id_maps: keys to rows, saved with them.
-        lagging: whether the attributes may be of an earlier step than the rows, as they were found.
 
     Attributes:
         live: functions by key for attributes that change at every step, called when attributes are saved. A result of
             None leaves the attribute as it is. They must not refer to the table either.
     """
 
-    def __init__(
-        self, groups: RecordGroups, attributes: dict[str, Any], id_maps: dict[str, IdMap], *, lagging: bool
-    ) -> None:
+    def __init__(self, groups: RecordGroups, attributes: dict[str, Any], id_maps: dict[str, IdMap]) -> None:
         self._groups = groups
         self._id_maps = id_maps
         self._saved_versions: dict[str, int] = {}  # of the id maps as their files have them
         self._attributes = attributes
-        self._lagging = lagging
         self._owner_pid = os.getpid()
-        directory = groups.directory
-        self._scalars = ScalarsFile(directory) if directory is not None and directory.writable else None
         self.live: dict[str, Callable[[], Any]] = {}
 
     def note_attributes(self) -> dict[str, Any]:
@@ -73,9 +61,6 @@ class Persistence:
             self._groups.save_manifest(self.note_attributes())
             if self._id_maps:
                 directory.discard_keys(keep=self._groups.key_files.values())
-            if self._scalars is not None:
-                self._scalars.manifest_has_changed()
-                self.keep_scalars()
 
     def _save_id_maps(self, directory: TableDirectory) -> None:
         """Write id maps that have changed to new files, durably, for the next manifest."""
@@ -102,7 +87,7 @@ class Persistence:
             found = IdMap.from_bytes(
                 directory.read_keys(file), frozen=frozen, left_open=directory.was_left_open, what=what
             )
-            if found.num_rows > self._groups.num_embeddings:
+            if found.part is None and found.num_rows > self._groups.num_embeddings:
                 raise TableFormatError(
                     f"{what} is damaged: it has rows 0 to {found.capacity}, but the table "
                     f"{self._groups.num_embeddings} rows"
@@ -111,25 +96,12 @@ class Persistence:
             if not directory.was_left_open:
                 self._saved_versions[name] = found.version
 
-    def keep_scalars(self, *, known: bool = True) -> None:
-        """Write the attributes that change at every step where they survive a killed process.
-
-        Args:
-            known: False where they would have to be waited for; the file then says that they are not known.
-        """
-        if self._scalars is None or not (self.live or self._lagging) or not self.is_needed:
-            return
-        if not known or not self.live:
-            self._scalars.write(None)
-            return
-        now = {key: source() for key, source in self.live.items()}
-        self._scalars.write({k: self._attributes.get(k) if value is None else value for k, value in now.items()})
-
-    def close(self) -> None:
-        """Close the scalars' file; the table's memory stays open."""
-        if self._scalars is not None:
-            self._scalars.close()
-            self._scalars = None  # the table may be another process's from now on
+    def take_scalars(self) -> None:
+        """Put the attributes that were found in SCALARS into the manifest: nothing keeps that file up to date."""
+        directory = self._groups.directory
+        if directory is not None and directory.files.status(_SCALARS) is not None:
+            self.save_manifest()
+            directory.files.remove(_SCALARS)
 
     def flush(self) -> None:
         """Make everything that has arrived durable."""
@@ -144,80 +116,6 @@ class Persistence:
         return directory is not None and directory.writable and os.getpid() == self._owner_pid
 
 
-class ScalarsFile:
-    """``SCALARS`` of a table that is open for writing.
-
-    Args:
-        directory: the table's.
-    """
-
-    def __init__(self, directory: TableDirectory) -> None:
-        self._directory = directory
-        self._file: OpenFile | None = None
-        self._manifest: str | None = None
-        self._last: dict[str, Any] | None = {}
-        self._has_failed = False
-
-    def write(self, attributes: dict[str, Any] | None) -> None:
-        """Replace the file's content.
-
-        Args:
-            attributes: by name, with None for one that was removed; None in place of the whole where they are not
-                known, so that those of the manifest are of an earlier step than the rows.
-        """
-        if self._has_failed or (attributes == self._last and self._manifest is not None):
-            return
-        if self._manifest is None:
-            self._manifest = self._directory.manifest_checksum
-        body = json.dumps({"manifest": self._manifest, "attributes": attributes}).encode()
-        if len(body) > _MAX_BYTES - 16 and attributes is not None:
-            self.write(None)
-            return
-        try:
-            self._put(b"%08x\n%s\n" % (zlib.crc32(body), body))
-            self._last = attributes
-        except OSError as error:
-            self._give_up(error)
-
-    def _put(self, text: bytes) -> None:
-        if self._file is not None:
-            # In one call, which a kill does not interrupt, over the previous text; the rest of a longer one stays.
-            os.pwrite(self._file.fd, text, 0)
-            return
-        # An existing file may be a hard link to something precious.
-        files = self._directory.files
-        files.remove(_UNFINISHED)
-        file = OpenFile(files.create(_UNFINISHED))
-        os.pwrite(file.fd, text, 0)
-        files.rename(_UNFINISHED, _NAME)
-        self._file = file
-
-    def manifest_has_changed(self) -> None:
-        """Note that the manifest was saved: what is written from now on goes with the new one."""
-        self._manifest = None
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _give_up(self, error: OSError) -> None:
-        """Leave the file without a meaning rather than with a stale one."""
-        self._has_failed = True
-        with suppress(OSError):
-            if self._file is not None:
-                os.ftruncate(self._file.fd, 0)
-            else:
-                self._directory.files.remove(_NAME)
-        _log.warning(
-            "the step count cannot be kept with the rows of %s at every step (%s); it is saved when the table is "
-            "flushed or closed",
-            self._directory.path,
-            error,
-        )
-
-
 def read_scalars(directory: TableDirectory, attributes: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a table's attributes as of its last step, and whether some of them may be of an earlier one.
 
@@ -230,7 +128,7 @@ def read_scalars(directory: TableDirectory, attributes: dict[str, Any]) -> tuple
     """
     unclean = directory.was_left_open and bool(attributes)
     try:
-        file = OpenFile(directory.files.open(_NAME))
+        file = OpenFile(directory.files.open(_SCALARS))
     except FileNotFoundError:
         return attributes, unclean
     newer = _parsed(os.pread(file.fd, _MAX_BYTES, 0))

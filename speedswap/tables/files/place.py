@@ -21,10 +21,14 @@ from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.files.lock import WriterLock
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, says_if_full, sync_names
 
-__all__ = ["Place", "exchange", "is_ours"]
+__all__ = ["Place", "exchange", "is_ours", "is_shard", "rename_anew"]
 
 _log = logging.getLogger("speedswap")
-_OURS = re.compile(r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|SCALARS(\.tmp)?|(data|keys)-[0-9]+\.bin")
+_OURS = re.compile(
+    r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|SCALARS(\.tmp)?|(data|keys)-[0-9]+\.bin|rows(-[0-9]+)?\.log"
+    r"|HEAD(-[0-9]+)?"
+)
+_SHARD = re.compile(r"\.?shard-[0-9]+-of-[0-9]+(\.speedswap-(new|old))?")  # a rank's rows, in a table of all ranks
 _NAME_BYTES = 255
 _TRIES = 500
 _AT_CWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
@@ -44,8 +48,15 @@ class Place:
     def __init__(self, path: Path) -> None:
         self.shown = path.absolute()
         self.path = Path(os.path.realpath(path))
+        if not self.path.name:
+            raise TableFormatError(f"path is {str(path)!r}, the root directory and no table; give another path")
         self._new, self._old = _hidden(self.path, "new"), _hidden(self.path, "old")
         self._made: list[Path] = []  # directories above, made for this table
+
+    @property
+    def hidden(self) -> Path:
+        """The directory in which a table for this place is made."""
+        return self._new
 
     def open(self) -> OpenDirectory:
         """Open the directory at this place.
@@ -127,9 +138,7 @@ class Place:
         """
         self.refuse_existing()
         try:
-            if not _rename_at_once(self._new, self.path, _NO_REPLACE):
-                self.refuse_existing()
-                os.rename(self._new, self.path)
+            rename_anew(self._new, self.path)
         except FileExistsError:
             self.refuse_existing()
             raise
@@ -253,14 +262,48 @@ class Place:
 
 
 def is_ours(directory: OpenDirectory, name: str) -> bool:
-    """Return whether a name in a table's directory can be one of the table's files."""
+    """Return whether a name in a table's directory can be one of the table's files, or one of its ranks' tables."""
     found = directory.status(name)
-    return _OURS.fullmatch(name) is not None and (found is None or not stat.S_ISDIR(found.st_mode))
+    if found is not None and stat.S_ISDIR(found.st_mode):
+        shard = _shard(directory, name)
+        return shard is not None and all(
+            _OURS.fullmatch(each) and not _is_folder(shard, each) for each in shard.names()
+        )
+    return _OURS.fullmatch(name) is not None
+
+
+def is_shard(name: str) -> bool:
+    """Return whether a name is one that the directory of a rank's rows has, or has while it is made."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def _shard(directory: OpenDirectory, name: str) -> OpenDirectory | None:
+    """Open the directory of one of a table's ranks, if a name can be one."""
+    if not is_shard(name):
+        return None
+    return OpenDirectory(Path(name), follow=False, shown=directory.path / name, within=directory)
+
+
+def _is_folder(directory: OpenDirectory, name: str) -> bool:
+    found = directory.status(name)
+    return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def exchange(first: Path, second: Path) -> bool:
     """Exchange two names in one instant; return False where the system or the file system cannot."""
     return _rename_at_once(first, second, _EXCHANGE)
+
+
+def rename_anew(source: Path, target: Path) -> None:
+    """Rename a directory.
+
+    Raises:
+        FileExistsError: something has the new name.
+    """
+    if not _rename_at_once(source, target, _NO_REPLACE):
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        os.rename(source, target)
 
 
 def _rename_at_once(source: Path, target: Path, how: int) -> bool:
@@ -288,7 +331,12 @@ def _discard(directory: OpenDirectory, path: Path) -> None:
     """Remove a directory whose lock is held; foreign files stay, and the directory with them."""
     for name in directory.names():
         if name != "LOCK" and is_ours(directory, name):
-            directory.remove(name)
+            if (shard := _shard(directory, name)) is not None:
+                for each in shard.names():
+                    shard.remove(each)
+                os.rmdir(name, dir_fd=directory.fd)
+            else:
+                directory.remove(name)
     directory.remove("LOCK")  # last: as long as there is anything, its owner can be found
     _remove_empty(path)
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Storage = Literal["device", "pinned", "pageable", "memmap"]
-STORAGES = ("auto", "device", "pinned", "pageable", "memmap")
+STORAGES = ("auto", "device", "pinned", "pageable", "memmap", "disk")
 
 _log = logging.getLogger("speedswap")
 _said: set[str] = set()
@@ -61,6 +61,8 @@ def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storag
         raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
     if storage == "auto":
         storage = "memmap" if path is not None else "pinned" if kernels.cuda_ready()[0] else "pageable"
+    if storage == "disk":
+        storage = "memmap"
     if storage == "memmap" and path is None:
         raise ValueError("storage is 'memmap' but path is None; give the directory that will hold the table")
     if storage != "memmap" and path is not None:
@@ -97,7 +99,7 @@ class Memory:
     Attributes:
         bytes: all of them as one uint8 tensor.
         pinned: whether they are host memory that CUDA kernels may read and write directly.
-        fence: the work on pinned memory that GPUs have not completed.
+        fence: the work on it that GPUs have not completed.
     """
 
     bytes: Tensor
@@ -115,14 +117,6 @@ class Memory:
     def data_ranges(self) -> Iterator[tuple[int, int]]:
         """Yield start and end of the pieces that hold more than untouched zeros, in bytes."""
         yield 0, self.nbytes
-
-    def reserve(self, rows: Tensor | slice, stride: int) -> Tensor | None:
-        """Make sure that writing these rows, ``stride`` bytes each, cannot fail; only files need it.
-
-        Returns:
-            A mask of the rows that must be written with :meth:`write_through`; None for none of them.
-        """
-        return None
 
     def expect(self, start: int, stop: int) -> None:
         """Note that bytes ``start`` to ``stop`` are about to be read in order; only files need it."""
@@ -147,6 +141,7 @@ class DeviceMemory(Memory):
     def __init__(self, nbytes: int) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.fence = kernels.Fence() if device == "cuda" else None
 
 
 class HostMemory(Memory):

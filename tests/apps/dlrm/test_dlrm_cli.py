@@ -147,6 +147,7 @@ def test_new_rows_are_predicted_from_a_checkpoint(folder, capsys):
         ([output, "short.txt"], "samples short.txt, line 6 has 2 columns: give 40"),
         ([output, "nowhere"], "samples nowhere cannot be read"),
         ([str(folder), "good.txt"], "has no checkpoint to go on from: give the output directory of a run"),
+        (["good.txt", "nowhere"], "output good.txt has no checkpoint to go on from: give the output directory of a"),
         ([output, "good.txt", "--storage", "cloud"], "storage is 'cloud'"),
         ([output, "good.txt", "--device", "toaster"], "device is 'toaster'"),
     ):
@@ -180,7 +181,7 @@ def test_interrupt_saves_the_results_so_far(sent, status, word, tmp_path, start_
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
     assert process.returncode == status, err
-    assert f"{word}: the training so far is saved, and --resume goes on from there" in out
+    assert f"{word}: the training so far is saved; the same command goes on from there" in out
     assert "Traceback" not in err
     assert json.loads((output / "run.json").read_text())["interrupted"] is True
-    assert list((output / "checkpoints").glob("*/training.pt"))
+    assert list((output / "checkpoints").glob("*/CHECKPOINT"))

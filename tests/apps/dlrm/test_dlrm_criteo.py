@@ -97,10 +97,27 @@ def test_a_position_in_other_samples_is_refused(written):
     position = source.position
     (folder / "day_10.txt").write_text(lines[0])  # not yet read: it may change
     SampleFiles(files).seek(position)
+    second = (folder / "day_9.gz").read_bytes()
     (folder / "day_9.gz").write_bytes(gzip.compress("\n".join(reversed(lines[130:300])).encode()))
     for found in (files, files[:1], [files[0], files[2]]):
         with pytest.raises(CheckpointError, match="not those of the checkpoint, which had read 70 of file 2: give the"):
             SampleFiles(found).seek(position)
+    (folder / "day_9.gz").write_bytes(second)
+    SampleFiles(files).seek(position)
+    (folder / "day_2.txt").write_text("\n".join(lines[:129]))
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        SampleFiles(files).seek(position)
+
+
+def test_the_end_of_other_samples_is_refused(written):
+    """No line of theirs is read again: they are told apart by the sizes of the files."""
+    folder, lines = written
+    source = SampleFiles([folder / "day_2.txt"])
+    read_all(source)
+    (folder / "other").write_text("\n".join(lines[:50]))
+    with pytest.raises(CheckpointError, match="not those of the checkpoint"):
+        SampleFiles([folder / "other"]).seek(source.position)
+    SampleFiles([folder / "day_2.txt"]).seek(source.position)
 
 
 def test_rows_without_labels_are_told_by_the_first(tmp_path):
@@ -111,6 +128,16 @@ def test_rows_without_labels_are_told_by_the_first(tmp_path):
     assert as_lists([part]) == by_python(lines)
     (tmp_path / "rows").write_text("\n".join(lines_of(20)))
     assert SampleFiles([tmp_path / "rows"], labelled=None).read(9).labels.shape == (9,)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_an_empty_file_does_not_tell_whether_rows_have_labels(labelled, tmp_path):
+    (tmp_path / "empty").write_text("\n")
+    lines = list(lines_of(20, labelled=labelled))
+    (tmp_path / "rows").write_text("\n".join(lines))
+    source = SampleFiles([tmp_path / "empty", tmp_path / "rows", tmp_path / "empty"], labelled=None)
+    assert as_lists(read_all(source)) == by_python(lines)
+    assert SampleFiles([tmp_path / "empty"], labelled=None).read(9).size == 0
 
 
 WRONG = {
@@ -124,6 +151,7 @@ WRONG = {
     "fraction": ("\t".join(["0"] * 13 + ["1.5"] + ["1"] * 26), r"column 14 \(I13\) is '1.5', not a whole number"),
     "too large": ("\t".join(["0", "9" * 99] + ["1"] * 38), r"column 2 \(I1\) is '9999"),
     "not hexadecimal": ("\t".join(["0"] * 39 + ["xyz"]), r"column 40 \(C26\) is 'xyz', not a hexadecimal number of"),
+    "two carriage returns": ("\t".join(["0"] * 40) + "\r\r", r"column 40 \(C26\) is '0\\r', not a hexadecimal"),
     "NUL": ("\t".join(["0"] * 14 + ["\0"] + ["1"] * 25), r"column 15 \(C1\) is '\\x00', not a hexadecimal"),
     "not text": ("\t".join(["0"] * 14 + ["é"] + ["1"] * 25), r"column 15 \(C1\) is 'é', not"),
 }
@@ -135,7 +163,7 @@ def test_a_malformed_line_is_named_with_its_column_and_remedy(name, tmp_path):
     line, message = WRONG[name]
     good = list(lines_of(30))
     path = tmp_path / "some.txt"
-    path.write_text("\n".join([*good[:20], "", line, *good[20:]]))
+    path.write_bytes("\n".join([*good[:20], "", line, *good[20:]]).encode())
     source = SampleFiles([path])
     assert source.read(20).size == 20
     with pytest.raises(SamplesError, match=f"samples {path}, line 22,? {message}"):
@@ -148,6 +176,9 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "endless").write_bytes(b"\0" * (1 << 23))
     for given, message in (
         (["missing.txt"], "samples missing.txt cannot be read: No such file"),
+        (["a" * 5000], "samples aaaa.* cannot be read: File name too long"),
+        (["a\0b"], "cannot be read: .*null"),
+        ([""], "samples has an empty name: give files"),
         ([tmp_path], f"samples {tmp_path} is a directory: give its files, as in '{tmp_path}/\\*'"),
         ([tmp_path / "*.csv"], r"\*.csv matches no file: give files, or patterns such as 'day_\*.gz'"),
         ([tmp_path / "cut.gz"], "is not a whole gzip file"),
@@ -233,6 +264,15 @@ def test_parquet_with_mistakes_is_refused(tmp_path, change, message):
     parquet_of(list(lines_of(30)), tmp_path / "some", change=change)
     with pytest.raises(SamplesError, match=message):
         read_all(SampleFiles([tmp_path / "some"]))
+
+
+def test_parquet_with_two_columns_of_a_name_is_refused(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet_of(list(lines_of(30)), tmp_path / "some")
+    table = parquet.read_table(tmp_path / "some")
+    parquet.write_table(table.append_column("C3", table["C4"]), tmp_path / "some")
+    with pytest.raises(SamplesError, match="has 2 columns 'C3': give each a name of its own"):
+        SampleFiles([tmp_path / "some"])
 
 
 def test_parquet_without_its_end_is_refused(tmp_path):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from apps.dlrm.runs import assert_same, run, small
 
-from speedswap.apps.dlrm import CheckpointError, Data, SamplesError, evaluate, load
+import speedswap
+from speedswap.apps import checkpoints
+from speedswap.apps.dlrm import CheckpointError, Data, SamplesError, evaluate, load, train
+from speedswap.apps.dlrm import training as module
+from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint
 
 
 @pytest.mark.parametrize(
     "steps, change",
     [
         (1, {}),
-        (22, {}),
-        (30, {"optimizer": "adam", "lookahead": 0}),
+        (22, {"epochs": 2}),
+        (30, {"epochs": 2, "optimizer": "adam", "lookahead": 0}),
         (18, {"optimizer": "sgd", "evaluate_every": 10, "admit_after": 2}),
         (20, {"optimizer": "sgd", "evaluate_every": 10, "evict": "lfu"}),
     ],
@@ -22,7 +28,7 @@ from speedswap.apps.dlrm import CheckpointError, Data, SamplesError, evaluate, l
 )
 def test_an_interrupted_run_goes_on_to_the_same_end(steps, change, tmp_path, cut_short):
     """The steps in progress are finished, and the run goes on after them: to the bit as if never cut."""
-    settings = small(epochs=2, **change)
+    settings = small(**change)
     expected = run(settings)
     cut = cut_short(settings, tmp_path, steps)
     assert cut.interrupted
@@ -31,6 +37,12 @@ def test_an_interrupted_run_goes_on_to_the_same_end(steps, change, tmp_path, cut
     assert not resumed.interrupted
     assert resumed.samples == expected.samples - cut.samples
     assert_same(resumed, expected)
+
+
+def test_a_run_that_is_tested_after_each_step_ends_when_asked_to(tmp_path, cut_short):
+    cut = cut_short(small(evaluate_every=1), tmp_path, 4)
+    assert cut.interrupted
+    assert cut.samples < 6 * 128
 
 
 def test_a_run_over_files_is_cut_twice_and_goes_on_in_another_storage(criteo, tmp_path, cut_short):
@@ -50,7 +62,9 @@ def test_a_malformed_line_loses_nothing(criteo, tmp_path):
     path = tmp_path / "day_1.txt"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:1_000], lines[1_000] + "\tff", *lines[1_001:]]))
-    message = f"samples {path}, line 1001 has 41 columns: .*; the steps before are saved, and resume goes on from there"
+    message = (
+        f"samples {path}, line 1001 has 41 columns: .*; the steps before are saved, and the same run goes on from there"
+    )
     for more in ({}, {"resume": True}):  # also if the line is still wrong
         with pytest.raises(SamplesError, match=message):
             run(small(samples=samples), output=tmp_path / "out", **more)
@@ -60,11 +74,13 @@ def test_a_malformed_line_loses_nothing(criteo, tmp_path):
     assert_same(resumed, expected)
 
 
-def test_a_malformed_line_among_those_to_test_on_loses_nothing(criteo, tmp_path):
+@pytest.mark.parametrize("evaluate_every", [None, 3], ids=["at an epoch's end", "within an epoch"])
+def test_a_malformed_line_among_those_to_test_on_loses_nothing(evaluate_every, criteo, tmp_path):
+    """Nor does the evaluation that it ended: the resumed run begins with that one."""
     (samples,) = criteo(900, 300)
     (tmp_path / "test.txt").write_text((tmp_path / "day_1.txt").read_text())
     (tmp_path / "day_1.txt").unlink()
-    settings = small(samples=(samples,), test=(str(tmp_path / "test.txt"),))
+    settings = small(samples=(samples,), test=(str(tmp_path / "test.txt"),), evaluate_every=evaluate_every)
     expected = run(settings)
     assert expected.tested_samples == 300
     assert expected.samples == 900
@@ -74,7 +90,7 @@ def test_a_malformed_line_among_those_to_test_on_loses_nothing(criteo, tmp_path)
         run(settings, output=tmp_path / "out")
     (tmp_path / "test.txt").write_text("\n".join((tmp_path / "test.txt").read_text().splitlines()[:300]))
     resumed = run(settings, output=tmp_path / "out", resume=True)
-    assert resumed.samples == 0
+    assert resumed.samples == (900 - 3 * 128 if evaluate_every else 0)
     assert_same(resumed, expected)
 
 
@@ -96,8 +112,8 @@ def test_the_best_evaluation_and_the_last_are_kept(tmp_path):
     result = run(small(epochs=4, lr=0.3), output=tmp_path)
     best = result.best
     assert best.epoch < 4, "choose settings that overfit, so that the best evaluation is not the last"
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == [f"{best.epoch:04}-00000000", "0004-00000000"]
+    kept = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [best.samples, 4 * 2_700]
     scores = evaluate(load(tmp_path), Data(small()).tested(), torch.device("cpu"))
     assert (scores.auc, scores.log_loss) == (best.auc, best.log_loss)
 
@@ -130,22 +146,83 @@ def test_a_run_is_not_resumed_with_other_settings(change, message, tmp_path_fact
         run(small(**{"epochs": 2} | change), output=output, resume=True)
 
 
+def test_samples_once_trained_on_are_not_set_apart(criteo, tmp_path):
+    """A run with test files trains on all samples, so that it is not resumed without; but with others it is."""
+    samples = criteo(300)
+    test = (str(tmp_path / "day_0.txt"),)
+    run(small(samples=samples), output=tmp_path / "apart")
+    run(small(samples=samples, test=test), output=tmp_path / "files")
+    with pytest.raises(CheckpointError, match=r"test has files, but the checkpoint .* is of a run without them, which"):
+        run(small(samples=samples, test=test, epochs=2), output=tmp_path / "apart", resume=True)
+    with pytest.raises(CheckpointError, match=r"test has no files, but the checkpoint .* is of a run with them"):
+        run(small(samples=samples, epochs=2), output=tmp_path / "files", resume=True)
+    run(small(samples=samples, test=2 * test, epochs=2), output=tmp_path / "files", resume=True)
+
+
 def test_there_must_be_an_evaluation_to_predict_with(tmp_path, cut_short):
     with pytest.raises(CheckpointError, match="has no checkpoint to go on from: give the output directory of a run"):
         load(tmp_path)
     cut_short(small(), tmp_path, 1)
-    with pytest.raises(CheckpointError, match="has no evaluation: let the run go on with resume"):
+    with pytest.raises(CheckpointError, match="has no evaluation: let the run go on"):
         load(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
-    run(small(), output=tmp_path)
-    (damaged,) = tmp_path.glob("checkpoints/*/training.pt")
-    content = torch.load(damaged, weights_only=True)
+    result = run(small(), output=tmp_path)
+    content = DLRMCheckpoint.read(tmp_path).content
     del content["progress"]["window"]
-    torch.save(content, damaged)
+    speedswap.save_checkpoint(tmp_path / "checkpoints", result.model, result.optimizer, extra=content)
     with pytest.raises(CheckpointError, match="cannot be read"):
         run(small(), output=tmp_path, resume=True)
-    damaged.write_bytes(damaged.read_bytes()[:1000])
+    for damaged in tmp_path.glob("checkpoints/*/CHECKPOINT"):
+        damaged.write_bytes(damaged.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
         load(tmp_path)
+
+
+def test_an_unfinished_run_goes_on_without_being_told(tmp_path, cut_short, capsys):
+    """One of the same settings; a line says so. With restart it starts over, and so does one that was finished."""
+    settings = small(epochs=2)
+    expected = run(settings)
+    cut = cut_short(settings, tmp_path, 30)
+    resumed = train(settings, output=tmp_path)
+    assert re.search(r"^going on from epoch 2, step \d+, by .*; --restart starts over$", capsys.readouterr().out, re.M)
+    assert resumed.samples == expected.samples - cut.samples
+    assert_same(resumed, expected)
+    assert run(settings, output=tmp_path).samples == expected.samples
+    cut_short(settings, tmp_path, 30)
+    assert run(settings, output=tmp_path, resume=False).samples == expected.samples
+    cut_short(settings, tmp_path, 30)
+    assert run(small(epochs=2, seed=1), output=tmp_path).samples == expected.samples
+
+
+def test_checkpoints_are_written_within_an_epoch(tmp_path, monkeypatch):
+    """Some time apart, at any step; a run that ends without notice goes on from the last."""
+    monkeypatch.setattr(checkpoints, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(checkpoints, "STEPS_PER_SAVE", 0.0)
+    steps, real = [], module.train_step
+
+    def killed(*args):
+        steps.append(1)
+        if len(steps) == 18:
+            raise MemoryError("out of the blue")
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "train_step", killed)
+        with pytest.raises(MemoryError):
+            run(small(), output=tmp_path)
+    resumed = run(small(), output=tmp_path)
+    assert resumed.samples == 2_700 - 17 * 128
+    assert_same(resumed, run(small()))
+
+
+@pytest.mark.parametrize("storage", ["auto", "memmap"])
+def test_a_checkpoint_without_its_tables_is_refused(storage, tmp_path):
+    run(small(generate=300), output=tmp_path / "out")
+    (tables,) = (tmp_path / "out").glob("checkpoints/*/table-*")
+    tables.rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"cannot be read \(path is .*\)"):
+        run(small(generate=300, storage=storage), output=tmp_path / "out", resume=True)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(tmp_path / "out", storage=storage)

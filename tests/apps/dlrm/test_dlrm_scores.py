@@ -75,3 +75,19 @@ def test_without_samples_of_both_labels_there_is_no_auc():
     assert math.isnan(Scores().log_loss)
     assert math.isnan(scored([1.0, 2.0], [1.0, 1.0]).auc)
     assert scored([1.0], [1.0]).base_loss == 0
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels", "auc", "loss"),
+    [
+        ([math.inf, -math.inf, 0.0], [1.0, 0.0, 1.0], 1.0, math.log(2) / 3),  # sure and right
+        ([math.inf, -math.inf], [0.0, 1.0], 0.0, math.inf),  # sure and wrong
+        ([math.nan, 0.0, 1.0], [1.0, 0.0, 1.0], math.nan, math.nan),
+    ],
+)
+def test_infinite_scores_have_the_loss_of_their_probabilities(
+    logits: list[float], labels: list[float], auc: float, loss: float
+) -> None:
+    scores = Scores()
+    scores.add(torch.tensor(logits), torch.tensor(labels))
+    assert (scores.auc, scores.log_loss) == pytest.approx((auc, loss), nan_ok=True)

@@ -69,17 +69,23 @@ def test_every_sample_is_either_trained_on_or_tested_with(holdout, batch):
     assert torch.cat([each.labels for each in some]).equal(expected.labels[apart][:5])
 
 
+@pytest.fixture(scope="module")
+def plain_run():
+    return run(small(evaluate_every=9))
+
+
 @pytest.mark.parametrize("change", [{"storage": "device"}, {"storage": "memmap"}, {"lookahead": 0}, {"lookahead": 3}])
-def test_storage_and_lookahead_do_not_change_the_model(change, tmp_path):
+def test_storage_and_lookahead_do_not_change_the_model(change, tmp_path, plain_run):
     result = run(small(scratch=tmp_path, evaluate_every=9, **change))
-    assert_same(result, run(small(evaluate_every=9)))
+    assert_same(result, plain_run)
     result.model.embeddings.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_seed_decides_the_model():
-    assert_same(run(small(seed=3)), run(small(seed=3)))
-    assert not state_of(run(small(seed=3)))[0].equal(state_of(run(small(seed=4)))[0])
+    first = run(small(seed=3))
+    assert_same(first, run(small(seed=3)))
+    assert not state_of(first)[0].equal(state_of(run(small(seed=4)))[0])
 
 
 def test_a_run_leaves_figures_and_plot(tmp_path):
@@ -107,12 +113,16 @@ def test_without_clicks_figures_are_still_json(tmp_path, criteo):
     assert json.loads(report.read_text())["best"]["auc"] is None
 
 
-def test_a_full_table_that_evicts_nothing_ends_the_run(tmp_path):
-    with pytest.raises(
-        SettingsError, match="capacity is 200, and a batch has more new ids than a table has room for: raise"
-    ):
-        run(small(evict="none"), output=tmp_path)
-    assert len(list(tmp_path.glob("checkpoints/*/training.pt"))) == 1
+@pytest.mark.parametrize(
+    "change, remedy",
+    [({"evict": "none"}, "give evict lru or lfu"), ({"capacity": 20}, "lower batch")],
+    ids=["nothing is evicted", "a batch has too many"],
+)
+def test_a_table_without_room_ends_the_run(change, remedy, tmp_path):
+    message = f"and a batch has more new ids than a table has room for: raise it, or {remedy}, and start over"
+    with pytest.raises(SettingsError, match=message):
+        run(small(**change), output=tmp_path)
+    assert len(list(tmp_path.glob("checkpoints/*/CHECKPOINT"))) == 1
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
@@ -159,6 +169,11 @@ def test_too_few_samples_to_test_on_are_an_error(criteo, tmp_path):
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(SettingsError, match=message):
         Settings(**change)
+
+
+def test_one_file_need_not_be_in_a_tuple(tmp_path):
+    for path in (tmp_path / "day", str(tmp_path / "day")):
+        assert Settings(samples=path, test=path).samples == Settings(samples=(path,)).samples == (str(path),)
 
 
 def test_files_are_read_again_for_a_test(criteo):

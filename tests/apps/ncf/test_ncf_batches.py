@@ -21,7 +21,7 @@ def epoch(train, number=0, size=16, negatives=3, seed=1, start=0):
 
 
 def same(first, second):
-    return all(map(torch.equal, first, second))
+    return all(map(torch.equal, first[:3], second[:3])) and first.size == second.size
 
 
 def test_every_positive_comes_once_with_its_labels():

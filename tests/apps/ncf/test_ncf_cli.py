@@ -214,7 +214,7 @@ def test_interrupt_saves_the_results_so_far(sent, status, word, tmp_path, start_
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
     assert process.returncode == status, err
-    assert f"{word}: the training so far is saved, and --resume goes on from there" in out
+    assert f"{word}: the training so far is saved; the same command goes on from there" in out
     assert "Traceback" not in err
     assert json.loads((output / "run.json").read_text())["interrupted"] is True
-    assert list((output / "checkpoints").glob("*/training.pt"))
+    assert list((output / "checkpoints").glob("*/CHECKPOINT"))

@@ -117,32 +117,3 @@ def test_with_adagrad_every_loss_is_that_of_the_model_in_torchs_memory(depth, de
         assert torch.equal(model.item.table.read(), theirs.item.weight.detach())
     else:  # atomic additions come in any order
         assert np.allclose(ours, expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("storage", ["pageable", "memmap", "device"])
-def test_a_model_goes_on_from_saved_tables(storage, tmp_path):
-    """Weights, optimizer state and step count: the next step is that of the model that was saved."""
-    train = Interactions(np.arange(0, 600, 3), 30, 20)
-    first, second, third = Batches(train, epoch=0, size=70, negatives=2, seed=0)
-    model = NCF(30, 20, factors=4, layers=[8, 4])
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for batch in (first, second):
-        train_step(model, optimizer, batch)
-    model.user.table.save(tmp_path / "users")
-    model.item.table.save(tmp_path / "items")
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    copy = NCF(30, 20, factors=4, layers=[8, 4], storage=storage, scratch=scratch, source=tmp_path)
-    resumed = torch.optim.Adam(copy.parameters(), lr=0.01)
-    speedswap.attach(resumed, copy)
-    with torch.no_grad():
-        for name, parameter in copy.dense().items():
-            parameter.copy_(model.dense()[name])
-            resumed.state[parameter] = optimizer.state[model.dense()[name]]
-    assert torch.equal(train_step(copy, resumed, third), train_step(model, optimizer, third))
-    for side in ("user", "item"):
-        ours, theirs = getattr(copy, side).table, getattr(model, side).table
-        for column in ("weight", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(ours.read(column=column), theirs.read(column=column))
-    copy.close()
-    assert list(scratch.iterdir()) == []

@@ -23,7 +23,7 @@ from speedswap.apps.ncf import (
     train,
 )
 from speedswap.apps.ncf import model as module
-from speedswap.apps.ncf.splits import load_split, save_split
+from speedswap.apps.ncf.splits import arrays_of, split_of
 
 
 def some_split(num_users=30, num_items=50, share=0.3, seed=0, *, ids=True):
@@ -137,19 +137,18 @@ def test_what_was_not_saved_cannot_be_left_out():
 # ---------------------------------------------------------------------- saved
 
 
-def arrays_of(split):
+def contents_of(split):
     return [split.train.keys(), split.test_users, split.test_items]
 
 
 @pytest.mark.parametrize("ids", [True, False])
-def test_a_split_comes_back_from_its_file_without_pickle(ids, tmp_path):
+def test_a_split_comes_back_from_its_arrays(ids, tmp_path):
     split = some_split(ids=ids)
-    save_split(split, tmp_path / "split.npz")
-    with np.load(tmp_path / "split.npz", allow_pickle=False) as file:
-        assert {file[name].dtype.kind for name in file.files} <= {"i", "u"}
-        assert file["train_items"].dtype == np.int32
-    again = load_split(tmp_path / "split.npz")
-    assert all(map(np.array_equal, arrays_of(again), arrays_of(split)))
+    arrays = arrays_of(split)
+    assert {array.dtype.kind for array in arrays.values()} <= {"i", "u"}
+    assert arrays["train_items"].dtype == np.int32
+    again = split_of(arrays, tmp_path)
+    assert all(map(np.array_equal, contents_of(again), contents_of(split)))
     assert (again.train.num_users, again.train.num_items) == (30, 50)
     if ids:
         assert again.user_ids.tolist() == split.user_ids.tolist()
@@ -214,32 +213,26 @@ def test_a_saved_model_knows_the_ids_and_what_was_taken(trained, storage, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_file_of_interactions_is_an_error(trained, tmp_path):
+def test_damaged_interactions_are_an_error(trained, tmp_path):
     shutil.copytree(trained[0], tmp_path / "out")
-    for damage in (lambda data: data[:500], lambda data: data[:400] + b"x" + data[401:], lambda data: b""):
-        for path in tmp_path.glob("out/checkpoints/*/interactions.npz"):
-            path.write_bytes(damage((trained[0] / path.relative_to(tmp_path / "out")).read_bytes()))
-        with pytest.raises(CheckpointError, match=r"interactions\.npz cannot be read .*: train again"):
-            load(tmp_path / "out")
+    for path in tmp_path.glob("out/checkpoints/*/tensors-*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+    with pytest.raises(CheckpointError, match="are not those that were written"):
+        load(tmp_path / "out")
 
 
-@pytest.mark.parametrize("numbered", [True, False])
-def test_a_checkpoint_of_before_is_loaded_and_says_what_it_lacks(trained, numbered, tmp_path):
-    """It has ids of whole numbers, or none, and no interactions."""
-    shutil.copytree(trained[0], tmp_path / "out")
-    for path in tmp_path.glob("out/checkpoints/*/training.pt"):
-        content = torch.load(path, weights_only=True)
-        del content["ids_checksum"]
-        content["user_ids"] = None if numbered else torch.arange(13) * 10
-        content["item_ids"] = None if numbered else torch.arange(len(trained[1].split.item_ids)) + 1000
-        torch.save(content, path)
-        (path.parent / "interactions.npz").unlink()
-    model = load(tmp_path / "out")
-    with pytest.raises(CheckpointError, match="what users have seen was not saved"):
-        model.recommend([0])
-    expected = trained[1].model.recommend([trained[1].split.user_ids[3]], k=5, exclude_seen=False)
-    rows = [trained[1].split.item_ids.row(item) for item in expected.items[0]]
-    found = model.recommend([3 if numbered else 30], k=5, exclude_seen=False)
-    assert found.items[0] == [row if numbered else row + 1000 for row in rows]
-    again = train(trained[1].settings, output=tmp_path / "out", resume=True, progress=False)
-    assert again.steps == 0
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda arrays: arrays.pop("train_ends"),
+        lambda arrays: arrays.update(train_items=arrays["train_items"][::-1]),
+        lambda arrays: arrays.update(test_items=arrays["test_items"] + 10**6),
+        lambda arrays: arrays.update(user_ends=arrays["user_ends"][1:]),
+    ],
+)
+def test_interactions_that_do_not_fit_together_are_an_error(damage, trained, tmp_path):
+    arrays = arrays_of(trained[1].split)
+    assert len(split_of(arrays, tmp_path).train) == len(trained[1].split.train)
+    damage(arrays)
+    with pytest.raises(CheckpointError, match=r"interactions cannot be read .*: train again"):
+        split_of(arrays, tmp_path)

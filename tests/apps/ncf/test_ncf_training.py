@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import shutil
 import signal
 
-import numpy as np
 import pytest
 import torch
 
 import speedswap
-from speedswap.apps.checkpoints import Place
+from speedswap.apps.errors import OutputError
 from speedswap.apps.ncf import CheckpointError, RatingsError, Settings, SettingsError, evaluate, load, save, train
 from speedswap.apps.ncf import training as module
 from speedswap.apps.ncf.checkpoint import NCFCheckpoint as Checkpoint
@@ -154,9 +155,7 @@ def test_with_a_falling_rate_a_finished_run_goes_on_with_that_of_the_longer_one(
     assert rates == pytest.approx([0.01 * (1 - step / 52) for step in range(26, 52)])
     assert "the learning rate was to fall to nothing over 2 epochs and now does over 4" in capsys.readouterr().out
     assert [epoch.number for epoch in resumed.epochs] == [1, 2, 3, 4]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Checkpoint, "latest", lambda folder: Checkpoint.read(folder / "checkpoints", Place(2, 0)))
-        cut_short(small(epochs=4), tmp_path / "copy", 5, resume=True)
+    cut_short(small(epochs=4), tmp_path / "copy", 5, resume=True)
     again = train(small(epochs=4), output=tmp_path / "copy", resume=True)
     assert "learning rate" not in capsys.readouterr().out
     assert_same(again, resumed)
@@ -197,29 +196,29 @@ def test_the_best_epoch_and_the_last_are_kept(tmp_path):
     result = run(small(epochs=6, optimizer="adagrad", lr=0.2), output=tmp_path)
     best = result.best
     assert best.number < 6, "choose settings that overfit, so that the best epoch is not the last"
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert kept == [f"{best.number:04}-00000000", "0006-00000000"]
+    kept = sorted(int(path.name.rpartition("-")[2]) for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [13 * best.number, 13 * 6]
     model = load(tmp_path)
     candidates = Candidates.draw(result.split, negatives=99, at_most=10**6, seed=0)
     assert evaluate(model, candidates, torch.device("cpu")) == (best.hr, best.ndcg)
-    content = torch.load(tmp_path / "checkpoints" / kept[0] / "training.pt", weights_only=True)
+    content = Checkpoint.read(tmp_path, kept[0]).content
     assert content["progress"]["epochs"][-1] == best
 
 
-@pytest.mark.parametrize("module_, name", [(torch, "save"), (np, "savez")])
-def test_a_save_cut_short_leaves_the_checkpoint_before(module_, name, tmp_path, monkeypatch, cut_short):
+@pytest.mark.parametrize("name", ["fsync", "rename"])
+def test_a_save_cut_short_leaves_the_checkpoint_before(name, tmp_path, monkeypatch, cut_short):
     cut_short(small(), tmp_path, 13)
 
     def full(*args, **more):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(module_, name, full)
-        with pytest.raises(OSError, match="No space left"):
-            run(small(), output=tmp_path, resume=True)
-    assert Checkpoint.latest(tmp_path).place == (1, 0)
-    assert_same(run(small(), output=tmp_path, resume=True), run(small()))
-    assert not (tmp_path / "checkpoints" / "unfinished").exists()
+        patched.setattr(os, name, full)
+        with pytest.raises(OutputError, match="no room on the disk"):
+            run(small(), output=tmp_path)
+    assert Checkpoint.read(tmp_path).place == (1, 0)
+    assert_same(run(small(), output=tmp_path), run(small()))
+    assert {path.name[:2] for path in (tmp_path / "checkpoints").iterdir()} == {"00"}
 
 
 def test_a_finished_run_resumed_does_nothing(tmp_path):
@@ -229,10 +228,23 @@ def test_a_finished_run_resumed_does_nothing(tmp_path):
     assert_same(again, first)
 
 
-def test_without_resume_a_run_starts_over(tmp_path, cut_short):
+def test_an_unfinished_run_goes_on_without_being_told(tmp_path, cut_short, capsys):
+    """One of the same settings; a line says so. With restart it starts over, and so does one that was finished."""
+    expected = run(small())
+    cut_short(small(), tmp_path, 15)
+    resumed = train(small(), output=tmp_path)
+    assert re.search(r"^going on from epoch 2, step 2, by .*; --restart starts over$", capsys.readouterr().out, re.M)
+    assert resumed.steps == expected.steps - 15
+    assert_same(resumed, expected)
+    assert run(small(), output=tmp_path).steps == expected.steps
+    cut_short(small(), tmp_path, 15)
+    assert run(small(), output=tmp_path, resume=False).steps == expected.steps
+
+
+def test_a_run_with_other_settings_starts_over(tmp_path, cut_short):
     run(small(epochs=2), output=tmp_path)
     cut_short(small(seed=3), tmp_path, 13)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001-00000000"]
+    assert [path.name.rpartition("-")[2] for path in (tmp_path / "checkpoints").iterdir()] == ["13"]
     assert_same(run(small(seed=3), output=tmp_path, resume=True), run(small(seed=3)))
 
 
@@ -254,16 +266,18 @@ def test_a_run_is_not_resumed_with_other_settings(change, message, tmp_path):
 
 
 def test_there_must_be_a_checkpoint_that_can_be_read(tmp_path):
-    with pytest.raises(CheckpointError, match="has no checkpoint to go on from: start without resume"):
+    with pytest.raises(CheckpointError, match="has no checkpoint to go on from: start over"):
         run(small(), output=tmp_path, resume=True)
     run(small(), output=tmp_path)
-    (damaged, *_) = tmp_path.glob("checkpoints/*/training.pt")
+    (damaged, *_) = tmp_path.glob("checkpoints/*/CHECKPOINT")
     damaged.write_bytes(damaged.read_bytes()[:1000])
     for folder in tmp_path.glob("checkpoints/*"):
         if folder != damaged.parent:
             shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        run(small(), output=tmp_path, resume=True)
+    for resume in (True, None):
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            run(small(), output=tmp_path, resume=resume)
+    run(small(epochs=1), output=tmp_path, resume=False)
 
 
 def test_a_run_leaves_figures_and_plot(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap import EmbeddingBagConfig, IdMap, KeyedJaggedTensor
-from speedswap.errors import IdError, IdMapError, IdMapFullError
+from speedswap.errors import IdError, IdMapError, IdMapFullError, TableClosedError, TableFormatError
 
 BATCH, DIM = 6, 4
 NAMES = ("user", "page", "plain", "wide")  # of two stores; the third has ids
@@ -243,6 +243,32 @@ def test_copies_and_state_dicts_have_the_maps(device: str) -> None:
         assert torch.equal(each.eval()(one(2, device)).values(), expected)
         assert all(torch.equal(each.id_maps[name].to_bytes(), bytes_) for name, bytes_ in before.items())
     assert copied.id_maps["user"] is not collection.id_maps["user"]
+
+
+@pytest.mark.parametrize("kind", ["rows", "keys", "no keys", "closed"])
+def test_rows_and_keys_are_loaded_together_or_not_at_all(kind: str) -> None:
+    """Whichever of the two cannot be loaded; an Embedding of its own does as a collection's table does."""
+    ids = IdMap(20)
+    for module, name in ((speedswap.Embedding(21, 4, id_map=ids), ""), (collection_of(maps(), "cpu"), "page")):
+        home = module.embedding_bags[name] if name else module
+        home.id_map.add(torch.tensor([3, 4, 5]))
+        state = {key: values.clone() for key, values in home.state_dict().items()}
+        state["weight"] += 1
+        home.id_map.add(torch.tensor([6]))
+        before = home.state_dict()
+        if kind == "rows":
+            state["weight"] = state["weight"].to_sparse()
+        elif kind == "keys":
+            state["id_map"][-1] ^= 1
+        elif kind == "no keys":
+            del state["id_map"]
+        else:
+            home.table.close()
+        with pytest.raises((RuntimeError, TypeError, TableFormatError, TableClosedError)):
+            home.load_state_dict(state)
+        assert torch.equal(home.id_map.to_bytes(), before["id_map"])
+        if kind != "closed":
+            assert torch.equal(home.state_dict()["weight"], before["weight"])
 
 
 def test_files_have_the_maps(tmp_path: Path) -> None:

@@ -53,6 +53,21 @@ def test_state_dicts_are_those_of_separate_modules(kind: Any) -> None:
         assert torch.equal(other.state_dict()[name], values)
 
 
+def test_configs_are_returned_under_torchrecs_names() -> None:
+    rows = speedswap.EmbeddingCollection(ROWS).embedding_configs()
+    assert [(each.name, each.feature_names) for each in rows] == [
+        ("user", ("user",)),
+        ("items", ("items",)),
+        ("wide", ("a", "b")),
+    ]
+    bags = speedswap.EmbeddingBagCollection(BAGS).embedding_bag_configs()
+    assert [(each.name, each.pooling, each.embedding_dim) for each in bags] == [
+        ("user", "sum", 4),
+        ("items", "sum", 4),
+        ("wide", "sum", 6),
+    ]
+
+
 def test_bags_have_the_names_of_torchrec() -> None:
     model = nn.ModuleDict({"sparse": speedswap.EmbeddingBagCollection(BAGS), "dense": nn.Linear(2, 2)})
     names = {"sparse.embedding_bags.user.weight", "sparse.embedding_bags.items.weight"}
@@ -159,6 +174,40 @@ def test_embeddings_are_taken_over_and_others_refused() -> None:
         speedswap.EmbeddingCollection.from_modules({"x": nn.Embedding(3, 4)}, feature_names={"y": ["a"]})
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"stored_dtype": torch.bfloat16},
+        {"state_dtype": torch.bfloat16},
+        {"stored_dtype": torch.float16, "state_dtype": torch.bfloat16, "rounding": "nearest"},
+        {"stored_dtype": torch.int8},
+    ],
+)
+def test_compact_embeddings_are_taken_over_as_they_are_stored(stored: dict[str, Any]) -> None:
+    """And train as they did: the weight and the optimizer's state take the same bytes."""
+    module = speedswap.Embedding(9, 4, seed=1, **stored)
+    ids = torch.tensor([1, 2, 2])
+    (config,) = speedswap.EmbeddingCollection.from_modules({"user": module}).configs
+    for name in ("stored_dtype", "state_dtype"):
+        assert getattr(config, name) == stored.get(name)
+    if "stored_dtype" in stored and stored["stored_dtype"] == torch.int8:
+        assert not config.trainable
+        return
+    collection = speedswap.EmbeddingCollection.from_modules({"user": module})
+    for each in (module, collection):
+        optimizer = torch.optim.Adam(each.parameters(), lr=0.1)
+        out = each(ids) if each is module else each({"user": ids})["user"].values()
+        out.square().sum().backward()
+        optimizer.step()
+    ours, theirs = collection.tables["user"].columns, module.table.columns
+    assert {name: (column.stored, column.rounding) for name, column in ours.items()} == {
+        name: (column.stored, column.rounding) for name, column in theirs.items()
+    }
+    again = speedswap.Embedding(9, 4, table=module.table)  # whose table tells, not the module
+    (found,) = speedswap.EmbeddingCollection.from_modules({"user": again}).configs
+    assert (found.stored_dtype, found.state_dtype) == (stored.get("stored_dtype"), stored.get("state_dtype"))
+
+
 def test_one_table_is_read_scored_filled_and_reset() -> None:
     collection = speedswap.EmbeddingCollection(ROWS)
     items, before = collection.embeddings["items"], collection.tables["user"].read()
@@ -175,6 +224,21 @@ def test_one_table_is_read_scored_filled_and_reset() -> None:
     assert torch.equal(items.read(), alone.read())
     items.weight[4] = torch.ones(4)
     assert items.read(4).tolist() == [1.0] * 4
+
+
+def test_a_group_is_reset_as_each_of_its_tables() -> None:
+    """Padding rows stay zero, and each table has the values that it would have alone."""
+    together, apart = speedswap.EmbeddingCollection(ROWS), speedswap.EmbeddingCollection(ROWS)
+    for init in (speedswap.init.uniform(2.0, 3.0), nn.init.ones_, None):
+        for group in together.groups:
+            group.reset_parameters(init)
+        for home in apart.embeddings.values():
+            if init is not None:
+                home.reset_parameters(init)
+        expected = apart.state_dict() if init is not None else speedswap.EmbeddingCollection(ROWS).state_dict()
+        for name, values in together.state_dict().items():
+            assert torch.equal(values, expected[name]), (name, init)
+    assert not together.embeddings["items"].read(3).any()
 
 
 def test_copies_have_rows_of_their_own() -> None:
@@ -223,6 +287,16 @@ def test_files_are_opened_and_saved_and_loaded(tmp_path: Path) -> None:
         pickle.dumps(loaded)
 
 
+def test_one_table_is_saved_without_the_names_of_the_others(tmp_path: Path) -> None:
+    """So that it opens as the only table of a collection."""
+    collection = speedswap.EmbeddingCollection(ROWS)
+    for table in (collection.tables["items"], copy.deepcopy(collection.tables["items"])):
+        table.save(tmp_path / "one" / "4-float32", overwrite=True)
+        with_one = speedswap.EmbeddingCollection.open([ROWS[1]], tmp_path / "one")
+        assert torch.equal(with_one.tables["items"].read(), collection.tables["items"].read())
+        with_one.close()
+
+
 @pytest.mark.parametrize("storage", ["device", "pageable", "auto"])
 def test_any_storage_gives_the_same_rows(storage: str, device: str) -> None:
     collection = speedswap.EmbeddingBagCollection(BAGS, storage=storage, device=device)
@@ -262,6 +336,8 @@ def test_groups_have_parameters_of_their_own() -> None:
         collection.parameters_of("fast")
     with pytest.raises(ValueError, match="'none' is not in the collection"):
         collection.parameters_of("none")
+    with pytest.raises(ValueError, match=r"names is empty; give some of fast, .*, or take parameters\(\) for all"):
+        collection.parameters_of()
 
 
 def test_wrappers_for_several_processes_leave_the_parameters_alone() -> None:
@@ -349,6 +425,7 @@ def test_keyed_tensors_have_views_of_their_values() -> None:
     values: Tensor = torch.arange(10.0).view(2, 5).requires_grad_()
     pooled = speedswap.KeyedTensor(["u", "v", "w"], [2, 1, 2], values)
     assert pooled.offset_per_key() == [0, 2, 3, 5]
+    assert [each.shape[pooled.key_dim()] for each in pooled.to_dict().values()] == pooled.length_per_key()
     assert as_lists(pooled) == {"u": [[0, 1], [5, 6]], "v": [[2], [7]], "w": [[3, 4], [8, 9]]}
     assert pooled["w"].untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
     (both, last) = speedswap.KeyedTensor.regroup([pooled], [["w", "v"], ["u"]])

@@ -1,0 +1,1 @@
+"""Tables over many processes: the parts of ``bench_ranks.py``."""

@@ -1,0 +1,236 @@
+// The row log for Python. Pointers are integers, as in bindings.cpp.
+#include "row_log_bindings.h"
+
+#include <pybind11/stl.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include "buffer.h"
+#include "pointer.h"
+#include "row_log.h"
+#include "row_log_scan.h"
+#include "without_gil.h"
+
+namespace py = pybind11;
+
+namespace speedswap {
+namespace {
+
+// An object of the process that made it: a forked child has neither its threads nor the state of its lock, and leaves
+// it as it is.
+template <typename Object>
+class OfProcess {
+  public:
+    explicit OfProcess(std::shared_ptr<Object> object) : object_(std::move(object)), process_(getpid()) {}
+    OfProcess(const OfProcess&) = delete;
+    ~OfProcess() {
+        if (process_ != getpid()) new std::shared_ptr<Object>(std::move(object_));
+    }
+
+    Object& operator*() const {
+        if (process_ != getpid()) throw std::runtime_error("the row log belongs to the process that forked this one");
+        return *object_;
+    }
+    Object* operator->() const { return &**this; }
+    const std::shared_ptr<Object>& shared() const { return **this, object_; }
+
+  private:
+    std::shared_ptr<Object> object_;
+    int process_;
+};
+
+using PyRowLog = OfProcess<RowLog>;
+using PyBringing = OfProcess<Bringing>;
+using PyScan = OfProcess<LogScan>;
+using MoveTuple = std::tuple<int64_t, int64_t, int64_t>;          // from, to, bytes
+using LayoutTuple = std::tuple<int64_t, std::vector<MoveTuple>>;  // group_bytes, moves
+
+Buffer buffer_of(const void* bytes, size_t count) {
+    Buffer buffer{int64_t(count)};
+    if (count > 0) std::memcpy(buffer.data(), bytes, count);
+    return buffer;
+}
+
+// Waits without the interpreter's lock, and lets signals such as Ctrl-C end the wait.
+template <typename Wait>
+void wait_for(Wait&& is_over) {
+    while (!without_gil(is_over))
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+std::unique_ptr<PyRowLog> open(int log_fd, int head_fd, int64_t num_groups, int64_t rows_per_group,
+                               const std::vector<LayoutTuple>& layouts, int64_t segment_bytes, uint64_t salt,
+                               int64_t cache_bytes, bool writable, int64_t commit, bool scratch, bool direct,
+                               bool journal, uint32_t faults) {
+    RowLogOptions options{num_groups, rows_per_group, {},      segment_bytes, salt,    cache_bytes,
+                          writable,   commit,         scratch, direct,        journal, faults};
+    for (const auto& [group_bytes, moves] : layouts) {
+        options.layouts.push_back({group_bytes, {}});
+        for (const auto& [from, to, bytes] : moves)
+            options.layouts.back().moves.push_back({from, to, bytes});
+    }
+    return without_gil([&] { return std::make_unique<PyRowLog>(RowLog::open(log_fd, head_fd, std::move(options))); });
+}
+
+py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwrite, bool ahead, bool seen) {
+    if (!ahead && count <= log->num_slots()) wait_for([&] { return log->wait_for_slots(count); });
+    std::shared_ptr<Bringing> bringing =
+        without_gil([&] { return log->bring(at<const int64_t>(rows), count, overwrite, ahead, seen); });
+    if (!bringing) return py::none();
+    return py::cast(std::make_unique<PyBringing>(std::move(bringing)));
+}
+
+// The places, and (slot, group, layout) of each fresh group.
+py::tuple wait(const PyBringing& bringing) {
+    wait_for([&] { return bringing->wait(false); });
+    const auto& places = bringing->places();
+    const auto& fresh = bringing->fresh();
+    static_assert(sizeof(Bringing::Fresh) == 3 * sizeof(int64_t));
+    return py::make_tuple(buffer_of(places.data(), places.size() * sizeof(int64_t)),
+                          buffer_of(fresh.data(), fresh.size() * sizeof(Bringing::Fresh)));
+}
+
+// None at the end; else groups, records and layout of a piece.
+py::object next_piece(const PyScan& scan) {
+    LogScan::Piece piece;
+    if (!without_gil([&] { return scan->next(piece); })) return py::none();
+    return py::make_tuple(buffer_of(piece.groups.data(), piece.groups.size() * sizeof(int64_t)),
+                          std::move(piece.records), piece.layout);
+}
+
+// How many groups are there, and which of them are damaged; -1 for a header.
+py::tuple verify(const PyRowLog& log, const py::function& advance) {
+    constexpr int64_t kAtOnce = 1024;
+    const auto scan = without_gil([&] { return std::make_unique<LogScan>(log.shared(), kAtOnce, true); });
+    LogScan::Piece piece;
+    while (without_gil([&] { return scan->next(piece); }))
+        advance(piece.groups.size());
+    return py::make_tuple(scan->scanned(), scan->damaged());
+}
+
+py::dict stats(const PyRowLog& log) {
+    py::dict known;
+    for (const auto& [name, value] : log->stats())
+        known[name] = value;
+    return known;
+}
+
+using SideTuple = std::tuple<int, int64_t, uintptr_t, int64_t>;  // descriptor, place, bytes and their number
+
+uint64_t begin_commit(const PyRowLog& log, const py::bytes& head, bool hold, const std::vector<SideTuple>& files) {
+    const std::string contents = head;
+    return without_gil([&] {
+        std::vector<SideWrite> sides;
+        for (const auto& [fd, place, bytes, count] : files)
+            sides.emplace_back(fd, place, std::string(at<const char>(bytes), size_t(count)));
+        return log->begin_commit(contents, hold, std::move(sides));
+    });
+}
+
+py::list journal(const PyRowLog& log) {
+    static const char* const kFiles[] = {"log", "head", "side"};
+    static const char* const kCalls[] = {"read", "write", "sync", "allocate", "done"};
+    py::list entries;
+    for (const JournalEntry& entry : log->files().take_journal()) {
+        const py::object contents =
+            entry.call == DiskCall::allocate ? py::object(py::int_(entry.bytes)) : py::bytes(entry.contents);
+        entries.append(py::make_tuple(kFiles[int(entry.file)], kCalls[int(entry.call)], entry.at, contents));
+    }
+    return entries;
+}
+
+void fail(const PyRowLog& log, const std::string& call, int64_t after, int error, int64_t times) {
+    const char* const calls[] = {"read", "write", "sync", "allocate"};
+    for (int i = 0; i < 4; ++i)
+        if (call == calls[i]) return log->files().fail(DiskCall(i), after, error, times);
+    throw py::value_error("op is '" + call + "'; use read, write, sync or allocate");
+}
+
+}  // namespace
+
+void bind_row_log(py::module_& module) {
+    using py::arg;
+    static py::exception<RowLogDamaged> damaged(module, "RowLogDamaged", PyExc_RuntimeError);
+    py::register_exception_translator([](std::exception_ptr error) {
+        try {
+            if (error) std::rethrow_exception(error);
+        } catch (const RowLogDamaged& known) {
+            const py::object raised = py::handle(damaged)(known.what());
+            raised.attr("group") = known.group;
+            PyErr_SetObject(damaged.ptr(), raised.ptr());
+        } catch (const std::system_error& known) {
+            const py::tuple arguments =
+                py::make_tuple(known.code().value(), known.code().message() + " (" + known.what() + ")");
+            PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        }
+    });
+    module.def(
+        "create_row_log",
+        [](int log_fd, int head_fd, uint64_t salt, const py::bytes& head) {
+            const std::string contents = head;
+            without_gil([&] { RowLog::create(log_fd, head_fd, salt, contents); });
+        },
+        arg("log_fd"), arg("head_fd"), arg("salt"), arg("head"));
+    py::class_<PyBringing>(module, "Bringing")
+        .def("wait", &wait)
+        .def("filled", [](const PyBringing& bringing) { without_gil([&] { bringing->filled(); }); })
+        .def("release", [](const PyBringing& bringing) { without_gil([&] { bringing->release(); }); });
+    py::class_<PyScan>(module, "LogScan").def("next", &next_piece);
+    py::class_<PyRowLog>(module, "RowLog")
+        .def(py::init(&open), arg("log_fd"), arg("head_fd"), arg("num_groups"), arg("rows_per_group"), arg("layouts"),
+             arg("segment_bytes"), arg("salt"), arg("cache_bytes"), arg("writable"), arg("commit"), arg("scratch"),
+             arg("direct"), arg("journal"), arg("faults"))
+        .def("bring", &bring, arg("rows"), arg("count"), arg("overwrite"), arg("ahead"), arg("seen"))
+        .def(
+            "write",
+            [](const PyRowLog& log, uintptr_t places, int64_t count) {
+                without_gil([&] { log->write(at<const int64_t>(places), count); });
+            },
+            arg("places"), arg("count"))
+        .def(
+            "make_room", [](const PyRowLog& log, int64_t groups) { without_gil([&] { log->make_room(groups); }); },
+            arg("groups"))
+        .def("begin_commit", &begin_commit, arg("head"), arg("hold"), arg("files"))
+        .def(
+            "wait", [](const PyRowLog& log, uint64_t commit) { wait_for([&] { return log->wait(commit, false); }); },
+            arg("commit"))
+        .def(
+            "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
+            arg("commit"))
+        .def("refresh", [](const PyRowLog& log) { return without_gil([&] { return log->refresh(); }); })
+        .def(
+            "scan",
+            [](const PyRowLog& log, int64_t groups_per_piece) {
+                return without_gil([&] {
+                    return std::make_unique<PyScan>(std::make_shared<LogScan>(log.shared(), groups_per_piece, false));
+                });
+            },
+            arg("groups_per_piece"))
+        .def("verify", &verify, arg("advance"))
+        .def("wait_for_cleaner",
+             [](const PyRowLog& log) { return without_gil([&] { return log->wait_for_cleaner(); }); })
+        .def("stats", &stats)
+        .def_property_readonly("touched", [](const PyRowLog& log) { return log->touched(); })
+        .def_property_readonly("crowded", [](const PyRowLog& log) { return log->crowded(); })
+        .def("close", [](const PyRowLog& log) { without_gil([&] { log->close(); }); })
+        .def_property_readonly("head", [](const PyRowLog& log) { return py::bytes(log->head().contents); })
+        .def_property_readonly("durable", [](const PyRowLog& log) { return log->durable(); })
+        .def_property_readonly("held", [](const PyRowLog& log) { return log->held(); })
+        .def("held_head", [](const PyRowLog& log, uint64_t commit) { return py::bytes(log->held_contents(commit)); })
+        .def_property_readonly("appending", [](const PyRowLog& log) { return log->appending(); })
+        .def_property_readonly("cache_pointer", [](const PyRowLog& log) { return uintptr_t(log->cache()); })
+        .def_property_readonly("num_slots", [](const PyRowLog& log) { return log->num_slots(); })
+        .def_property_readonly("direct", [](const PyRowLog& log) { return log->files().direct(); })
+        .def_property_readonly("fallback", [](const PyRowLog& log) { return log->files().fallback(); })
+        .def_property_readonly("alignment", [](const PyRowLog& log) { return log->files().alignment(); })
+        .def("journal", &journal)
+        .def("let_reads_go", [](const PyRowLog& log) { log->let_reads_go(); })
+        .def("fail", &fail, arg("op"), arg("after"), arg("errno"), arg("times"));
+}
+
+}  // namespace speedswap

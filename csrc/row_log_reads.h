@@ -1,0 +1,32 @@
+// Reads of groups that disk threads do for one bringing.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "disk_queue.h"
+#include "row_log.h"
+
+namespace speedswap {
+
+class ReadBatch : public DiskReads {
+  public:
+    ReadBatch(std::shared_ptr<RowLog> log, std::vector<RowLog::Read> reads, uint64_t ticket)
+        : DiskReads(int64_t(reads.size())), log(std::move(log)), reads(std::move(reads)), ticket(ticket) {}
+
+    const std::shared_ptr<RowLog> log;
+    std::vector<RowLog::Read> reads;
+    const uint64_t ticket;
+    bool complete = false;  // guarded by the log's lock
+
+  protected:
+    void work(int64_t item) override { log->read_group(reads[size_t(item)]); }
+    DiskRead read(int64_t item) const override { return log->place_of(reads[size_t(item)]).read; }
+    void landed(int64_t item, const char* bytes) override { log->take_in(reads[size_t(item)], bytes); }
+    void done() override { log->finish(*this); }
+};
+
+// Memory at a multiple of 4,096, grown as needed: one per thread.
+char* bounce_buffer(int64_t bytes);
+
+}  // namespace speedswap

@@ -1,0 +1,176 @@
+// Opening a log: back to a commit.
+#include "row_log_recovery.h"
+
+#include <algorithm>
+#include <map>
+
+#include "row_log.h"
+#include "row_log_reads.h"
+
+namespace speedswap {
+namespace {
+
+bool newer(const HeadSlot& a, const HeadSlot& b) {
+    return a.head.commit < b.head.commit;
+}
+
+}  // namespace
+
+struct RowLog::Recovered {
+    explicit Recovered(int64_t num_groups) : index(num_groups * int64_t(sizeof(uint32_t))) {}
+
+    Mapping index;
+    std::vector<Segment> segments;
+    Head head;
+    std::vector<HeadSlot> held;
+    bool copied = false;  // the newest commit is in the second slot
+    Head newest;          // the commit that opening returns to unless asked for an older one
+    uint64_t sum = 0;
+    int64_t touched = 0;
+    uint64_t highest = 0;           // of all chunks
+    std::vector<int64_t> rejected;  // bytes of the log
+};
+
+RowLog::Recovered RowLog::recovered() {
+    std::vector<HeadSlot> heads = read_heads(files_, options_.salt);
+    Recovered found(options_.num_groups);
+    const auto newest = std::max_element(heads.begin(), heads.end(), newer);
+    if (newest == heads.end()) throw RowLogDamaged("HEAD has no valid commit", -1);
+    found.newest = newest->head;
+    found.copied = std::any_of(heads.begin(), heads.end(), [&](const HeadSlot& each) {
+        return each.slot == 1 && each.head.commit == found.newest.commit;
+    });
+    const auto wanted = std::find_if(heads.begin(), heads.end(), [&](const HeadSlot& each) {
+        return options_.commit < 0 ? each.head.commit == found.newest.commit
+                                   : each.head.commit == uint64_t(options_.commit);
+    });
+    if (wanted == heads.end())
+        throw std::invalid_argument("commit " + std::to_string(options_.commit) + " is not in HEAD");
+    found.head = wanted->head;
+    for (const HeadSlot& each : heads)
+        if (each.slot >= 2 && each.head.held && each.head.commit <= found.head.commit) found.held.push_back(each);
+    std::sort(found.held.begin(), found.held.end(), newer);
+    apply(found, walk_log(files_, {geometry_, options_.salt, options_.num_groups, found.head.seq}));
+    return found;
+}
+
+void RowLog::apply(Recovered& found, std::vector<FoundSegment> log) const {
+    std::vector<const FoundChunk*> chunks;
+    found.segments.resize(log.size());
+    for (uint32_t number = 0; number < log.size(); ++number) {
+        const FoundSegment& segment = log[number];
+        found.highest = std::max(found.highest, segment.highest);
+        if (segment.rejected >= 0) found.rejected.push_back(number * geometry_.segment_bytes() + segment.rejected);
+        found.segments[number].layout = uint8_t(segment.layout);
+        found.segments[number].stamp = segment.stamp;
+        for (const FoundChunk& chunk : segment.chunks)
+            chunks.push_back(&chunk);
+    }
+    std::sort(chunks.begin(), chunks.end(), [](const FoundChunk* a, const FoundChunk* b) { return a->seq < b->seq; });
+
+    std::vector<bool> held(log.size());  // a held commit needs the segment
+    auto next_held = found.held.begin();
+    const auto pass_held = [&](uint64_t seq) {
+        for (; next_held != found.held.end() && next_held->head.seq < seq; ++next_held) {
+            check(next_held->head, found);
+            for (uint32_t number = 0; number < log.size(); ++number)
+                if (found.segments[number].live > 0) held[number] = true;
+        }
+    };
+    auto* const index = found.index.as<uint32_t>();
+    for (const FoundChunk* chunk : chunks) {
+        pass_held(chunk->seq);
+        constexpr size_t kAhead = 16;
+        for (uint32_t i = 0; i < chunk->groups.size(); ++i) {
+            if (i + kAhead < chunk->groups.size()) __builtin_prefetch(&index[chunk->groups[i + kAhead]], 1);
+            const uint32_t group = chunk->groups[i],
+                           address = geometry_.address(chunk->segment, chunk->first_place + i);
+            if (index[group] != 0) {
+                Segment& former = found.segments[geometry_.segment(index[group])];
+                --former.live;
+                found.sum -= mixed(group, index[group], former.stamp);
+            } else {
+                ++found.touched;
+            }
+            index[group] = address;
+            ++found.segments[chunk->segment].live;
+            found.sum += mixed(group, address, found.segments[chunk->segment].stamp);
+        }
+    }
+    pass_held(UINT64_MAX);
+    check(found.head, found);
+    for (uint32_t number = 0; number < log.size(); ++number) {
+        Segment& segment = found.segments[number];
+        segment.opened_at = held[number] ? 0 : found.head.commit;
+        segment.emptied_at = found.head.commit;
+        segment.state = segment.live > 0 ? Segment::closed : held[number] ? Segment::emptied : Segment::unused;
+    }
+    const int64_t last = int64_t(log.size()) - 1;
+    if (last >= 0 && found.segments.back().state == Segment::unused &&
+        files_.size(LogFile::log) < (last + 1) * geometry_.segment_bytes())
+        found.segments.pop_back();  // there in part: it is allocated again
+}
+
+void RowLog::check(const Head& head, const Recovered& found) {
+    if (head.sum != found.sum || head.touched != uint64_t(found.touched))
+        throw RowLogDamaged("the log's chunks do not add up to commit " + std::to_string(head.commit), -1);
+}
+
+void RowLog::recover() {
+    constexpr int kTries = 100;
+    for (int tries = 1;; ++tries) {
+        const uint64_t before = announced_commit(files_, options_.salt);
+        try {
+            take_over(recovered());
+            return;
+        } catch (const RowLogDamaged&) {
+            // A writer may have gone on meanwhile, and have written segments again.
+            if (options_.writable || tries == kTries || announced_commit(files_, options_.salt) == before) throw;
+        }
+    }
+}
+
+void RowLog::take_over(Recovered found) {
+    if (options_.writable) settle(found);
+    Lock lock(monitor_.mutex);
+    slots_.replace_index(std::move(found.index));
+    segments_.assign(std::move(found.segments));
+    appends_.seq = found.highest;
+    appends_.landed = found.highest;
+    sum_ = found.sum;
+    touched_ = found.touched;
+    durable_ = std::move(found.head);
+    held_ = std::move(found.held);
+    epoch_ = durable_.commit + 1;
+    ++generation_;
+    monitor_.changed.notify_all();
+}
+
+// What comes after the commit will not come back.
+void RowLog::settle(Recovered& found) {
+    constexpr uint64_t kJump = uint64_t(1) << 32;
+    const bool jump = !(options_.faults & kNoJump);
+    found.highest = jump ? std::max(found.highest, found.head.seq) + kJump : found.head.seq;
+    files_.sync(LogFile::head);  // a killed process may have left the copy in the page cache alone
+    if (!found.copied && !(options_.faults & kOneHead)) put_head(1, found.newest);
+    if (found.newest.commit > found.head.commit) {
+        found.head.commit = found.newest.commit + 1;
+        found.head.held = false;
+        for (const HeadSlot& each : read_heads(files_, options_.salt))
+            if (each.slot >= 2 && each.head.seq > found.head.seq) clear_head(files_, each.slot);
+        files_.sync(LogFile::head);  // they need chunks that the next commit drops
+        put_head(0, found.head);
+        put_head(1, found.head);
+        for (Segment& segment : found.segments) {
+            if (segment.opened_at != 0) segment.opened_at = found.head.commit;
+            segment.emptied_at = found.head.commit;
+        }
+    }
+    if (options_.faults & kRejectedStay) return;
+    char* const zeros = bounce_buffer(kBlockBytes);
+    std::fill(zeros, zeros + kBlockBytes, '\0');
+    for (const int64_t at : found.rejected)
+        files_.write(LogFile::log, zeros, kBlockBytes, at);
+}
+
+}  // namespace speedswap

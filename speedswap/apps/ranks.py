@@ -1,0 +1,172 @@
+"""A run over the processes that torchrun has started: the ranks of a job, which train one model together.
+
+Every rank does the same: it reads the data, makes the model, whose rows they own between them, and takes its share of
+each batch. The first rank leads: it alone shows progress, writes results and reports.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedswap.apps.launched import is_launched, of_attempt
+from speedswap.collectives import ANYTHING, Buckets, Kind, RankGroup, note_of
+from speedswap.errors import PeerError
+from speedswap.tables import Table
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Job", "joined"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a run, of which this is one; they call its methods all together.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: their number.
+        process_group: of torch.distributed; None where the run is one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, process_group: ProcessGroup | None = None) -> Job:
+        """Return the job of a process group, by default that of all processes, which may be one alone."""
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        if process_group is None or process_group.size() == 1:
+            return cls()
+        return cls(process_group.rank(), process_group.size(), process_group)
+
+    @property
+    def group(self) -> RankGroup | None:
+        """The lanes of the ranks; None where the run is one process."""
+        return None if self.process_group is None else RankGroup.of(self.process_group)
+
+    @property
+    def leads(self) -> bool:
+        """True for the first rank."""
+        return self.rank == 0
+
+    def share(self, count: int) -> slice:
+        """Return this rank's part of so many things in a row; those of all ranks are the whole, and one may be empty.
+
+        Example:
+            >>> [Job(rank, 4).share(6) for rank in range(4)]
+            [slice(0, 1, None), slice(1, 3, None), slice(3, 4, None), slice(4, 6, None)]
+        """
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def of_tables(self) -> Mapping[str, Any]:
+        """Return the arguments of an embedding whose rows the ranks own, each with its share of a batch's loss."""
+        return {} if self.process_group is None else {"process_group": self.process_group, "reduction": "sum"}
+
+    def agree(self, number: int, what: str) -> list[int]:
+        """Return the number of every rank.
+
+        Args:
+            number: this rank's, of 64 bits.
+            what: it is about, for messages.
+
+        Raises:
+            PeerError: a rank has failed or cannot be reached.
+        """
+        if (group := self.group) is None:
+            return [number]
+        with group.main.task(Kind.AGREE, ANYTHING, what) as task:
+            notes = task.round(note=number).notes
+            task.finish()
+        return notes
+
+    def add_up(self, *values: float) -> list[float]:
+        """Return the sum of each value over the ranks."""
+        if (group := self.group) is None:
+            return [*values]
+        with group.main.task(Kind.AGREE, ANYTHING, "the sum of figures") as task:
+            sums = [sum(task.round(note=note_of(value)).numbers) for value in values]
+            task.finish()
+        return sums
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, one rank after the other, on the first; on the others none.
+
+        Args:
+            rows: shape (n, …), on the CPU; the n may differ.
+        """
+        if (group := self.group) is None:
+            return rows
+        with group.main.task(Kind.AGREE, ANYTHING, "the collection of figures") as task:
+            sent = [len(rows) if rank == 0 else 0 for rank in range(self.size)]
+            collected = task.send(rows, sent, task.round(sent).counts)
+            task.finish()
+        return collected
+
+    def sum_gradients(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """Let each step of an optimizer begin with the sum of dense parameters' gradients over the ranks."""
+        every = [*parameters]
+        if self.process_group is None or not every:
+            return
+        buckets = Buckets(every, self.process_group)
+
+        def add_up(*step: object) -> None:
+            try:
+                buckets.add_up({*every}, 1.0)
+            except RuntimeError as error:
+                raise PeerError("another rank cannot be reached any more; its log says why") from error
+
+        optimizer.register_step_pre_hook(add_up)
+
+    def lead(self, table: Table, work: Callable[[Table], T]) -> T | None:
+        """Let the first rank do some work with a table by itself, while the others send it their rows.
+
+        Returns:
+            The work's result; None on the other ranks.
+        """
+        with table.store.alone() as store:
+            if store is None:
+                return None
+            return work(table if store is table.store else Table(store))
+
+
+# ---- beginning and end ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[Job]:
+    """Surround a run with its job's beginning and end; the ranks end together.
+
+    Nothing is done for one process, or where torch.distributed is initialized. After an error the job is left as it
+    is: what other ranks wait for comes to its end when this process does.
+
+    Args:
+        device: to compute on. GPUs talk over NCCL if each rank of this machine has its own.
+    """
+    if not is_launched() or dist.is_initialized():
+        yield Job.of()
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    has_own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    # In a store of this attempt's own: that of torchrun, after a restart, has the addresses of the processes before.
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
+    dist.init_process_group(backend, store=of_attempt(store), rank=rank, world_size=size)
+    job = Job.of()
+    yield job
+    job.agree(0, "the end")
+    dist.destroy_process_group()

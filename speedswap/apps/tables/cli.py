@@ -1,0 +1,185 @@
+"""The commands ``speedswap info``, ``verify``, ``convert``, ``export`` and ``import``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from speedswap.apps.errors import SettingsError
+from speedswap.apps.tables.info import describe_table, table_facts
+from speedswap.apps.tables.verifying import verify
+from speedswap.errors import SpeedswapError
+from speedswap.tables import Table
+from speedswap.tables.formats import FORMATS
+from speedswap.tables.opening import convert
+
+__all__ = ["add_parsers"]
+
+_FORMATS = "; ".join(f"{name}: {', '.join(form.suffixes)}" for name, form in FORMATS.items())
+_DTYPES = ("float32", "float64", "float16", "bfloat16")
+_CACHE_BYTES = 64 << 20
+_STORED = ("float16", "bfloat16", "int8")
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], describe: Callable[[], str]) -> None:
+    """Add the commands to a parser's commands.
+
+    Args:
+        describe: returns the report of ``speedswap info`` without a table.
+    """
+    parser = commands.add_parser(
+        "info",
+        help="what was built and found here, and why anything is missing; or the facts of a table in files",
+        description="Without TABLE: the build, the machine, and reasons for anything missing. With it: its rows, "
+        "columns, bytes on disk, last commit, attributes, writer, and the way its rows are read and written.",
+    )
+    parser.add_argument("table", type=Path, nargs="?", metavar="TABLE", help="a table's directory")
+    parser.add_argument("--json", action="store_true", help="print a table's facts as JSON")
+    parser.set_defaults(run=partial(_info, describe))
+    parser = commands.add_parser(
+        "verify",
+        help="read everything in tables' files and check it",
+        description="Read everything in tables' files and check every checksum; name damaged rows. Exit status 0: all "
+        "is whole; 1: something is damaged; 2: a table could not be looked at. Nothing is changed.",
+    )
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="a table's directory")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON per table")
+    parser.set_defaults(run=_verify)
+    parser = commands.add_parser(
+        "convert",
+        help="write tables of an older format anew, in their place",
+        description="Write tables of an older format anew in their place, with a checksum per row and commits. The old "
+        "table is there until the new one is whole and durable; that takes room for both.",
+    )
+    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="a table's directory")
+    parser.set_defaults(run=_convert)
+    _add_export(commands)
+    _add_import(commands)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a table's rows to a file that other programs read",
+        description="Write a table's rows to a file, a bounded piece at a time, bit for bit. The file appears complete "
+        f"or not at all. Formats by suffix: {_FORMATS}.",
+    )
+    parser.add_argument("table", type=Path, metavar="TABLE", help="a table's directory")
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("--format", choices=[*FORMATS], help="by default by the suffix")
+    parser.add_argument(
+        "--columns",
+        default="weight",
+        help="names, separated by commas, or all (default: %(default)s); npy and word2vec's formats hold one",
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="rows|FILE",
+        help="the rows' keys: their numbers, or the lines of a text file, one per row; by default the table's id map, "
+        "and without one the numbers in word2vec's formats",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    parser.set_defaults(run=_export)
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="make a table of the rows in a file of another program",
+        description="Make a table of the rows in a file, a bounded piece at a time. The table appears complete or not "
+        f"at all. Formats by suffix: {_FORMATS}.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("table", type=Path, metavar="TABLE", help="the new table's directory")
+    parser.add_argument("--format", choices=[*FORMATS], help="by default by the suffix")
+    parser.add_argument(
+        "--columns",
+        metavar="NAMES",
+        help="tensors or columns in the file, separated by commas; the first becomes the weight (default: weight, or "
+        "the only one)",
+    )
+    parser.add_argument(
+        "--keys",
+        default="map",
+        metavar="map|drop|FILE",
+        help="map: keep the rows' keys as the table's id map, whose row 0 is that of other keys; drop: ignore them; or "
+        "a text file to make, with a key per line (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the file's by default")
+    parser.add_argument("--stored-dtype", choices=_STORED, help="hold float32 weights in fewer bytes")
+    parser.add_argument("--allow-nan", action="store_true", help="take values that are not finite as they are")
+    parser.set_defaults(run=_import)
+
+
+def _info(describe: Callable[[], str], args: argparse.Namespace) -> int:
+    if args.table is None:
+        if args.json:
+            raise SettingsError("--json is for a table: give its directory")
+        print(describe())
+        return 0
+    facts = table_facts(args.table)
+    print(json.dumps(facts, indent=2) if args.json else describe_table(facts))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    status = 0
+    for path in args.tables:
+        try:
+            found = verify(path, shown=sys.stderr.isatty() and not args.json)
+        except OSError as error:
+            print(f"speedswap: {path} cannot be looked at: {error.strerror or error}", file=sys.stderr)
+            status = 2
+            continue
+        print(json.dumps(found.to_json()) if args.json else "\n".join(found.lines()), flush=True)
+        status = max(status, 0 if found.whole else 1)
+    return status
+
+
+def _convert(args: argparse.Namespace) -> int:
+    for path in args.tables:
+        print(f"{path} is converted" if convert(path) else f"{path} has the present format already", flush=True)
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    with Table.open(args.table, mode="r", cache_bytes=_CACHE_BYTES) as table, _refusals():
+        columns = [*table.columns] if args.columns == "all" else args.columns.split(",")
+        table.export(args.file, args.format, columns=columns, keys=args.keys, overwrite=args.overwrite)
+    print(f"saved {args.file}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    dtypes = {"dtype": args.dtype, "stored_dtype": args.stored_dtype}
+    with _refusals():
+        table = Table.from_file(
+            args.file,
+            args.table,
+            args.format,
+            columns=None if args.columns is None else args.columns.split(","),
+            keys=args.keys,
+            allow_nan=args.allow_nan,
+            **{name: value and getattr(torch, value) for name, value in dtypes.items()},
+        )
+    with table:
+        print(f"saved {table!r} in {args.table}")
+    return 0
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn the refusal of an argument into an error that the command line shows in a line."""
+    try:
+        yield
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
+        if isinstance(error, SpeedswapError):
+            raise
+        raise SettingsError(str(error)) from error

@@ -1,0 +1,217 @@
+"""Exchanges between the ranks of a job ahead of their steps, in a thread of each."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from speedswap._threads import EndingThread
+from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.lane import Lane
+from speedswap.collectives.lines import FAILED, OK, Line
+from speedswap.collectives.task import Task
+
+__all__ = ["Ahead", "Ended", "Errand"]
+
+_PLACES = 1 << 20  # errands between two rounds of the main lane
+
+
+class Ended(NamedTuple):
+    """The news that a rank has no more errands.
+
+    Attributes:
+        rank: as torch.distributed numbers it.
+        failed: because of an error.
+    """
+
+    rank: int
+    failed: bool
+
+
+class Errand(ABC):
+    """Work of all ranks that one of their threads does ahead of its time. :meth:`Ahead.announce` starts it.
+
+    Args:
+        about: the number of what it is about, the same on all ranks.
+        what: the same, for messages.
+
+    Attributes:
+        time: of its announcement, the same on all ranks; greater than 0.
+        places: times from this one on that no other errand has.
+        is_done: True if all ranks have done it.
+        error: what was raised in it.
+        ended: the rank that has announced the end in its place.
+    """
+
+    time = 0
+    places = 1
+    is_done = False
+    error: BaseException | None = None
+    ended: Ended | None = None
+
+    def __init__(self, about: int, what: str) -> None:
+        self.about = about
+        self.what = what
+        self._is_over = threading.Event()
+
+    @abstractmethod
+    def prepare(self) -> list[int]:
+        """Do what needs no other rank; return a number for each."""
+
+    @abstractmethod
+    def run(self, task: Task, counts: list[int]) -> None:
+        """Do the rest, in a task of all ranks, with the number that each has for this one."""
+
+    def let_go(self) -> None:
+        """Let go of what only the work needs, which is over."""
+        return None
+
+    def wait(self) -> None:
+        """Return when it is done, has failed or will not be done."""
+        self._is_over.wait()
+
+
+class _End(Errand):
+    """The announcement that no more comes of what is under way.
+
+    Args:
+        failed: because this rank has failed.
+    """
+
+    def __init__(self, failed: bool) -> None:
+        super().__init__(ANYTHING, "the end of a lookahead")
+        self.failed = failed
+
+    def prepare(self) -> list[int]:
+        return []
+
+    def run(self, task: Task, counts: list[int]) -> None:
+        raise AssertionError("an end has nothing to do")
+
+
+class Ahead:
+    """The errands of a group's ranks, which each rank's thread does in the order of their announcement.
+
+    All ranks announce the same errands, as their programs run alike. Where one has left its loop they do not, so every
+    announcement has its time, which is the same on all ranks: how many rounds the main lane has had, and a number since
+    the last of them. In their first round ranks compare times. One with an older time than another's gives this errand
+    up, since somebody has gone past it; the others wait for the next one.
+
+    Args:
+        lane: of the errands.
+        main: the lane of what the program itself asks for.
+    """
+
+    def __init__(self, lane: Lane, main: Lane) -> None:
+        self.lane = lane
+        self._main = main
+        self._queue: SimpleQueue[tuple[Ahead, Errand] | None] | None = None
+        self._thread: EndingThread | None = None
+        self._time = 0
+        self._announced_end = -1
+        self._ended = -1  # the rounds of the main lane when an end was announced, by this rank or another
+
+    def __del__(self) -> None:
+        if self._queue is not None:
+            self._queue.put(None)
+
+    def end(self) -> None:
+        """Let the thread and the lane end, before the process does."""
+        if self._thread is not None:
+            self._thread.end()
+        self.lane.close()
+
+    def begin(self) -> None:
+        """Let the announcements of another lookahead come; every rank calls this."""
+        with self._main.task(Kind.BEGIN, ANYTHING, "the beginning of a lookahead") as task:
+            self._time = max(task.round(note=self._time).notes)
+            task.finish()
+
+    def announce(self, errand: Errand) -> None:
+        """Let an errand be done, after those announced before."""
+        self._time = max(self._time + 1, self._main.rounds * _PLACES + 1)
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            ask = partial(self._queue.put, None)
+            self._thread = EndingThread(_do_all, self._queue, name="speedswap-ahead", ask=ask)
+            self._thread.start()
+        errand.time = self._time
+        self._time += errand.places - 1
+        self._queue.put((self, errand))
+
+    def announce_end(self, *, failed: bool) -> None:
+        """Let the other ranks' errands until the main lane's next round come to nothing: this one has no more of them.
+
+        Args:
+            failed: because of an error.
+        """
+        if self._announced_end != self._main.rounds:  # else for another table
+            self._announced_end = self._main.rounds
+            self.announce(_End(failed))
+
+    def note_end(self, errand: Errand) -> None:
+        """Note that an errand has met the end, after which all ranks count alike again."""
+        self._time = errand.time + errand.places - 1
+
+    def do(self, errand: Errand) -> None:
+        """Do an errand, in the thread."""
+        try:
+            if errand.time // _PLACES != self._ended:
+                with torch.no_grad():
+                    self._do(errand)
+        except BaseException as error:
+            errand.error = error
+        finally:
+            errand.let_go()
+            errand._is_over.set()
+
+    def _do(self, errand: Errand) -> None:
+        with self.lane.task(Kind.ERRAND, errand.about, errand.what) as task:
+            failure: BaseException | None = None
+            counts: list[int] | None = None
+            try:
+                counts = errand.prepare()
+            except BaseException as error:
+                failure = error
+            lines = self._meet(errand, failure is not None, counts or None)
+            if failure is None and lines is not None and self._agree(errand, lines):
+                errand.run(task, [line.amount for line in lines])
+                errand.is_done = True
+            task.finish()
+        if failure is not None:
+            raise failure
+
+    def _agree(self, errand: Errand, lines: Sequence[Line]) -> bool:
+        """Return whether all ranks are going to do an errand."""
+        for rank, line in zip(self.lane.ranks, lines, strict=True):
+            if line.kind == Kind.END:
+                self._ended = errand.time // _PLACES
+                errand.ended = Ended(rank, line.status == FAILED)
+                return False
+        return all(line.status == OK and line.about == errand.about for line in lines)
+
+    def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line] | None:
+        """Exchange lines with ranks that are at this time, too; return None if one has gone past it."""
+        is_end = isinstance(errand, _End)
+        status = FAILED if failed or (isinstance(errand, _End) and errand.failed) else OK
+        line = Line(Kind.END if is_end else Kind.ERRAND, errand.about, 0, 0, status, 0, errand.time, 0)
+        while True:
+            lines = self.lane.exchange_lines(line, counts)
+            times = [each.note for each in lines]
+            if max(times) > errand.time:
+                return None
+            if min(times) == errand.time:
+                return lines
+
+
+def _do_all(queue: SimpleQueue[tuple[Ahead, Errand] | None]) -> None:
+    while (given := queue.get()) is not None:
+        ahead, errand = given
+        ahead.do(errand)
+        del given, ahead, errand  # which hold rows

@@ -1,0 +1,136 @@
+"""The ranks that share tables."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import weakref
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from speedswap.collectives.ahead import Ahead
+from speedswap.collectives.exchange import is_distributed
+from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.lane import Lane
+from speedswap.collectives.pace import OwnPace, Server
+
+__all__ = ["RankGroup"]
+
+
+class RankGroup:
+    """The ranks that share tables, with the lanes on which they send each other rows. Made by :meth:`of`.
+
+    Attributes:
+        process_group: the ranks.
+        ranks: as torch.distributed numbers them.
+        rank: the place of this process among them.
+        main: the lane of what the program itself asks for, in its order.
+        ahead: what runs ahead of its step, in a thread, on a lane of its own.
+        own_pace: passes between which the ranks need not meet, on the main lane.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.process_group = process_group
+        self.ranks = dist.get_process_group_ranks(process_group)
+        timeout = _timeout_of(process_group)
+        payload = process_group if _has_backend(process_group, "cuda") else None
+        self.main = Lane(process_group, "main", timeout, payload)
+        self.ahead = Ahead(Lane(process_group, "ahead", timeout), self.main)
+        self.rank = self.main.rank
+        self._numbers = itertools.count()
+        self._tables: weakref.WeakValueDictionary[int, Server] = weakref.WeakValueDictionary()
+        self.own_pace = OwnPace(self.main, self._tables)
+        _all.add(self)
+
+    def end(self) -> None:
+        """Close the lanes before the process ends; the main one first, on which the other ranks may wait."""
+        self.main.close()
+        self.ahead.end()
+
+    def number_of_next_table(self, table: Server | None = None) -> int:
+        """Return a number that the ranks' next table, or map, has on all of them.
+
+        Args:
+            table: serves lookups under that number.
+        """
+        number = next(self._numbers)
+        if table is not None:
+            self._tables[number] = table
+        return number
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def agree_on_seed(self, seed: int) -> int:
+        """Return the first rank's seed, on every rank."""
+        with self.main.task(Kind.SEED, ANYTHING, "the making of a table") as task:
+            low, high = (task.round(note=part).notes[0] for part in (seed & 0xFFFFFFFF, seed >> 32))
+            task.finish()
+        return high << 32 | low
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> RankGroup:
+        """Return the group's ranks; every rank has to ask for a group for the first time at the same place.
+
+        Raises:
+            ValueError: this process is not one of them, or of no job yet.
+            TypeError: it is not a process group.
+        """
+        if not is_distributed():
+            raise ValueError(
+                "process_group was given, but this process is of no job yet; call "
+                "torch.distributed.init_process_group() first, and start the script with torchrun"
+            )
+        if not isinstance(process_group, dist.ProcessGroup):
+            if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"process_group is without rank {dist.get_rank()}, this process; make the embedding in its ranks "
+                    "only"
+                )
+            raise TypeError(
+                f"process_group is {process_group!r}; give torch.distributed.group.WORLD, or one that new_group "
+                "has returned"
+            )
+        for known in [each for each in _groups if not _is_alive(each)]:
+            del _groups[known]
+        if process_group not in _groups:
+            _groups[process_group] = cls(process_group)
+        return _groups[process_group]
+
+
+_groups: dict[dist.ProcessGroup, RankGroup] = {}
+_all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # those of destroyed process groups, too
+os.register_at_fork(after_in_child=_all.clear)  # which does not have the threads of their lanes
+
+
+@atexit.register
+def _end_all() -> None:
+    for group in list(_all):
+        group.end()
+
+
+def _is_alive(process_group: dist.ProcessGroup) -> bool:
+    """Return whether a group was not destroyed."""
+    return dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map
+
+
+def _has_backend(process_group: dist.ProcessGroup, device: str) -> bool:
+    try:
+        backend = process_group._get_backend(torch.device(device))
+    except RuntimeError:
+        return False
+    return backend.name() == "nccl"
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    for device in ("cpu", "cuda"):
+        try:
+            found = process_group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+        assert isinstance(found, timedelta)
+        return found
+    return dist.distributed_c10d.default_pg_timeout

@@ -1,0 +1,195 @@
+"""Lanes: the order in which the ranks of a group meet, and their connections."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from speedswap._interrupts import deferred_interrupts
+from speedswap.collectives.connections import connect
+from speedswap.collectives.kinds import Kind
+from speedswap.collectives.lines import Line
+from speedswap.collectives.sheet import Sheet
+from speedswap.collectives.task import Pending, Task
+from speedswap.errors import PeerError, RanksError, ThreadError
+
+__all__ = ["SPARE_IDS", "Lane"]
+
+SPARE_IDS = 1 << 20
+
+
+class Lane:
+    """The rounds of some ranks, all of which take part in each, in one order.
+
+    A lane has connections of its own: its rounds neither mingle with the model's collectives nor wait for a GPU. All
+    ranks know the size of the next round, whatever it is for, so one that has failed, or is elsewhere, meets
+    the others in their next one, where all of them raise. None is left waiting for one that has given up.
+
+    Args:
+        process_group: the processes; each of them has to make the lane.
+        name: of the lane, which no other one of the group has.
+        timeout: of a round; after it the lane cannot be used any more.
+        payload: the group that carries rows of a GPU between GPUs; by default they go through host memory.
+
+    Attributes:
+        pending: things to be finished by all ranks; one that is at the beginning of another task joins those that
+            finish them, and goes on.
+        failures: tasks that have failed on all ranks, or on this one with the others being told.
+        rounds: so far; at one place of their programs all ranks have had equally many.
+        payloads, payload_bytes: so far, and what this rank has sent to others in them.
+        sheet: the memory of the rounds.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, name: str, timeout: timedelta, payload: dist.ProcessGroup | None = None
+    ) -> None:
+        self.ranks = dist.get_process_group_ranks(process_group)
+        self.rank = process_group.rank()
+        self.pending: Pending | None = None
+        self.failures = 0
+        self.rounds = 0
+        self.payloads = 0
+        self.payload_bytes = 0
+        self._timeout = timeout
+        self._group = connect(process_group, name, self.ranks, timeout)
+        self._payload = payload
+        self._task: Task | None = None
+        self._broken: str | None = None
+        self._process = os.getpid()
+        self.sheet = Sheet(len(self.ranks))
+        self._spare = torch.empty(SPARE_IDS, dtype=torch.int64)  # takes no room until it is written
+
+    @contextmanager
+    def task(self, kind: Kind, about: int, what: str, *, may_retry: bool = False) -> Iterator[Task]:
+        """Surround work that all ranks do together; an exception inside becomes a PeerError of the others.
+
+        A task inside of one that is under way is a part of it.
+
+        Args:
+            kind: of the work; the same on all ranks.
+            about: the number of what is worked on; the same on all ranks.
+            what: both, for messages.
+            may_retry: whether running out of memory on one rank is a PeerOutOfMemory of the others, not the end.
+
+        Raises:
+            ThreadError: another thread is in a task. Nothing was sent.
+            RanksError: this process was forked from one of the ranks, whose connections are not its own.
+        """
+        if os.getpid() != self._process and len(self.ranks) > 1:
+            raise RanksError(
+                f"{what} was begun in a process that was forked from rank {self.ranks[self.rank]}, such as a worker of "
+                "a DataLoader; only the ranks themselves meet: let workers return ids, and look up in the training loop"
+            )
+        outer = self._task
+        if outer is not None and not outer.is_over:
+            if outer.thread != threading.get_ident():
+                raise ThreadError(
+                    f"{what} was begun while another thread of this process is in {outer.what}: which comes first "
+                    "may differ between ranks; look up, read and step in one thread"
+                )
+            with outer.inner(kind, about):
+                yield outer
+            return
+        task = self._task = Task(self, kind, about, what, may_retry=may_retry)
+        try:
+            yield task
+        except BaseException as error:
+            task.give_up(error)
+            raise
+        finally:
+            if self._task is task:
+                self._task = None
+
+    def exchange_lines(self, line: Line, counts: Sequence[int] | None = None, ids: Tensor | None = None) -> list[Line]:
+        """Send a line to every rank, with a count for each; return each rank's line.
+
+        Args:
+            line: but for the count.
+            counts: for the ranks.
+            ids: that go along, so many for each rank as its count.
+        """
+        self._require_whole()
+        lines = [line] * len(self.ranks) if counts is None else [line._replace(amount=count) for count in counts]
+        if len(lines) == 1:
+            self.rounds += 1
+            return lines
+        agreed = self.sheet.agreed
+        into, out, received, sent = self.sheet.fill(lines, ids)
+        if agreed is not None:
+            self.payload_bytes += (sum(agreed.sent) - agreed.sent[self.rank]) * agreed.row_bytes
+        self.rounds += 1
+        try:
+            with deferred_interrupts():
+                self._group.alltoall_base(into, out, received, sent).wait()
+                self.sheet.agreed = None  # not before: a rank that fails until here sends a line of the agreed size
+        except (RuntimeError, ValueError) as error:
+            self._break(error)
+        return self.sheet.lines(agreed)
+
+    def spare(self, count: int) -> Tensor:
+        """Return memory that every rank has for up to :data:`SPARE_IDS` ids, until it is next asked for."""
+        return self._spare[:count]
+
+    def staging(self, rows: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensors that :meth:`exchange_rows` sends from and receives in, for rows and those to come."""
+        if not rows.is_cuda or self._payload is not None:
+            return rows, into
+        source, staged = (torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (rows, into))
+        return source.copy_(rows), staged
+
+    def exchange_rows(self, into: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
+        """Send rows to each rank, and take those of each; both are bytes, shape (n, bytes of a row)."""
+        self._require_whole()
+        self.payloads += 1
+        self.payload_bytes += (len(rows) - sent[self.rank]) * rows.shape[1]
+        try:
+            with deferred_interrupts():
+                self._carrier(rows).alltoall_base(into, rows, list(received), list(sent)).wait()
+        except (RuntimeError, ValueError) as error:
+            self._break(error)
+
+    def _carrier(self, rows: Tensor) -> dist.ProcessGroup:
+        return self._payload if rows.is_cuda and self._payload is not None else self._group
+
+    def _require_whole(self) -> None:
+        if self._broken is not None:
+            raise PeerError(self._broken)
+
+    def _break(self, error: Exception) -> None:
+        if "timed out" in str(error).lower():
+            why = (
+                f"another rank did not come within {self._timeout.total_seconds():g} seconds: every rank of the group "
+                "has to look up, read and step equally often, in the same order; a longer time limit is the timeout of "
+                "init_process_group. The ranks cannot go on together: start them again"
+            )
+        else:
+            why = (
+                "another rank cannot be reached any more; its log says why. The ranks cannot go on together: start "
+                "them again, from the last checkpoint"
+            )
+        self.shut(why)
+        raise PeerError(why) from error
+
+    def shut(self, why: str) -> None:
+        """Let every later use of the lane raise, here at once, and on the other ranks when they come."""
+        if self._broken is None:
+            self._broken = why
+            del self._group  # closes the connections, which the other ranks notice
+            self.failures += 1
+            if self.pending is not None:
+                self.pending.drop()
+
+    def close(self) -> None:
+        """Close the connections before the process ends: Gloo's threads need Python to let go of what was sent.
+
+        A lane on which another thread waits for other ranks is left alone: closing it would wait for them, too.
+        """
+        if self._task is None:
+            self.shut("this process ends")

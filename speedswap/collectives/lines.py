@@ -1,0 +1,57 @@
+"""Lines: the numbers that each rank sends to every other one in a round."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+__all__ = ["ANYWHERE", "FAILED", "OK", "TORN", "Line", "Round", "note_of"]
+
+OK, FAILED, TORN = range(3)  # statuses
+ANYWHERE = -1  # the stage of a rank that has failed
+
+
+class Line(NamedTuple):
+    """One rank's part of a round.
+
+    Attributes:
+        kind: of the task.
+        about: the number of its object.
+        part: of the task, which is a task's work by itself elsewhere; 0 outside of such.
+        stage: rounds of the task so far.
+        status: whether the rank has failed.
+        amount: for the rank that receives the line.
+        note: for all.
+        pending: things that the rank has begun, and that all ranks finish together.
+    """
+
+    kind: int
+    about: int
+    part: int
+    stage: int
+    status: int
+    amount: int
+    note: int
+    pending: int
+
+
+class Round(NamedTuple):
+    """The lines of all ranks, as one of them sees them.
+
+    Attributes:
+        counts: the numbers that each rank has for this one.
+        notes: the note of each rank.
+    """
+
+    counts: list[int]
+    notes: list[int]
+
+    @property
+    def numbers(self) -> list[float]:
+        """The notes as the numbers that :func:`note_of` has made notes of."""
+        return [struct.unpack("<d", struct.pack("<q", note))[0] for note in self.notes]
+
+
+def note_of(number: float) -> int:
+    """Return a number as a note, with all its bits."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])

@@ -1,0 +1,259 @@
+"""Tasks: work that ranks do together, in rounds that tell each rank's place and failures."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from speedswap._interrupts import deferred_interrupts
+from speedswap.collectives.exchange import PeerOutOfMemory
+from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.letters import Letter, as_bytes
+from speedswap.collectives.lines import ANYWHERE, FAILED, OK, TORN, Line, Round
+from speedswap.errors import PeerError
+
+if TYPE_CHECKING:
+    from speedswap.collectives.lane import Lane
+
+__all__ = ["Pending", "Task"]
+
+_DROPS, _MEMORY = 1, 2  # the note of a rank that has failed: it has lost what it had of the step; out of memory
+
+
+class Pending(Protocol):
+    """Things that every rank has begun, and that all finish together: gradients that wait for their exchange.
+
+    Attributes:
+        kind: of the task that finishes them.
+    """
+
+    kind: Kind
+
+    def __len__(self) -> int:
+        """Return how many there are on this rank."""
+
+    def finish(self, task: Task) -> None:
+        """Finish them, after the first round of the task, with the others."""
+
+    def drop(self) -> None:
+        """Forget the training step so far, which other ranks have forgotten."""
+
+    def add_up_shares(self, *, average: bool) -> None:
+        """Finish what the passes of a split batch have left; every rank calls this.
+
+        Args:
+            average: whether the ranks' losses are averaged; their gradients are added up otherwise.
+        """
+
+
+class Task:
+    """Work that all ranks do together, in stages that each begin with a round.
+
+    Attributes:
+        thread: that does it here.
+        what: it is, for messages.
+        is_over: True once a failure is not the other ranks' any more.
+    """
+
+    def __init__(
+        self, lane: Lane, kind: Kind, about: int, what: str, stage: int = 0, *, may_retry: bool = False
+    ) -> None:
+        self.lane = lane
+        self.thread = threading.get_ident()
+        self.what = what
+        self.is_over = False
+        self._kind, self._about, self._stage = kind, about, stage
+        self._may_retry = may_retry
+        self._part = self._depth = 0  # the innermost, and how many there are around it
+
+    def round(self, counts: Sequence[int] | None = None, *, note: int = 0, ids: Tensor | None = None) -> Round:
+        """Tell the other ranks that this one has come here, and wait for them.
+
+        Args:
+            counts: a number for each rank.
+            note: a number for all.
+            ids: that go along, as for :meth:`Lane.exchange_lines`.
+
+        Raises:
+            PeerError: a rank has failed, is in another place, or cannot be reached.
+        """
+        while True:
+            with deferred_interrupts():  # or a Ctrl-C would hide what the others were told
+                lines = self._meet(counts, note, ids)
+            if lines is not None:
+                # The note of a rank that joins from another task is about that one.
+                return Round([line.amount for line in lines], [line.note * (line.kind == self._kind) for line in lines])
+            self._join()
+
+    def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows to the ranks, and return those that they have sent here.
+
+        Args:
+            rows: shape (n, …) of any dtype; those for the first rank first.
+            sent: how many go to each rank.
+            received: how many come from each rank.
+
+        Returns:
+            Rows of the same shape and dtype, on the same device, those of the first rank first.
+        """
+        letter = self.letter(rows, sent, received)
+        if len(self.lane.ranks) == 1:
+            return letter.into
+        with self.promised():
+            self._meet(None, 0)  # everybody has the memory for it
+            return self.post(letter)
+
+    @contextmanager
+    def promised(self) -> Iterator[None]:
+        """Surround a round and the letters that every rank posts after it: what fails in between ends their work."""
+        rounds = self.lane.rounds
+        with deferred_interrupts():
+            try:
+                yield
+            except BaseException as error:
+                if not self.is_over and self.lane.rounds > rounds:  # the others would take a line for rows
+                    self.is_over = True
+                    self.lane.shut(f"rows could not be sent to other ranks ({error!r}); start the ranks again")
+                raise
+
+    def letter(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], into: Tensor | None = None) -> Letter:
+        """Return rows that :meth:`post` can send without a failure, once the other ranks are known to have theirs.
+
+        Args:
+            rows, sent, received: as for :meth:`send`.
+            into: contiguous memory for what comes; new one by default.
+        """
+        given = rows.detach().contiguous()
+        if len(self.lane.ranks) == 1:
+            return Letter(given, given, given, given, sent, received)
+        if into is None:
+            into = rows.new_empty(sum(received), *rows.shape[1:])
+        target = as_bytes(into)
+        return Letter(into, *self.lane.staging(as_bytes(given), target), target, sent, received)
+
+    def post(self, letter: Letter) -> Tensor:
+        """Send a letter, which all ranks do at once, inside of :meth:`promised`; return what has come."""
+        if len(self.lane.ranks) > 1:
+            self.lane.exchange_rows(letter.staged, letter.source, letter.received, letter.sent)
+            if letter.staged is not letter.target:
+                letter.target.copy_(letter.staged, non_blocking=True)
+        return letter.into
+
+    @contextmanager
+    def inner(self, kind: Kind, about: int) -> Iterator[None]:
+        """Surround a part of the task, which lines tell: a rank whose task was left open by an interrupt is elsewhere.
+
+        Args:
+            kind, about: as for :meth:`Lane.task`.
+        """
+        before = self._part, self._depth
+        self._part, self._depth = kind << 32 | about + 1, self._depth + 1
+        try:
+            yield
+        finally:
+            self._part, self._depth = before
+
+    def finish(self) -> None:
+        """Note that this rank's part is done: a failure from here on is not the others'. The end of a part is not."""
+        self.is_over = self.is_over or not self._depth
+
+    def give_up(self, error: BaseException | None = None, *, drops: bool = False) -> None:
+        """Let the other ranks raise in their next round.
+
+        Args:
+            error: what this rank raises.
+            drops: whether this rank has lost what it had of the training step, so that the others drop theirs.
+        """
+        if not self.is_over:
+            self.is_over = True
+            with suppress(PeerError):  # this rank's own error says more
+                note = _DROPS * drops | _MEMORY * isinstance(error, (MemoryError, torch.OutOfMemoryError))
+                self._failure(self.lane.exchange_lines(self._line(ANYWHERE, FAILED, note)))
+
+    def tear(self, why: str) -> None:
+        """Let no rank use the lane any more: their tables are of different steps."""
+        self.is_over = True
+        with suppress(PeerError):
+            self.lane.exchange_lines(self._line(ANYWHERE, TORN, 0))
+        self.lane.shut(why)
+
+    def _line(self, stage: int, status: int, note: int) -> Line:
+        pending = 0 if self.lane.pending is None else len(self.lane.pending)
+        return Line(self._kind, self._about, self._part, stage, status, 0, note, pending)
+
+    def _meet(self, counts: Sequence[int] | None, note: int, ids: Tensor | None = None) -> list[Line] | None:
+        """Run one round; return its lines, or None if it was the first one of what others have pending."""
+        try:
+            lines = self.lane.exchange_lines(self._line(self._stage, OK, note), counts, ids)
+        except PeerError:
+            self.is_over = True
+            raise
+        if (ahead := self._ahead(lines)) is not None:
+            if self._kind != ahead:
+                return None
+        elif any(line[:5] != (self._kind, self._about, self._part, self._stage, OK) for line in lines):
+            self.is_over = True
+            raise self._failure(lines)
+        self._stage += 1
+        return lines
+
+    def _ahead(self, lines: Sequence[Line]) -> int | None:
+        """Return the kind of task that finishes what is pending if some ranks begin it, and the others can join."""
+        if self.lane.pending is None:
+            return None
+        kind = self.lane.pending.kind
+        begun = [line.kind == kind for line in lines]
+        can_join = all((line.stage, line.status) == (0, OK) and line.pending > 0 for line in lines)
+        can_join = can_join and not any(line.part for line in lines if line.kind == kind)
+        return kind if can_join and any(begun) and not all(begun) else None
+
+    def _join(self) -> None:
+        """Finish with the others what is pending."""
+        assert self.lane.pending is not None
+        joined = Task(self.lane, self.lane.pending.kind, ANYTHING, f"what comes before {self.what}", 1)
+        try:
+            self.lane.pending.finish(joined)
+        except BaseException as error:
+            self.is_over = True
+            joined.give_up(error)
+            raise
+
+    def _failure(self, lines: Sequence[Line]) -> PeerError | PeerOutOfMemory:
+        """Note that the task has failed on all ranks; return the error, as this rank sees it."""
+        lane = self.lane
+        status = {rank: line.status for rank, line in zip(lane.ranks, lines, strict=True)}
+        torn = [rank for rank in lane.ranks if status[rank] == TORN]
+        failed = [rank for rank in lane.ranks if status[rank] == FAILED]
+        others = [
+            rank
+            for rank, line in zip(lane.ranks, lines, strict=True)
+            if line[:2] != (self._kind, self._about) or (line.status == OK and line[2:4] != (self._part, self._stage))
+        ]
+        if torn:
+            why = (
+                f"rank {torn[0]} could not write its part of a step that the other ranks have written; its own error "
+                "says why. The ranks cannot go on together: start them again, from the last checkpoint"
+            )
+            lane.shut(why)
+            return PeerError(why)
+        if self._may_retry and not others and all(line.note & _MEMORY for line in lines if line.status):
+            return PeerOutOfMemory(f"rank {failed[0]} has run out of memory")
+        lane.failures += 1
+        if lane.pending is not None and (others or any(line.note & _DROPS for line in lines if line.status)):
+            lane.pending.drop()
+        if failed:
+            return PeerError(
+                f"rank {failed[0]} failed in the same step, at {self.what} here; its own error says why. No table has "
+                "changed: after zero_grad, all ranks can go on with the next batch"
+            )
+        return PeerError(
+            f"rank {others[0] if others else lane.ranks[lane.rank]} is in another place of the training loop than rank "
+            f"{lane.ranks[lane.rank]}, which is at {self.what}: every rank of the group has to look up, read and step "
+            "equally often, in the same order, and one that catches an exception misses its batch. No table has "
+            "changed: after zero_grad, all ranks can go on with the next batch"
+        )

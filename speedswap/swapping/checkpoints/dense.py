@@ -1,0 +1,179 @@
+"""The dense half of a checkpoint: everything of model and optimizers but the rows of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedswap._words import a_kind
+from speedswap.errors import CheckpointError
+from speedswap.swapping.apart import rows_apart
+from speedswap.swapping.attach import attach
+from speedswap.swapping.checkpoints.divided import divided_as, whole
+from speedswap.swapping.checkpoints.plain import Encoder
+from speedswap.swapping.checkpoints.random_state import random_state
+from speedswap.swapping.checkpoints.tables import tables_of
+from speedswap.swapping.optimizers import holds, innermost
+
+__all__ = [
+    "attach_all",
+    "check_model",
+    "check_optimizers",
+    "content_of",
+    "listed",
+    "load_dense",
+    "random_of",
+    "restore",
+]
+
+
+def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    """Return one optimizer, several or none as a list.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise TypeError(f"optimizer is {a_kind(each)}; give an optimizer of torch, a list of them, or None")
+    return found
+
+
+def attach_all(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Attach the optimizers to the tables whose weight they hold, so that weight and state go together."""
+    for module in tables_of(model).values():
+        for optimizer in optimizers:
+            if module.weight.requires_grad and holds(optimizer, module.weight):
+                attach(optimizer, module)
+
+
+def content_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], extra: Any, encoder: Encoder, rank: int
+) -> dict[str, Any]:
+    """Return everything but the tables as plain data, with its tensors in the encoder.
+
+    Args:
+        rank: of this process among those that save together, all of which call this: they differ in their random
+            generators, and in their part of what ``fully_shard`` has divided.
+    """
+    with rows_apart():
+        states = [dict(model.state_dict()), *[each.state_dict() for each in optimizers]]
+    states = whole(states, is_kept=not rank)
+    generators = {random_of(rank): encoder.encode(random_state(), random_of(rank))}
+    if rank:
+        return generators
+    named = zip(optimizers, states[1:], strict=True)
+    return {
+        "model": encoder.encode(states[0], "model"),
+        "optimizers": [
+            {"class": type(each).__name__, "state": encoder.encode(state, f"optimizers.{place}")}
+            for place, (each, state) in enumerate(named)
+        ],
+        **generators,
+        "extra": encoder.encode(extra, "extra"),
+    }
+
+
+def random_of(rank: int) -> str:
+    """Return the name under which a checkpoint has the random generators of a rank."""
+    return f"random-{rank}" if rank else "random"
+
+
+def check_model(saved: dict[str, Any], model: nn.Module, folder: Path) -> None:
+    """Check that the dense parameters and buffers of a checkpoint are a model's.
+
+    Raises:
+        CheckpointError: the message names the difference.
+    """
+    with rows_apart():
+        ours = model.state_dict()
+    for name in [*ours, *saved]:
+        mine, theirs = ours.get(name), saved.get(name)
+        if _kind_of(mine) != _kind_of(theirs):
+            raise CheckpointError(
+                f"{name!r} is {_kind_of(mine)} in the model, but {_kind_of(theirs)} in the checkpoint {folder}; make "
+                "the model as it was for the training"
+            )
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} of {value.dtype}"
+    return "missing" if value is None else a_kind(value)
+
+
+def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer], folder: Path) -> None:
+    """Check that the optimizers of a checkpoint are these.
+
+    Raises:
+        CheckpointError: the message names the difference.
+    """
+    names = [each["class"] for each in saved]
+    ours = [type(each).__name__ for each in optimizers]
+    if names != ours:
+        raise CheckpointError(
+            f"optimizer is {', '.join(ours)}, but the checkpoint {folder} has {', '.join(names) or 'none'}; give the "
+            "same, in their order, or None for the model alone"
+        )
+    for each, optimizer in zip(saved, optimizers, strict=True):
+        theirs = [len(group["params"]) for group in each["state"]["param_groups"]]
+        mine = [len(group["params"]) for group in optimizer.param_groups]
+        if theirs != mine:
+            raise CheckpointError(
+                f"optimizer {type(optimizer).__name__} has groups of {mine} parameters, but in the checkpoint {folder} "
+                f"of {theirs}; make it with the same groups"
+            )
+
+
+def load_dense(
+    model: nn.Module, saved: dict[str, Any], optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]
+) -> None:
+    """Load the dense parameters, and the optimizers' state."""
+    with rows_apart():
+        ours = model.state_dict()
+        model.load_state_dict({name: divided_as(ours.get(name), value) for name, value in saved.items()})
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict({**state, "state": dict(_divided(optimizer, state))})
+            _undo_casts(innermost(optimizer), state)
+
+
+def _divided(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the state of each parameter, of which this rank has a part where it has one of the parameter."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_name = dict(zip(names, parameters, strict=True))
+    for name, values in state["state"].items():
+        yield name, {key: divided_as(by_name.get(name), value) for key, value in values.items()}
+
+
+def _undo_casts(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Give state the dtypes that it was saved with, where torch has cast it to its parameter's."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        now = optimizer.state.get(parameter, {})
+        for key, value in state["state"].get(name, {}).items():
+            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
+                now[key] = value.to(now[key].device)
+
+
+def restore(target: Any, saved: Any, name: str) -> None:
+    """Let an object of ``extra`` take what was saved of it.
+
+    Raises:
+        TypeError: it cannot.
+    """
+    if isinstance(target, torch.Generator):
+        target.set_state(saved)
+    elif callable(getattr(target, "load_state_dict", None)):
+        target.load_state_dict(saved)
+    else:
+        raise TypeError(f"extra[{name!r}] is {a_kind(target)}; give an object with load_state_dict(), or a Generator")

@@ -1,0 +1,198 @@
+"""The files of one checkpoint: written into its folder, or linked there from the checkpoint before."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import CheckpointError
+from speedswap.swapping.checkpoints.manifest import Manifest, SavedTensor, damaged
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, sync_names
+from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
+
+__all__ = ["NewFiles", "TensorsOf", "digest_of"]
+
+_PIECE = 4 << 20
+_NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table
+
+
+def digest_of(tensor: Tensor) -> str:
+    """Return the hash of a tensor, in ordinary memory and contiguous: of dtype, shape and bytes."""
+    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Return a tensor whose strides are those of its shape; torch takes one item with any strides for contiguous."""
+    return tensor.contiguous() if tensor.numel() > 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+class NewFiles:
+    """A checkpoint's folder as it is filled.
+
+    Args:
+        folder: an empty one.
+
+    Attributes:
+        bytes_written: so far; linked files are not counted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.directory = OpenDirectory(folder)
+        self.bytes_written = 0
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors to a new file, durably."""
+        file = OpenFile(self.directory.create(name))
+        writer = TensorWriter(file, {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()})
+        for key, tensor in tensors.items():
+            writer.write(key, tensor)
+        os.fsync(file.fd)
+        self.bytes_written += writer.nbytes
+
+    def write_changed(
+        self, name: str, tensors: Mapping[str, Tensor], previous: tuple[Manifest, Path] | None
+    ) -> dict[str, SavedTensor]:
+        """Write the tensors that the checkpoint before lacks to a new file, durably, and link the files of the others.
+
+        Args:
+            name: of the new file.
+            tensors: by name, on any device.
+            previous: the checkpoint before, and its folder.
+
+        Returns:
+            The place of every tensor.
+        """
+        host = {key: _packed(tensor.cpu()) for key, tensor in tensors.items()}
+        digests = {key: digest_of(tensor) for key, tensor in host.items()}
+        there = {each.digest: each for each in previous[0].tensors.values()} if previous is not None else {}
+        used: Counter[str] = Counter()
+        for key, tensor in host.items():
+            if digests[key] in there:
+                used[there[digests[key]].file] += tensor.nbytes
+        if previous is not None:
+            # A file with mostly former values is left behind.
+            sizes = {file: (previous[1] / file).stat().st_size for file in used}
+            there = {key: each for key, each in there.items() if 2 * used[each.file] >= sizes.get(each.file, 0)}
+            for file in {there[digest].file for digest in digests.values() if digest in there}:
+                self.link(previous[1], file)
+        new: dict[str, Tensor] = {}
+        for key, digest in digests.items():
+            if digest not in there:
+                new[key] = host[key]
+                there[digest] = SavedTensor(name, key, digest)
+        if new:
+            self.write_tensors(name, new)
+        return {key: there[digest] for key, digest in digests.items()}
+
+    def new_tensors(
+        self, name: str, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    ) -> tuple[OpenFile, TensorWriter]:
+        """Begin a new file of tensors that are written piece by piece; the caller syncs it."""
+        file = OpenFile(self.directory.create(name))
+        writer = TensorWriter(file, shapes)
+        self.bytes_written += writer.nbytes
+        return file, writer
+
+    def link(self, other: Path, name: str) -> None:
+        """Give a file or a folder of files of another checkpoint a name in this one too, or copy it."""
+        if not (other / name).is_dir():
+            self._link(other / name, self.folder / name)
+            return
+        (self.folder / name).parent.mkdir(exist_ok=True)  # of all ranks' rows
+        os.mkdir(self.folder / name)
+        for path in (other / name).iterdir():
+            if path.name not in _NOT_LINKED:
+                self._link(path, self.folder / name / path.name)
+        sync_names(self.folder / name)
+        sync_names((self.folder / name).parent)
+
+    def _link(self, source: Path, target: Path) -> None:
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except FileExistsError:  # another rank refers to it too
+            return
+        except OSError:  # a file system without links, or a file with too many
+            shutil.copyfile(source, target, follow_symlinks=False)
+            with open(target, "rb") as file:
+                os.fsync(file.fileno())
+            self.bytes_written += target.stat().st_size
+
+    def count(self, folder: str) -> None:
+        """Count the bytes of a folder that was written."""
+        self.bytes_written += sum(path.stat().st_blocks * 512 for path in (self.folder / folder).iterdir())
+
+
+class TensorsOf:
+    """The tensors in the files of a checkpoint, each checked against its hash.
+
+    Args:
+        directory: the checkpoint's.
+
+    Attributes:
+        folder: its path.
+    """
+
+    def __init__(self, directory: OpenDirectory) -> None:
+        self._directory = directory
+        self.folder = directory.path
+        self._readers: dict[str, TensorReader] = {}
+
+    def file(self, name: str) -> TensorReader:
+        """Return a file of tensors.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        if name not in self._readers:
+            what = str(self.folder / name)
+            try:
+                self._readers[name] = TensorReader(OpenFile(self._directory.open(name)), what)
+            except (OSError, ValueError) as error:
+                raise damaged(self.folder, error) from error
+        return self._readers[name]
+
+    def read(self, saved: SavedTensor) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        reader = self.file(saved.file)
+        if saved.key not in reader.places:
+            raise damaged(self.folder, f"{saved.file} lacks {saved.key!r}")
+        tensor = reader.read(saved.key)
+        if digest_of(tensor) != saved.digest:
+            raise self._changed(saved.key, saved.file)
+        return tensor
+
+    def check(self, file: str, digests: Mapping[str, str]) -> None:
+        """Check every tensor of a file against its hash, a piece at a time.
+
+        Raises:
+            CheckpointError: the file is damaged, or has other tensors.
+        """
+        reader = self.file(file)
+        if reader.places.keys() != digests.keys():
+            raise damaged(self.folder, f"{file} has the tensors {', '.join(reader.places)}")
+        for name, place in reader.places.items():
+            digest = hashlib.blake2b(digest_size=16)
+            rows = place.shape[0] if place.shape else 1
+            step = max(1, _PIECE * rows // max(place.nbytes, 1))
+            for start in range(0, rows, step):
+                piece = reader.read_rows(name, start, min(start + step, rows))
+                digest.update(piece.reshape(-1).view(torch.uint8).numpy().data)
+            if digest.hexdigest() != digests[name]:
+                raise self._changed(name, file)
+
+    def _changed(self, name: str, file: str) -> CheckpointError:
+        return damaged(self.folder, f"the bytes of {name!r} in {file} are not those that were written")

@@ -1,0 +1,198 @@
+"""The folders of a run's checkpoints: numbered, complete or absent, and whose turn it is to write one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from speedswap.errors import CheckpointError, TableFullError
+from speedswap.swapping.checkpoints.manifest import MANIFEST, Manifest
+from speedswap.tables.files.open_directory import OpenDirectory, sync_names
+
+__all__ = ["Folder", "Folders"]
+
+_NAME = re.compile(r"([0-9]{6,9})-step-([0-9]{1,20})")
+_UNFINISHED, _REMOVED = ".unfinished", ".removed"
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that tell nothing about a checkpoint
+_log = logging.getLogger("speedswap")
+
+
+class Folder(NamedTuple):
+    """A complete checkpoint: the highest number is the newest."""
+
+    number: int
+    step: int
+    path: Path
+
+
+class Folders:
+    """The checkpoints in a directory. Each is a folder of its own, ``000007-step-500``, that can be moved and copied.
+
+    Args:
+        path: the directory; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def found(self) -> list[Folder]:
+        """Return the checkpoints, oldest first."""
+        try:
+            names = os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
+        folders = [Folder(int(match[1]), int(match[2]), self.path / match[0]) for match in matches]
+        return sorted(folder for folder in folders if (folder.path / MANIFEST).exists())
+
+    def manifests(self) -> list[tuple[Manifest, Path]]:
+        """Return the checkpoints that can be read, each with its folder, oldest first."""
+        read = []
+        for folder in self.found():
+            try:
+                read.append((Manifest.read(OpenDirectory(folder.path)), folder.path))
+            except (OSError, CheckpointError) as error:
+                cause = error.__cause__ or error
+                if isinstance(cause, OSError) and cause.errno in _LACKING:
+                    raise cause from None  # or the commits that it refers to would be let go
+        return read
+
+    def choose(self, step: int | None) -> Folder:
+        """Return the newest checkpoint, or the newest of a step.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        found = self.found()
+        chosen = [folder for folder in found if step in (None, folder.step)]
+        if not chosen:
+            steps = ", ".join(str(folder.step) for folder in found)
+            there = f"where there are checkpoints of steps {steps}" if steps else "where there is no checkpoint"
+            which = "" if step is None else f" and step is {step}"
+            raise CheckpointError(
+                f"path is {str(self.path)!r}{which}, {there}; give the path that save_checkpoint was given"
+            )
+        return chosen[-1]
+
+    @contextmanager
+    def writing(self, number: int, step: int) -> Iterator[Path]:
+        """Yield an empty folder that becomes a checkpoint, complete and durable, if the block ends without an error.
+
+        The lock of :meth:`locked` is held.
+
+        Raises:
+            TableFullError: the disk has no room. The existing checkpoints stay.
+        """
+        unfinished = self.path / _UNFINISHED
+        try:
+            with self.joining():
+                os.mkdir(unfinished)
+                yield unfinished
+                sync_names(unfinished)
+                os.rename(unfinished, self.path / f"{number:06}-step-{step}")
+                sync_names(self.path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    @contextmanager
+    def joining(self) -> Iterator[Path]:
+        """Yield the folder that the first rank fills in :meth:`writing`, for another rank to add files to.
+
+        Raises:
+            TableFullError: the disk has no room.
+        """
+        try:
+            yield self.path / _UNFINISHED
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not isinstance(error, TableFullError):
+                raise TableFullError(
+                    error.errno,
+                    f"no room on the disk of {self.path} for a checkpoint ({os.strerror(error.errno or 0)}); those "
+                    "before are whole: free space there, or give another path",
+                ) from error
+            raise
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the right to change the directory, which is made if need be and cleared of leftovers.
+
+        Raises:
+            CheckpointError: another process holds it.
+        """
+        missing = [each for each in (self.path, *self.path.parents) if not each.is_dir()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            sync_names(each.parent)
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint; give "
+                    "each a path of its own"
+                ) from None
+            except OSError as error:
+                _log.debug("%s cannot be locked: %s", self.path, error)
+            for leftover in (self.path / _UNFINISHED, self.path / _REMOVED):
+                if os.path.lexists(leftover):
+                    _remove(leftover)
+                    _log.warning("removed %s, left behind by a process that was killed", leftover)
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+            os.close(fd)
+
+    def remove_but(self, keep: int | Collection[int] | None) -> None:
+        """Remove old checkpoints: at no instant does half of one have its name.
+
+        Args:
+            keep: as for :func:`save_checkpoint`.
+        """
+        if keep is None or not (found := self.found()):
+            return
+        *older, newest = found
+        if isinstance(keep, int):
+            kept = [newest, *older[::-1]][:keep]
+        else:
+            kept = [newest, *{folder.step: folder for folder in older if folder.step in keep}.values()]
+        for folder in older:
+            if folder not in kept:
+                self._discard(folder)
+
+    def remove(self) -> None:
+        """Remove all checkpoints, the leftovers of killed processes, and the directory if it has no other files.
+
+        Raises:
+            CheckpointError: another process is saving there.
+        """
+        if not self.path.is_dir():
+            return
+        with self.locked():
+            for folder in self.found():
+                self._discard(folder)
+        with suppress(OSError):  # it has other files
+            self.path.rmdir()
+
+    def _discard(self, folder: Folder) -> None:
+        removed = self.path / _REMOVED
+        os.rename(folder.path, removed)
+        _remove(removed)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a name that is none: of a link itself, whose target stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)

@@ -1,0 +1,94 @@
+"""The ranks that save or load a checkpoint together, where their tables are; one process alone is the first of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from speedswap.collectives import ANYTHING, Kind, RankGroup, Task, share
+from speedswap.swapping.table_module import TableModule
+from speedswap.tables.ranks import ShardedStore
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """The ranks of a model's tables.
+
+    Args:
+        group: theirs; None for a process alone.
+
+    Attributes:
+        rank: of this process among them.
+        world_size: their number.
+    """
+
+    def __init__(self, group: RankGroup | None) -> None:
+        self._group = group
+        self._task: Task | None = None
+        self.rank = 0 if group is None else group.rank
+        self.world_size = 1 if group is None else len(group)
+
+    @classmethod
+    def of(cls, modules: Mapping[str, TableModule]) -> Ranks:
+        """Return the ranks that own the tables of a model.
+
+        Raises:
+            ValueError: a table is each rank's own, so that there is no one state of it; or they are of several groups.
+        """
+        groups = {store.group for each in modules.values() if isinstance(store := each.table.store, ShardedStore)}
+        if len(groups) > 1:
+            raise ValueError(
+                f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables one "
+                "process_group, or save parts of the model apart"
+            )
+        for name, each in modules.items():
+            if groups and not isinstance(each.table.store, ShardedStore) and each.weight.requires_grad:
+                raise ValueError(
+                    f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are "
+                    "owned by all of them; give it their process_group too, or save it apart"
+                )
+        return cls(next(iter(groups), None))
+
+    @property
+    def is_first(self) -> bool:
+        """True for the rank that writes what all have in common."""
+        return self.rank == 0
+
+    @property
+    def suffix(self) -> str:
+        """The end of the names of this rank's files."""
+        return f"-{self.rank}" if self.rank else ""
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Surround what the ranks do together: what fails in it is an error of all.
+
+        Args:
+            what: is done, for messages.
+        """
+        if self._group is None:
+            yield
+            return
+        with self._group.main.task(Kind.CHECKPOINT, ANYTHING, what) as self._task:
+            yield
+            self._task.finish()
+
+    def wait(self) -> None:
+        """Return when all ranks have come here, and nothing has failed."""
+        if self._task is not None:
+            self._task.round()
+
+    def give_up(self) -> None:
+        """Let the others fail in their next round, and return when they have come there."""
+        if self._task is not None:
+            self._task.give_up()
+
+    def share(self, data: Any) -> list[Any]:
+        """Return the data of all ranks, in their order.
+
+        Args:
+            data: of this one, as JSON can hold it.
+        """
+        return [data] if self._task is None else share(self._task, data)

@@ -1,0 +1,165 @@
+"""Save a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import secrets
+from collections.abc import Collection, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed
+from speedswap.swapping.checkpoints.files import NewFiles
+from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.swapping.checkpoints.parts import Part, merged
+from speedswap.swapping.checkpoints.plain import Encoder
+from speedswap.swapping.checkpoints.ranks import Ranks
+from speedswap.swapping.checkpoints.table_saving import Saving
+from speedswap.swapping.checkpoints.tables import all_locked, is_referred_to, let_go, tables_of
+from speedswap.tables.ranks import own_shard, remove_former, require_shared
+
+__all__ = ["SavedCheckpoint", "save_checkpoint"]
+
+
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint that is complete and durable."""
+
+    path: Path
+    """Its folder."""
+    step: int
+    bytes_written: int
+    """For this checkpoint, without what it shares with the one before."""
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    step: int = 0,
+    extra: Any = None,
+    keep: int | Collection[int] | None = 1,
+    tables: str = "auto",
+) -> SavedCheckpoint:
+    """Save a training as of one moment: it goes on from there to the same bits as if it had not been interrupted.
+
+    Saved are the tables of the model with their optimizer state and id maps, every other parameter and buffer, the
+    optimizers' state and parameter groups, the global random generators of torch, NumPy and Python, and ``extra``. Call
+    it between two steps, also inside a :func:`lookahead`.
+
+    A checkpoint is a folder in ``path``, named like ``000007-step-500``. It gets that name, by one rename, when it is
+    complete and durable: a process killed at any instant, or a full disk, leaves the one before. What has not changed
+    since that one is not written again: a tensor with the same bytes, and rows of a table in memory as long as this
+    process trains it and fewer than half of them have changed; folders share such files by hard links. Nothing is
+    pickled: tensors are in safetensors files, the rest is JSON.
+
+    Args:
+        path: the directory for the checkpoints of one training, made if need be. In a job of several processes each
+            gives its own; ranks that own tables together, who save one checkpoint and all call this, give one that
+            they share.
+        model: any module. Ranks that save together put what ``fully_shard`` divides together; each loads its part.
+        optimizer: the optimizer, or several; those whose state is in the tables are attached.
+        step: the number of steps taken, 0 or more, for the reader.
+        extra: anything else: numbers, text, lists, dicts, tensors, arrays; and objects that have a ``state_dict()``,
+            such as a learning rate scheduler or a GradScaler, and ``torch.Generator``.
+        tables: ``"auto"`` to refer to tables on disk as of a commit that they keep, or ``"copy"``. A checkpoint refers
+            to a table where that is: it is restored only while the table's files are there. They keep one commit for
+            all checkpoints, in ``path`` or elsewhere, beside the one to come: with a larger ``keep``, or with
+            checkpoints in two directories, some have copies.
+        keep: the checkpoints that stay: the newest so many, or this one and the newest of these steps, or None for all.
+
+    Raises:
+        CheckpointError: another process is saving there.
+        PeerError: another rank has failed.
+        TableFullError: the disk has no room. The checkpoints before are whole.
+        TypeError: extra, or some state, cannot be written without pickle.
+        ValueError: extra contains itself, or is nested too deeply.
+        OptimizerError: the optimizer cannot train a table's rows.
+
+    Example:
+        >>> import tempfile, torch, speedswap
+        >>> def training():
+        ...     model = torch.nn.Sequential(speedswap.Embedding(1000, 8, seed=1), torch.nn.Linear(8, 1))
+        ...     return model, torch.optim.Adam(model.parameters())
+        >>> model, optimizer = training()
+        >>> model(torch.tensor([3, 997])).sum().backward()
+        >>> optimizer.step()
+        >>> folder = tempfile.mkdtemp()
+        >>> saved = speedswap.save_checkpoint(folder, model, optimizer, step=1, extra={"epoch": 0})
+        >>> saved.path.name
+        '000001-step-1'
+        >>> other_model, other_optimizer = training()
+        >>> loaded = speedswap.load_checkpoint(folder, other_model, other_optimizer)
+        >>> loaded.step, loaded.extra
+        (1, {'epoch': 0})
+        >>> torch.equal(other_model[0].read(), model[0].read())
+        True
+    """
+    step = operator.index(step)
+    if not 0 <= step < 2**63:
+        raise ValueError(f"step is {step}; give the number of steps taken, from 0 to 2**63 - 1")
+    if isinstance(keep, int) and keep < 1:
+        raise ValueError(f"keep is {keep}; give 1 or more, steps to keep, or None for all")
+    optimizers = listed(optimizer)
+    if tables not in ("auto", "copy"):
+        raise ValueError(f"tables is {tables!r}; give 'auto' or 'copy'")
+    attach_all(optimizers, model)
+    folders = Folders(Path(path).absolute())
+    modules = tables_of(model)
+    ranks = Ranks.of(modules)
+    with ranks.together("the saving of a checkpoint"), folders.locked() if ranks.is_first else nullcontext():
+        number = 1
+        if ranks.is_first:
+            Encoder().encode(extra, "extra")  # what cannot be written is an error before tables are
+            folders.remove_but(keep)  # which a killed process has not come to
+            number = 1 if not (found := folders.found()) else found[-1].number + 1
+        number, token = ranks.share([number, secrets.token_hex(16)])[0]
+        with folders.writing(number, step) if ranks.is_first else folders.joining() as folder:
+            saving = None
+            try:
+                ranks.wait()
+                files, encoder, existing = (
+                    NewFiles(require_shared(folder, folders.path)),
+                    Encoder(),
+                    folders.manifests(),
+                )
+                saving = Saving(files, number, token, existing, ranks.suffix, copies=tables == "copy")
+                with all_locked(modules):
+                    saved = {
+                        name: saving.save(index, name, module, encoder)
+                        for index, (name, module) in enumerate(modules.items())
+                        if ranks.is_first or module._step.is_sharded
+                    }
+                    ranks.wait()  # none that has failed is missed where parts of dense parameters are put together
+                    content = content_of(model, optimizers, extra, encoder, ranks.rank)
+                previous = existing[-1] if existing else None
+                name = f"tensors-{number}{ranks.suffix}.safetensors"
+                tensors = files.write_changed(name, encoder.tensors, previous)
+                saving.wait()
+                parts = ranks.share(Part(saved, content, tensors, files.bytes_written).to_json())
+                bytes_written = sum(part["bytes_written"] for part in parts)
+                if ranks.is_first:
+                    manifest = merged(token, step, [Part.of(part) for part in parts], modules)
+                    bytes_written += manifest.write(files.directory)
+            except BaseException:
+                ranks.give_up()  # the others have ended when the folder goes
+                if saving is not None:
+                    saving.give_up()
+                raise
+        if ranks.is_first:
+            folders.remove_but(keep)
+        ranks.wait()
+        saving.published()
+        existing = folders.manifests()
+        for module in modules.values():
+            own, owners, _ = own_shard(module.table)
+            let_go(own, existing)
+            if ranks.is_first and module._step.is_sharded and own.path is not None:
+                remove_former(own.path.parent, owners.world_size, functools.partial(is_referred_to, existing))
+    return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)

@@ -1,0 +1,181 @@
+"""Tables of a checkpoint on their way into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import CheckpointError, TableFormatError
+from speedswap.swapping.checkpoints.files import TensorsOf
+from speedswap.swapping.checkpoints.manifest import Delta, SavedTable, damaged
+from speedswap.swapping.checkpoints.tables import ROWS, TOKEN, CopiedIn, copied, description_of, path_in, piece_rows
+from speedswap.swapping.table_module import TableModule
+from speedswap.tables import Table
+from speedswap.tables.ranks import InOrder, Owners, Shard, ShardedStore, place_rows, take_shards
+
+__all__ = ["Loading"]
+
+
+class _Source(NamedTuple):
+    """Rows of a checkpoint's table: all, or those of one of the ranks that have saved it."""
+
+    saved: SavedTable
+    path: Path
+    shard: Shard
+
+
+class Loading:
+    """A table of a checkpoint on its way into a model.
+
+    Args:
+        saved: the table.
+        tensors: the checkpoint's files.
+        token: of the checkpoint.
+        target: the rows of the model's table that are in this process.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+
+    def __init__(self, saved: SavedTable, tensors: TensorsOf, token: str, target: Shard) -> None:
+        self.saved = saved
+        self._folder = tensors.folder
+        self._tensors = tensors
+        self._token = token
+        self._target = target
+        owners = Owners(saved.num_embeddings, len(saved.shards)) if saved.shards else InOrder(saved.num_embeddings)
+        ranks = range(owners.world_size)
+        self._is_as_saved = owners == target.owners
+        if self._is_as_saved:
+            ranks = range(target.rank, target.rank + 1)
+        self._sources = [
+            self._open(saved.parts[rank], owners, rank)
+            for rank in ranks
+            if len(owners.places_shared(rank, target.owners, target.rank))
+        ]
+        self._columns = self._sources[0].shard.table.columns
+
+    def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
+        """Open the files of some rows, and check that they are those of the checkpoint."""
+        path = self._folder / part.copy if part.copy else path_in(self._folder, part.path)
+        try:
+            if part.copy and (path.is_symlink() or (path.parent.is_symlink() and path.parent != self._folder)):
+                raise TableFormatError(f"{path} is a symbolic link, which is not followed")
+            table = Table.open(path, mode="r", commit=None if part.copy else part.commit)
+            if part.path and table.attributes.get(TOKEN) != self._token:
+                raise TableFormatError(f"commit {part.commit} of the table at {path} is not that of this checkpoint")
+        except (OSError, ValueError) as error:
+            raise damaged(self._folder, error) from error
+        columns = {each.name: description_of(each) for each in table.columns.values()}
+        if (table.num_embeddings, columns) != (owners.rows_of(rank), part.columns):
+            raise damaged(self._folder, f"{path} is not the table {self.saved.name!r}")
+        for delta in part.deltas:
+            self._tensors.check(delta.file, delta.digests)
+            self._check_delta(delta, table)
+        return _Source(part, path, Shard(table, owners, rank))
+
+    def _check_delta(self, delta: Delta, table: Table) -> None:
+        places = self._tensors.file(delta.file).places
+        shapes: dict[str, tuple[int, ...]] = {ROWS: (delta.rows,)}
+        shapes |= {each.name: (delta.rows, *each.row_shape) for each in table.columns.values()}
+        if {key: place.shape for key, place in places.items()} != shapes or places[ROWS].dtype != torch.int64:
+            raise damaged(self._folder, f"{delta.file} has not the rows of table {self.saved.name!r}")
+        for column in table.columns.values():
+            if places[column.name].dtype != column.stored_dtype:
+                raise damaged(self._folder, f"{delta.file} has {column.name!r} as {places[column.name].dtype}")
+
+    def check(self, module: TableModule, *, trains: bool) -> None:
+        """Check that the table fits a module's.
+
+        Args:
+            module: it.
+            trains: True if its optimizer goes on.
+
+        Raises:
+            CheckpointError: the message names the difference.
+        """
+        table, saved = module.table, self.saved
+        where = f"table {table.name!r} of the model ({saved.name or 'itself'})"
+        if table.num_embeddings != saved.num_embeddings:
+            raise CheckpointError(
+                f"{where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has {saved.num_embeddings}"
+                "; make the model with the same"
+            )
+        for column in table.columns.values():
+            theirs = self._columns.get(column.name)
+            if theirs is None and not trains:
+                continue
+            if theirs is None or (theirs.row_shape, theirs.dtype) != (column.row_shape, column.dtype):
+                found = "not there" if theirs is None else f"{theirs.row_shape} of {theirs.dtype} per row"
+                raise CheckpointError(
+                    f"column {column.name!r} of {where} is {column.row_shape} of {column.dtype} per row, but in the "
+                    f"checkpoint {self._folder} it is {found}; make model and optimizer with the same settings"
+                )
+        if saved.id_maps.keys() != table.store.id_maps.keys():
+            raise CheckpointError(
+                f"{where} has {len(table.store.id_maps)} id maps, but the checkpoint {self._folder} has "
+                f"{len(saved.id_maps)}; make the model with the same"
+            )
+        renews = any(id_map.evict is not None for id_map in table.store.id_maps.values())
+        draws = any(column.rounding == "stochastic" for column in table.columns.values())
+        if trains and table.seed != saved.seed and (renews or draws):
+            why = "rows that start anew" if renews else "stochastic rounding"
+            raise CheckpointError(
+                f"{where} has seed {table.seed}, but the checkpoint {self._folder} has {saved.seed}, on which {why} "
+                f"depends; make it with seed={saved.seed}"
+            )
+
+    def load(self, module: TableModule, id_maps: Mapping[str, Iterable[Tensor]]) -> None:
+        """Replace the rows of a module's table, its id maps and its attributes; of one that ranks own this rank's.
+
+        Args:
+            module: it.
+            id_maps: bytes of the maps, by name; of all parts where ranks have saved them.
+        """
+        table = module.table
+        module._step.abandon()
+        with table.lock:
+            for key, raw in id_maps.items():
+                table.store.id_maps[key].restore(raw, what=f"id map {key!r} of checkpoint {self._folder}")
+            own, first = self._target.table, self._sources[0]
+            if self._is_as_saved and first.saved.path and own.store.lives_at(first.path):
+                first.shard.table.close()
+                own.store.return_to(first.saved.commit)
+            else:
+                self._copy_to(own)
+            own.attributes.clear()
+            own.attributes.update(first.saved.attributes)
+            if isinstance(table.store, ShardedStore):
+                table.store.torn = None
+
+    def _copy_to(self, table: Table) -> None:
+        """Write the rows to another table."""
+        names = [name for name in table.columns if name in self._columns]
+        table.check_open(writing=True)
+        table.store.note_change(None)
+        if self._is_as_saved:
+            table.store.take_rows(self._sources[0].shard.table.store, names)
+        else:
+            take_shards(self._target, [source.shard for source in self._sources], names)
+        for source in self._sources:
+            for delta in source.saved.deltas:
+                self._apply(delta, source.shard, names)
+        table.store.continue_writes(self.saved.writes)
+        changes, first = table.store.track_changes(), self._sources[0].saved
+        if self._is_as_saved and first.copy and names == list(table.columns) and changes is not None:
+            copied[table.store] = CopiedIn(self._token, changes)
+        for source in self._sources:
+            source.shard.table.close()
+
+    def _apply(self, delta: Delta, source: Shard, names: list[str]) -> None:
+        reader, table = self._tensors.file(delta.file), self._target.table
+        step = piece_rows(source.table)
+        for start in range(0, delta.rows, step):
+            stop = min(start + step, delta.rows)
+            owned, places = place_rows(reader.read_rows(ROWS, start, stop), source, self._target)
+            values = {name: reader.read_rows(name, start, stop).to(table.columns[name].dtype)[owned] for name in names}
+            table.scatter(places, values)

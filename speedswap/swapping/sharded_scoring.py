@@ -1,0 +1,210 @@
+"""The rows with the largest inner products in a table that ranks own: each scores its own rows for all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.collectives import Kind, Task
+from speedswap.swapping.excluded import Exclude, Exclusions, Pieces, exclusions_of
+from speedswap.swapping.graphs import outside_graphs
+from speedswap.swapping.scoring import Scored, as_matrix, best_rows
+from speedswap.tables import Table, WrappedStore
+from speedswap.tables.ranks import ShardedStore, joint_store
+from speedswap.tables.record import count
+
+__all__ = ["top_rows_of_ranks"]
+
+_BYTES = 32 << 20  # of queries, and of results, at a time
+_FOR_ALL = -1
+
+
+class _OwnRows(WrappedStore):
+    """Rows of a table that this rank owns, in the order of their ids.
+
+    Args:
+        store: of all ranks' rows.
+        first_row: of the table, among those of the store.
+        num_rows: of the table.
+    """
+
+    def __init__(self, store: ShardedStore, first_row: int, num_rows: int) -> None:
+        super().__init__(store.own.store)
+        self._own, self._owners, self._rank = store.own, store.owners, store.group.rank
+        self._first_row = first_row
+        self._begin = self._owners.count_below(first_row, self._rank)
+        self.num_embeddings = self._owners.count_below(first_row + num_rows, self._rank) - self._begin
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        ids = self._owners.ids_in_order(self._rank, self._begin + start, self._begin + stop)
+        return self._own.gather(self._owners.places(ids, self._rank), columns=[column], device=device)[column]
+
+    def flush_at_end(self) -> None:
+        return None  # the table of these rows does
+
+    def rows_of(self, numbers: Tensor) -> Tensor:
+        """Return the table's rows, given their numbers here; -1 stays."""
+        ids = self._owners.ids_numbered(numbers.clamp(min=0).view(-1) + self._begin, self._rank) - self._first_row
+        return ids.view(numbers.shape).masked_fill(numbers < 0, -1)
+
+    def numbers_of(self, rows: Tensor) -> Tensor:
+        """Return the numbers here of rows of the table, which this rank owns."""
+        return self._owners.numbers_in_order(rows + self._first_row, self._rank) - self._begin
+
+
+@outside_graphs
+@torch.no_grad()
+def top_rows_of_ranks(
+    table: Table, queries: Tensor, k: int, *, chunk: int | None, exclude: Exclude, padding_idx: int | None
+) -> Scored:
+    """Return the best rows for this rank's queries; every rank calls this, with any number of them.
+
+    A group of every rank's queries goes to all ranks, each of which finds the best of its own rows for them; the asker
+    merges what comes back. Arguments and errors are those of :meth:`TableModule.score`.
+    """
+    store, first_row = joint_store(table.store)
+    with store.group.main.task(Kind.SCORE, store.number, f"score() of table {table.name!r}") as task, table.lock:
+        many, k = as_matrix(table, queries).cpu(), count("k", k)
+        if k > table.num_embeddings:
+            raise ValueError(
+                f"k is {k}, but table {table.name!r} has {table.num_embeddings} rows; give at most as many"
+            )
+        chunk = None if chunk is None else count("chunk", chunk)
+        table.check_open()
+        whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
+        left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
+        own = _OwnRows(store, first_row, table.num_embeddings)
+        asked = _Asked.of(task, len(many), k, table)
+        theirs = _share_exclusions(task, store, own, first_row, left_out)
+        parts = [
+            _one_group(task, own, many, asked, group, theirs, (queries.device, chunk)) for group in range(asked.groups)
+        ]
+    values = torch.cat([part.values[:, :k] for part in parts]) if parts else many.new_empty(0, k)
+    ids = torch.cat([part.ids[:, :k] for part in parts]) if parts else torch.empty(0, k, dtype=torch.int64)
+    best = Scored(values.to(queries.device), ids.to(queries.device))
+    return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
+
+
+class _Asked(NamedTuple):
+    """The queries of all ranks.
+
+    Attributes:
+        counts: of each rank.
+        k: the most that any of them wants.
+        at_once: queries of a rank in one group.
+    """
+
+    counts: list[int]
+    k: int
+    at_once: int
+
+    @classmethod
+    def of(cls, task: Task, count: int, k: int, table: Table) -> _Asked:
+        size = len(task.lane.ranks)
+        found = task.round([count] * size, note=k)
+        most = max(found.notes)
+        bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
+        return cls(found.counts, most, max(1, _BYTES // (bytes_each * size)))
+
+    @property
+    def groups(self) -> int:
+        """Groups of queries, of the rank that has most of them."""
+        return -(-max(self.counts) // self.at_once)
+
+    def sizes(self, group: int) -> list[int]:
+        """Return how many queries of each rank are in a group."""
+        return [max(0, min(count - group * self.at_once, self.at_once)) for count in self.counts]
+
+
+def _one_group(
+    task: Task,
+    own: _OwnRows,
+    queries: Tensor,
+    asked: _Asked,
+    group: int,
+    left_out: Sequence[Exclusions],
+    settings: tuple[torch.device, int | None],
+) -> Scored:
+    """Return the best rows for a group of this rank's queries; find those for the others' among the own rows."""
+    device, chunk = settings
+    size, sizes, first = len(task.lane.ranks), asked.sizes(group), group * asked.at_once
+    mine = queries[first : first + sizes[task.lane.rank]]
+    came = task.send(mine.repeat(size, 1), [len(mine)] * size, sizes)
+    values = torch.full((len(came), asked.k), -math.inf, dtype=came.dtype)
+    ids = torch.full((len(came), asked.k), -1, dtype=torch.int64)
+    most = min(asked.k, own.num_embeddings)
+    if most:
+        rows = Table(own)
+        begin = 0
+        for some, theirs in zip(torch.split(came, sizes), left_out, strict=True):
+            found = best_rows(rows, some.to(device), most, chunk, _within(theirs, first, len(some), device))
+            values[begin : begin + len(some), :most] = found.values.cpu()
+            ids[begin : begin + len(some), :most] = own.rows_of(found.ids.cpu())
+            begin += len(some)
+    back = [len(mine)] * size
+    values, ids = (task.send(each, sizes, back).view(size, len(mine), asked.k) for each in (values, ids))
+    return _merged(values, ids)
+
+
+def _merged(values: Tensor, ids: Tensor) -> Scored:
+    """Return the best of what each rank has found, shape (ranks, q, k): of equal ones the lower id."""
+    size, count, k = values.shape
+    values, ids = (each.transpose(0, 1).reshape(count, size * k) for each in (values, ids))
+    order = ids.argsort(dim=1, stable=True)
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    order = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    return Scored(values.gather(1, order), ids.gather(1, order))
+
+
+# ---------------------------------------------------------------------- rows that are left out
+
+
+def _share_exclusions(
+    task: Task, store: ShardedStore, own: _OwnRows, first_row: int, left_out: Exclusions
+) -> list[Exclusions]:
+    """Send each owner what is left out of its rows; return that of each rank's queries, in the numbers of own rows."""
+    size = len(task.lane.ranks)
+    queries = torch.cat([torch.full_like(left_out.ids, _FOR_ALL), left_out.queries])
+    rows = torch.cat([left_out.ids, left_out.theirs])
+    owner = store.owners.of(rows + first_row)
+    order = owner.argsort(stable=True)
+    sent = torch.bincount(owner, minlength=size).tolist()
+    received = task.round(sent).counts
+    came = task.send(torch.stack([queries, rows], dim=1)[order], sent, received)
+    masks = _share_masks(task, store, own, first_row, left_out.mask)
+    found = []
+    for pairs, mask in zip(torch.split(came, received), masks, strict=True):
+        asking, numbers = pairs[:, 0], own.numbers_of(pairs[:, 1])
+        is_of_one = asking != _FOR_ALL
+        found.append(Exclusions(mask, numbers[~is_of_one], asking[is_of_one], numbers[is_of_one]))
+    return found
+
+
+def _share_masks(
+    task: Task, store: ShardedStore, own: _OwnRows, first_row: int, mask: Tensor | None
+) -> list[Tensor | None]:
+    """Send each owner the mask of its rows; return those of each rank's queries."""
+    has_mask = [bool(note) for note in task.round(note=int(mask is not None)).notes]
+    if not any(has_mask):
+        return [None] * len(has_mask)
+    owners, parts = store.owners, [torch.empty(0, dtype=torch.bool)] * len(has_mask)
+    if mask is not None:
+        for rank in range(len(has_mask)):
+            begin, end = (owners.count_below(row, rank) for row in (first_row, first_row + len(mask)))
+            parts[rank] = mask[owners.ids_in_order(rank, begin, end) - first_row]
+    sent, given = [len(part) for part in parts], torch.cat(parts)
+    received = [own.num_embeddings * has for has in has_mask]
+    came = torch.split(task.send(given, sent, received), received)
+    return [part if has else None for part, has in zip(came, has_mask, strict=True)]
+
+
+def _within(left_out: Exclusions, first: int, count: int, device: torch.device) -> Exclusions:
+    """Return what is left out for ``count`` queries from ``first`` on."""
+    some = (left_out.queries >= first) & (left_out.queries < first + count)
+    mask = None if left_out.mask is None else left_out.mask.to(device)
+    queries, theirs = left_out.queries[some] - first, left_out.theirs[some]
+    return Exclusions(mask, left_out.ids.to(device), queries.to(device), theirs.to(device))

@@ -1,0 +1,45 @@
+"""Copies in memory of rows that lie elsewhere."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from speedswap import kernels
+from speedswap.tables.disk.layout import is_lazy
+from speedswap.tables.fresh import FreshRows
+from speedswap.tables.groups import RecordGroups
+from speedswap.tables.local import LocalStore
+from speedswap.tables.memory import host as storages
+from speedswap.tables.store import RowStore
+
+__all__ = ["copy_rows"]
+
+
+def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
+    """Return a store in memory with the same rows, attributes and id maps.
+
+    Args:
+        source: the rows.
+        storage, engine: as for :meth:`RowStore.copy`; ``auto`` if None is given for storage.
+    """
+    kind = storages.resolve_storage(storage or "auto", None)
+    engine = storages.resolve_engine(engine, storage or "auto", kind)
+    groups = RecordGroups(
+        source.num_embeddings, kind, source.seed, source.name, None, engine=engine, writes=source.writes
+    )
+    groups.add_unfilled(list(source.columns.values()))
+    (group,) = groups
+    fresh = FreshRows(source.initial_layout, 1, source.num_embeddings, source.seed)
+    if all(is_lazy(each.start) for each in fresh.layout.held):  # else every row was written
+        for some in group.chunks(0, source.num_embeddings):
+            rows = torch.arange(some.start, some.stop)
+            fresh.fill(group.records(), torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))
+    for rows, held in source.written_rows():
+        parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
+        kernels.scatter_records(group.records(), rows, parts)
+    attributes, id_maps = source.notes()
+    copied = LocalStore(groups, attributes, attributes_lag=source.attributes_lag)
+    copied.id_maps.update(copy.deepcopy(id_maps))
+    return copied

@@ -1,0 +1,137 @@
+"""Rows that are held in the cache: brought from disk ahead of their step, and between its gather and its scatter.
+
+Only bringing them into the cache runs ahead: the step that takes them gathers them from there. So nothing has to be
+forwarded from the steps before, which write to the same cache.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.kernels import Lookup, Transfer, Transfers
+from speedswap.tables.block import Block
+from speedswap.tables.disk.cache import LogCache
+from speedswap.tables.store import Found, Prefetched
+
+__all__ = ["RowsAheadOfStep", "RowsHeld"]
+
+_CPU = torch.device("cpu")
+_NONE = torch.empty(0)  # nobody's rows
+
+
+class _Brought(NamedTuple):
+    """A batch's rows, and the work that holds them in the cache; None where there was no room for more of them."""
+
+    rows: Tensor
+    local: Tensor
+    bringing: kernels.Bringing | None
+    places: Tensor | None
+
+
+class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
+    """Rows on their way from disk, for a batch that is to come.
+
+    Args:
+        held: takes them over when they are taken.
+        cache: where they are brought.
+        device: where the block goes.
+    """
+
+    def __init__(self, held: RowsHeld, cache: LogCache, device: torch.device) -> None:
+        super().__init__()
+        self.is_stale = False
+        self._held = held
+        self._cache = cache
+        self._on = device
+
+    def begin(self, lookup: Lookup) -> Callable[[], _Brought]:
+        """Start to read the rows of a lookup; return the function that waits for them."""
+        assert lookup.found is not None
+        rows, local = lookup.found
+        bringing = self._cache.bring_ahead(rows.to(_CPU))
+
+        def finish() -> _Brought:
+            # Rows without values get them here: others that bring them wait for that.
+            places = None if bringing is None else self._cache.settled(bringing)
+            return _Brought(rows, local, bringing, places)
+
+        return finish
+
+    def take(self) -> Found | None:
+        if self.is_stale:
+            return None
+        self.is_stale = True  # from now on: it is taken once
+        found = self.result()
+        if found is None:
+            return None
+        kernels.used_here([found.local, found.rows])
+        fields = self._cache.fields(tuple(self._cache.layout.columns))
+        blocks = {
+            name: kernels.empty((len(found.rows), *field.row_shape), field.dtype, self._on)
+            for name, field in fields.items()
+        }
+        if found.bringing is None or found.places is None:
+            self._cache.gather(found.rows.to(_CPU), fields, blocks)
+        else:
+            self._cache.gather_places(found.places, fields, blocks)
+            self._held.keep(found.rows, found.bringing, found.places)
+        return Block(found.rows, blocks), found.local
+
+    def abandon(self) -> None:
+        """Let the rows be asked for again, and leave the cache."""
+        if not self.is_stale:
+            self.is_stale = True
+            with suppress(Exception):  # the next gather of these rows raises it again
+                found = self.result()
+                if found is not None and found.bringing is not None:
+                    found.bringing.release()
+
+
+class RowsHeld:
+    """The rows of one store that steps hold in its cache: those to come, and the one that gathered last."""
+
+    def __init__(self) -> None:
+        self._waiting: list[weakref.ref[RowsAheadOfStep]] = []
+        self._last: tuple[Tensor, kernels.Bringing, Tensor] | None = None
+
+    def keep(self, rows: Tensor, bringing: kernels.Bringing, places: Tensor) -> None:
+        """Hold the rows that a step has gathered, which it can be expected to scatter, in place of those before."""
+        last, self._last = self._last, (rows, bringing, places)
+        if last is not None:
+            last[1].release()
+
+    def taken(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor] | None:
+        """Return the last bringing and its places, if it is of these very rows; it is not held here any more."""
+        last, self._last = self._last, None
+        if last is None:
+            return None
+        if last[0] is rows:
+            return last[1:]
+        last[1].release()
+        return None
+
+    def add(self, cache: LogCache, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:
+        """Begin to bring a lookup's rows, with the other transfers of its batch."""
+        prefetch = RowsAheadOfStep(self, cache, lookup.device)
+        transfers.add(prefetch, lambda: prefetch.begin(lookup), lookup.device, inputs=[lookup.ids], lookup=lookup)
+        self._waiting = [each for each in self._waiting if (other := each()) is not None and not other.is_stale]
+        self._waiting.append(weakref.ref(prefetch))
+        return prefetch
+
+    def stop(self) -> None:
+        """Return when nothing uses the cache any more; the rows of every prefetch are to be asked for again."""
+        self.taken(_NONE)
+        if any(each() is not None for each in self._waiting):
+            kernels.finish_transfers()
+        for each in self._waiting:
+            prefetch = each()
+            if prefetch is not None:
+                prefetch.abandon()
+        self._waiting = []

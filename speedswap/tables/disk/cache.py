@@ -1,0 +1,278 @@
+"""Rows of a log in memory: those that are read or written are brought into a cache, and worked on there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.errors import TableFormatError
+from speedswap.tables.disk.layout import moves
+from speedswap.tables.disk.options import DiskOptions, cache_bytes_for
+from speedswap.tables.files.directory import LogFiles
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.open_directory import says_if_full
+from speedswap.tables.fresh import FreshRows
+
+__all__ = ["LogCache"]
+
+_CPU = torch.device("cpu")
+_PIECES = 4  # of the cache, of which a gather or a scatter holds one at a time
+_LEAST_SLOTS = 16
+
+
+class LogCache:
+    """The rows of one table, in the layouts of one manifest, as long as no column is added.
+
+    Args:
+        manifest: the table's.
+        files: the log and its heads.
+        path: the table's directory, for messages.
+        options: the size of the cache.
+        writable: whether rows are to be written.
+        commit: to be opened; the last by default.
+
+    Attributes:
+        log: the rows.
+        manifest: with the layouts in use.
+        layout: the newest.
+        group_bytes: of the rows that are stored as one.
+        nbytes: of the cache.
+    """
+
+    def __init__(
+        self,
+        manifest: LogManifest,
+        files: LogFiles,
+        path: Path,
+        options: DiskOptions,
+        *,
+        writable: bool,
+        commit: int | None = None,
+    ) -> None:
+        layout = manifest.layouts[-1]
+        group_bytes = manifest.group_rows * layout.stride
+        cache_bytes = cache_bytes_for(manifest.num_groups * group_bytes, options.cache_bytes)
+        self._path = path
+        self.manifest, self.layout = manifest, layout
+        try:
+            with says_if_full(path / "rows.log"):
+                self.log = kernels.RowLog(
+                    files.rows.fd,
+                    files.head.fd,
+                    num_groups=manifest.num_groups,
+                    rows_per_group=manifest.group_rows,
+                    layouts=[
+                        kernels.RowLayout(
+                            each.stride * manifest.group_rows,
+                            [] if each is layout else moves(each, layout, manifest.group_rows),
+                        )
+                        for each in manifest.layouts
+                    ],
+                    salt=manifest.salt,
+                    cache_bytes=max(cache_bytes, min(_LEAST_SLOTS, manifest.num_groups) * group_bytes),
+                    writable=writable,
+                    segment_bytes=manifest.segment_bytes,
+                    commit=commit,
+                    scratch=manifest.scratch,
+                )
+        except kernels.RowLogDamaged as error:
+            raise self.damage(error) from error
+        self.group_bytes = group_bytes
+        self.nbytes = self.log.num_slots * group_bytes
+        self._records = kernels.Records(
+            self.log.cache_pointer, layout.stride, self.log.num_slots * manifest.group_rows, _CPU, False, self.log
+        )
+        self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
+        self._most_rows = max(1, self.log.num_slots // _PIECES)
+        self._fields: dict[tuple[str, ...], dict[str, kernels.WantedColumn]] = {}
+
+    def fields(self, names: tuple[str, ...]) -> dict[str, kernels.WantedColumn]:
+        """Return columns as the kernels gather them, by name."""
+        if names not in self._fields:
+            self._fields[names] = self.layout.fields(names)
+        return self._fields[names]
+
+    def pieces(self, count: int) -> Iterator[slice]:
+        """Yield so many rows in pieces that the cache has room for."""
+        for start in range(0, count, self._most_rows):
+            yield slice(start, min(start + self._most_rows, count))
+
+    def is_one_piece(self, rows: Tensor) -> bool:
+        """Return whether the cache has room for rows at once."""
+        return len(rows) <= self._most_rows
+
+    # ------------------------------------------------------------------ rows
+
+    def gather(self, rows: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> None:
+        """Copy rows into blocks, on any device.
+
+        Args:
+            rows: int64, shape (n,), in host memory.
+            fields: the columns.
+            blocks: shape (n, ...), by column.
+        """
+        for piece in self.pieces(len(rows)):
+            with self.brought(rows[piece]) as places:
+                self.gather_places(places, fields, {name: block[piece] for name, block in blocks.items()})
+
+    def gather_places(
+        self, places: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]
+    ) -> None:
+        """Copy records of the cache into blocks."""
+        parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
+        kernels.gather_records(self._records, places, parts)
+
+    def scatter(self, rows: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> None:
+        """Copy blocks into rows; values are rounded to nearest where they are compact.
+
+        Args:
+            rows: int64, unique, shape (n,), in host memory.
+            fields: the columns.
+            blocks: shape (n, ...), by column, on any device.
+
+        Raises:
+            TableFullError: there is no room.
+        """
+        # What comes from a GPU may fail to arrive, and then the row must have its values of before.
+        on_cpu = all(block.device.type == "cpu" for block in blocks.values())
+        whole = on_cpu and self.manifest.group_rows == 1 and len(fields) == len(self.layout.held)
+        if len(rows) > self._most_rows:
+            with says_if_full(self._path / "rows.log"):
+                self.log.make_room(min(len(rows), self.manifest.num_groups))
+        for piece in self.pieces(len(rows)):
+            with self.brought(rows[piece], overwrite=whole) as places:
+                self.scatter_places(places, fields, {name: block[piece] for name, block in blocks.items()})
+
+    def set_aside(self, names: Iterable[str]) -> None:
+        """Leave columns out of the initial values of fresh rows, because all of their rows are about to be written."""
+        self.fresh = self.fresh._replace(left_out=frozenset(names))
+
+    def make_room(self, rows: int) -> None:
+        """Raise TableFullError unless so many rows can be written, the neighbours of a group together."""
+        with says_if_full(self._path / "rows.log"):
+            self.log.make_room(-(-rows // self.manifest.group_rows))
+
+    def scatter_places(
+        self, places: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]
+    ) -> None:
+        """Copy blocks into records of the cache.
+
+        Raises:
+            TableFullError: there is no room.
+        """
+        parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
+        with says_if_full(self._path / "rows.log"):
+            try:
+                self.log.write(places)
+                kernels.scatter_records(self._records, places, parts)
+            except OSError:  # there is no room, and nothing has changed
+                raise
+            except BaseException:  # such as Ctrl-C: records that are marked as changed must be whole
+                self.log.write(places)
+                kernels.scatter_records(self._records, places, parts)
+                raise
+
+    def rewrite(self, rows: Tensor) -> None:
+        """Mark rows as changed as they are, so that they are written in the newest layout."""
+        for piece in self.pieces(len(rows)):
+            with self.brought(rows[piece]) as places, says_if_full(self._path / "rows.log"):
+                self.log.write(places)
+
+    @contextmanager
+    def brought(self, rows: Tensor, *, overwrite: bool = False) -> Iterator[Tensor]:
+        """Hold rows in the cache; yield their places.
+
+        Args:
+            rows: int64, shape (n,), in host memory, of one piece.
+            overwrite: whether all their bytes are about to be written, so that they need not be read.
+        """
+        bringing = self.log.bring(rows, overwrite=overwrite)
+        assert bringing is not None
+        try:
+            yield self.settled(bringing)
+        finally:
+            bringing.release()
+
+    def bring(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor]:
+        """Hold rows of one piece in the cache until the bringing is released; return it, and their places."""
+        bringing = self.log.bring(rows)
+        assert bringing is not None
+        return bringing, self.settled(bringing)
+
+    def bring_ahead(self, rows: Tensor) -> kernels.Bringing | None:
+        """Begin to bring rows for a step to come; return None if they would take more than half of the cache."""
+        return self.log.bring(rows, ahead=True) if len(rows) <= self.log.num_slots // 2 else None
+
+    def settled(self, bringing: kernels.Bringing) -> Tensor:
+        """Wait for rows that are being brought, give values to those that have none, and return their places."""
+        try:
+            places, fresh = bringing.wait()
+        except kernels.RowLogDamaged as error:
+            raise self.damage(error) from error
+        if len(fresh):
+            self.fresh.fill(self._records, fresh)
+            bringing.filled()
+        return places
+
+    # ------------------------------------------------------------------ all rows
+
+    def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yield every row that was ever written, in pieces: ids, and the bytes of each column, uint8 (n, row_bytes)."""
+        group_rows, stride = self.manifest.group_rows, self.layout.stride
+        groups_per_piece = max(1, self._most_rows // group_rows)
+        for groups, held, layout in self.log.scan(groups_per_piece):
+            memory = held.contiguous()
+            records = kernels.Records(memory.data_ptr(), stride, len(groups) * group_rows, _CPU, False, memory)
+            if layout != self.layout.number:
+                slots = torch.arange(len(groups))
+                self.fresh.fill(records, torch.stack([slots, groups, torch.full_like(groups, layout)], dim=1))
+            rows = self.fresh.rows_of(groups)
+            inside = rows < self.manifest.num_embeddings
+            rows, places = rows[inside], torch.arange(len(rows))[inside]
+            blocks = {
+                name: torch.empty(len(rows), column.row_bytes, dtype=torch.uint8)
+                for name, column in self.layout.columns.items()
+            }
+            parts = [kernels.Part(self.layout.by_name[name].offset, block) for name, block in blocks.items()]
+            kernels.gather_records(records, places, parts)
+            yield rows, blocks
+
+    def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
+        """Overwrite rows by the bytes of their columns, as :meth:`written_rows` yields them."""
+        fields = {name: kernels.WantedColumn(self.layout.by_name[name].offset, (), torch.uint8) for name in held}
+        if len(held) < len(self.layout.held) or not self._are_groups(rows):
+            self.scatter(rows, fields, held)
+            return
+        self.make_room(len(rows))
+        rows, order = rows.sort()
+        size = self.manifest.group_rows
+        for groups in self.pieces(-(-len(rows) // size)):  # the last one may have fewer rows
+            piece = order[groups.start * size : groups.stop * size]
+            with self.brought(rows[groups.start * size : groups.stop * size : size], overwrite=True) as firsts:
+                places = self.fresh.rows_of(firsts // size)[: len(piece)]
+                self.scatter_places(places, fields, {name: block[piece] for name, block in held.items()})
+
+    def _are_groups(self, rows: Tensor) -> bool:
+        """Return whether unique rows are all rows of their groups."""
+        size, num_rows = self.manifest.group_rows, self.manifest.num_embeddings
+        groups = kernels.unique(rows // size)[0] if size > 1 else rows
+        return len(rows) == int(((groups + 1) * size).clamp(max=num_rows).sub(groups * size).sum())
+
+    # ------------------------------------------------------------------ errors
+
+    def damage(self, error: kernels.RowLogDamaged) -> TableFormatError:
+        """Return the error of damaged files."""
+        group, rows = error.group, self.manifest.group_rows
+        what = "its chunks do not add up to its last commit"
+        if group >= 0:
+            last = min((group + 1) * rows, self.manifest.num_embeddings) - 1
+            which = f"row {last} is" if rows == 1 else f"rows {group * rows} to {last} are"
+            what = f"{which} not as written"
+        return TableFormatError(
+            f"the table in {self._path} is damaged: {what} ({error}); restore it from a copy, or read other rows"
+        )

@@ -1,0 +1,194 @@
+"""The commits of a table in a log: when one is due, and what it holds beside the rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from speedswap import kernels
+from speedswap._interrupts import deferred_interrupts
+from speedswap.tables.disk.keys import NOTHING, LogKeys
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.log_head import HEAD_BYTES, KeyFiles, LogHead, names_of
+from speedswap.tables.files.open_directory import OpenFile, says_if_full
+from speedswap.tables.id_map import IdMap
+
+__all__ = ["LogCommits"]
+
+_NEARLY_FULL = 64 * 2**20  # bytes that a log may take at once as it grows, and more than it keeps to spare
+
+
+class LogCommits:
+    """The commits of one store. It must not refer to the table, nor to the store.
+
+    Args:
+        directory: the table's files.
+        name: the table's, for messages.
+        head: of the commit that was opened.
+        options: the store's.
+        id_maps: keys to rows, committed with them.
+
+    Attributes:
+        attributes: plain data that is kept with the rows.
+        live: functions by key for attributes that change at every step, called when they are committed.
+        writes: the number of scatters so far.
+        keys: the id maps in their files.
+        layout: the number of the newest layout.
+        changed: whether rows have changed since the last commit was begun.
+        begun: the last commit that was begun, or opened.
+        step_bytes: of the records that were written since the last step ended.
+    """
+
+    def __init__(
+        self,
+        directory: TableDirectory,
+        name: str,
+        head: LogHead,
+        options: DiskOptions,
+        id_maps: dict[str, IdMap],
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._options = options
+        self.attributes: dict[str, Any] = {}
+        self.live: dict[str, Callable[[], Any]] = {}
+        self.keys = LogKeys(directory, id_maps)
+        self.changed = False
+        self.begun = self.step_bytes = 0
+        self._head = b""
+        self._kept: dict[int, set[str]] = {}  # files of id maps, by the commit that names them
+        self._steps, self._last = 0, time.monotonic()
+        self.adopt(head)
+
+    def start(self, log: kernels.RowLog) -> None:
+        """Note the commit that was opened."""
+        self.begun = log.durable
+        self._head = self._encoded(self.keys.files)
+        self._kept[self.begun] = self.keys.names
+
+    def moved(self, log: kernels.RowLog) -> None:
+        """Note that the rows are in another log, with commits of its own."""
+        self._kept.clear()
+        self.start(log)
+
+    def adopt(self, head: LogHead) -> None:
+        """Let a commit's head be the present one."""
+        self.attributes.clear()
+        self.attributes.update(head.attributes)
+        self.writes, self.layout = head.writes, head.layout
+        self.keys.files = dict(head.id_maps)
+
+    def return_to(self, head: LogHead, log: kernels.RowLog) -> None:
+        """Let a commit to which the rows have returned be the present one; the next saves the id maps as they are."""
+        self.adopt(head)
+        self.start(log)
+        self.changed = False
+        self.keys.differ()
+
+    def note_attributes(self) -> dict[str, Any]:
+        """Bring the attributes up to date, and return them."""
+        for key, source in self.live.items():
+            value = source()
+            if value is not None:
+                self.attributes[key] = value
+        return self.attributes
+
+    # ------------------------------------------------------------------ commits
+
+    def step(self, log: kernels.RowLog) -> None:
+        """Note that a step has ended, and begin a commit if one is due."""
+        self._steps += 1
+        step_bytes, self.step_bytes = self.step_bytes, 0
+        if self.changed and self._is_tight(log, 2 * step_bytes):
+            self.begin(log)  # of this very step, so that the next one may find room
+            return
+        every, seconds = self._options.commit_every, self._options.commit_seconds
+        is_due = (
+            (every is not None and self._steps >= every)
+            or (seconds is not None and time.monotonic() - self._last >= seconds)
+            or log.crowded
+        )
+        if is_due and self.changed and not log.appending:  # else a step later
+            self.begin(log)
+
+    def begin(self, log: kernels.RowLog, *, hold: bool = False) -> int:
+        """Begin a commit of rows, attributes and id maps as they are now, and return its number.
+
+        Args:
+            log: the rows.
+            hold: keep it until :meth:`kernels.RowLog.let_go`.
+        """
+        if log.appending:
+            log.wait(self.begun)
+        discarded = self._discard_keys(log)
+        saving = self.keys.begin(nothing=self._options.scratch)
+        body, names = self._encoded(saving.files), names_of(saving.files)
+        head = body
+        if len(body) > HEAD_BYTES:
+            name, file = self.keys.new_file(saving)
+            saving.writes.append((file, 0, torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
+            head, names = LogHead.elsewhere(name), names | {name}
+        writes = [(file.fd, at, raw) for file, at, raw in saving.writes]
+        writes += [(file.fd, 0, NOTHING) for file in discarded]  # to be closed by another thread than this one
+        with says_if_full(self._directory.files.path / "rows.log"), deferred_interrupts():
+            self.begun = log.begin_commit(head, hold=hold, files=writes)
+            self.keys.accept(saving)
+            self._head, self.changed = body, False
+            self._kept[self.begun] = names
+            self._steps, self._last = 0, time.monotonic()
+        return self.begun
+
+    def _is_tight(self, log: kernels.RowLog, needed: int) -> bool:
+        """Return whether the disk may have no room for so many bytes."""
+        stats = log.stats()
+        needed += stats["dirty"] * stats["record_bytes"] + _NEARLY_FULL
+        if self._options.scratch or stats["unused_bytes"] > needed:
+            return False
+        disk = os.fstatvfs(self._directory.files.fd)
+        return disk.f_bavail * disk.f_frsize < needed
+
+    def free_room(self, log: kernels.RowLog) -> bool:
+        """Let what the last commit has made superfluous be written again, where a step has ended with it.
+
+        Returns:
+            Whether there is more room than before.
+        """
+        if self._options.scratch or len(self._head) > HEAD_BYTES:
+            return False
+        before = log.stats()["unused_bytes"]
+        for _ in range(2):  # what is cleaned after one commit can be used after another
+            if log.appending:
+                log.wait(self.begun)
+            with deferred_interrupts():
+                self.begun = log.begin_commit(self._head)
+                self._kept[self.begun] = self.keys.names
+            log.wait(self.begun)
+            log.wait_for_cleaner()
+        return log.stats()["unused_bytes"] > before
+
+    def finish(self, log: kernels.RowLog) -> None:
+        """Return when everything is durable: rows, attributes and id maps."""
+        if self._options.scratch:
+            return
+        if self.changed or self.keys.have_changed or self._encoded(self.keys.files) != self._head:
+            self.begin(log)
+        with says_if_full(self._directory.files.path / "rows.log"):
+            log.wait(self.begun)
+        self._discard_keys(log)
+
+    def _encoded(self, key_files: dict[str, KeyFiles]) -> bytes:
+        return LogHead(self.layout, self.writes, self.note_attributes(), key_files).encode(self._name)
+
+    def _discard_keys(self, log: kernels.RowLog) -> list[OpenFile]:
+        """Remove id maps that no commit names that can still be opened; return them open."""
+        held, durable = log.held, log.durable
+        if not any(self._kept.values()) or any(commit not in self._kept for commit in held):
+            return []  # those of a commit that was found held are not known
+        self._kept = {commit: files for commit, files in self._kept.items() if commit >= durable or commit in held}
+        return self._directory.discard_keys(keep=self.keys.names.union(*self._kept.values()))

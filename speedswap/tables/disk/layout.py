@@ -1,0 +1,181 @@
+"""The records of a table on disk, as they are and as they were: a layout is added, and no row is rewritten.
+
+A record that was written in an earlier layout is read as one of the newest: columns whose values still count are copied
+to their new places, and the others get their initial values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from speedswap import kernels
+from speedswap.tables.init import CopyOf, from_json
+from speedswap.tables.record import Column, RecordLayout
+
+__all__ = [
+    "HeldColumn",
+    "LogLayout",
+    "Move",
+    "added",
+    "added_unwritten",
+    "collapsed",
+    "is_lazy",
+    "least_group",
+    "moves",
+    "reset",
+]
+
+_GROUP_BYTES, _MAX_GROUPS = 256, 2**32 - 1
+
+Move = tuple[int, int, int]
+"""Bytes of a group that stay: where they were, where they are to be, and their number."""
+
+
+@dataclass(frozen=True)
+class HeldColumn:
+    """A column as a layout holds it.
+
+    Attributes:
+        column: as the table was made with it.
+        offset: in bytes, into a record.
+        birth: the number of the layout since which its values count; those of earlier records do not.
+        start: the column whose initial values untouched rows have: this one, also with another ``init``; for one that
+            began as a copy the column that was copied, as it was then.
+        source: the column that rows were copied from at its birth, if it began so.
+        through: the columns that copied ``start``, each the one before, as they began; this one last. Empty if it began
+            with values of its own.
+    """
+
+    column: Column
+    offset: int
+    birth: int
+    start: Column
+    source: str | None = None
+    through: tuple[Column, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogLayout:
+    """The records of one layout.
+
+    Attributes:
+        number: the layout's; chunks of the log name it.
+        stride: bytes from a record to the next.
+        held: the columns, in their order within a record.
+    """
+
+    number: int
+    stride: int
+    held: tuple[HeldColumn, ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[Column]) -> LogLayout:
+        """Return the layout of a table that has no rows on disk."""
+        return added(None, columns)
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name."""
+        return {each.column.name: each.column for each in self.held}
+
+    @cached_property
+    def by_name(self) -> dict[str, HeldColumn]:
+        """The columns as they are held, by name."""
+        return {each.column.name: each for each in self.held}
+
+    def fields(self, names: Sequence[str]) -> dict[str, kernels.WantedColumn]:
+        """Return columns as the kernels gather them, by name."""
+        held = [self.by_name[name] for name in names]
+        return {
+            each.column.name: kernels.WantedColumn(
+                each.offset, each.column.row_shape, each.column.dtype, each.column.form()
+            )
+            for each in held
+        }
+
+    def younger_than(self, number: int) -> list[HeldColumn]:
+        """Return the columns that a record of an earlier layout has no values for, in the order of their birth."""
+        return sorted((each for each in self.held if each.birth > number), key=lambda each: each.birth)
+
+    def is_copied(self, name: str) -> bool:
+        """Return whether another column began as a copy of this one."""
+        return any(each.source == name for each in self.held)
+
+
+def least_group(num_embeddings: int, stride: int) -> int:
+    """Return the number of neighbouring rows that are stored as one.
+
+    It is 1 for records of 256 bytes and more, unless so many rows could not be counted.
+    """
+    rows = 1
+    while rows * stride < _GROUP_BYTES or -(-num_embeddings // rows) > _MAX_GROUPS:
+        rows *= 2
+    return rows
+
+
+def is_lazy(column: Column) -> bool:
+    """Return whether the initial values of untouched rows can be computed whenever the table is opened again."""
+    return isinstance(column.init, CopyOf) or from_json(column.init.to_json()) is not None
+
+
+def added(layout: LogLayout | None, columns: Sequence[Column]) -> LogLayout:
+    """Return a layout's successor, with more columns; the first layout if None is given."""
+    number, held = (0, ()) if layout is None else (layout.number + 1, layout.held)
+    return _with_columns(number, held, columns)
+
+
+def added_unwritten(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
+    """Return the first layout of a table without written rows, with more columns."""
+    return _with_columns(0, collapsed(layout).held, columns)
+
+
+def _with_columns(number: int, held: tuple[HeldColumn, ...], columns: Sequence[Column]) -> LogLayout:
+    known = {each.column.name: each for each in held}
+    for column in columns:
+        known[column.name] = _born(HeldColumn(column, 0, number, column), column, known)
+    records = RecordLayout.of([each.column for each in known.values()])
+    placed = tuple(replace(each, offset=offset) for each, offset in zip(known.values(), records.offsets, strict=True))
+    return LogLayout(number, records.stride, placed)
+
+
+def reset(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
+    """Return a layout's successor, in which every row has initial values in some columns.
+
+    Args:
+        layout: the newest.
+        columns: names and initial values; everything else is taken from the layout's own columns.
+    """
+    known, number = dict(layout.by_name), layout.number + 1
+    for column in columns:
+        own = known[column.name]
+        start = replace(own.column, init=column.init, zero_row=column.zero_row)
+        known[column.name] = _born(replace(own, birth=number), start, known)
+    return LogLayout(number, layout.stride, tuple(known.values()))
+
+
+def collapsed(layout: LogLayout) -> LogLayout:
+    """Return the layout of a copy, in which no record is of an earlier one."""
+    held = tuple(replace(each, birth=0, source=None) for each in layout.held)
+    return LogLayout(0, layout.stride, held)
+
+
+def _born(held: HeldColumn, start: Column, known: Mapping[str, HeldColumn]) -> HeldColumn:
+    """Return a column that starts, in every row, with these initial values."""
+    if isinstance(start.init, CopyOf):
+        source = known[start.init.column]
+        through = (*source.through, start)
+        return replace(held, start=source.start, source=source.column.name, through=through)
+    return replace(held, start=start, source=None, through=())
+
+
+def moves(old: LogLayout, newest: LogLayout, group_rows: int) -> list[Move]:
+    """Return the bytes of a group in an earlier layout that count in the newest one."""
+    before = old.by_name
+    return [
+        (row * old.stride + before[name].offset, row * newest.stride + each.offset, each.column.row_bytes)
+        for row in range(group_rows)
+        for name, each in newest.by_name.items()
+        if each.birth <= old.number
+    ]

@@ -1,0 +1,245 @@
+"""A log as this process has it open: to write it, or to read what another process commits."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from speedswap import kernels
+from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.tables.disk.ahead import RowsHeld
+from speedswap.tables.disk.cache import LogCache
+from speedswap.tables.disk.checks import check_log, log_facts
+from speedswap.tables.disk.commits import LogCommits
+from speedswap.tables.disk.layout import LogLayout, collapsed
+from speedswap.tables.disk.options import DiskOptions, promise
+from speedswap.tables.files.directory import LogFiles, TableDirectory
+from speedswap.tables.files.inspection import Checked
+from speedswap.tables.files.log_head import LogHead
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.manifest_file import AnyManifest
+from speedswap.tables.files.open_directory import OpenFile
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore
+
+__all__ = ["OpenedLog"]
+
+_FORK_SECONDS, _TRIES = 10.0, 100
+
+_of_parents: list[LogCache] = []  # whose threads are not in this process: they are never closed here
+
+
+class OpenedLog(RowStore):
+    """The part of a store that opens its log, and follows it where another process writes it.
+
+    Args:
+        directory: the table's files.
+        manifest: what they describe.
+        files: the log, and the heads of its commits.
+        options: cache and commits.
+        commit: the commit to open; the last by default.
+    """
+
+    storage = "memmap"
+    engine = "auto"
+    reads_copies = True
+
+    def __init__(
+        self,
+        directory: TableDirectory,
+        manifest: LogManifest,
+        files: LogFiles,
+        options: DiskOptions,
+        commit: int | None = None,
+    ) -> None:
+        self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
+        self.attributes_lag = False
+        self._directory = directory
+        self._files = files
+        self._options = options._replace(scratch=manifest.scratch)
+        self._held = RowsHeld()
+        self._closed = False
+        self._owner_pid = os.getpid()
+        self._reads = not directory.writable
+        self._cache = self._opened(manifest, commit)
+        self._adopted = self._cache.log.durable
+        self._commits = LogCommits(directory, self.name, self._head_of(self._cache), self._options, self.id_maps)
+        self._commits.start(self._cache.log)
+        self._read_id_maps()
+        self.attributes, self.live_attributes = self._commits.attributes, self._commits.live
+        promise(self)
+
+    def _opened(self, manifest: LogManifest, commit: int | None = None, *, newest: bool = False) -> LogCache:
+        """Open the log, in the layout of the commit that it returns to, or in the newest."""
+        given = self._files, self._directory.path, self._options
+        self._described = manifest  # with layouts that may not have been committed
+        cache = LogCache(manifest, *given, writable=not self._reads, commit=commit)
+        layout = self._head_of(cache).layout
+        if newest or layout == cache.layout.number:
+            return cache
+        cache.log.close()  # columns were about to be added, or were added after this commit
+        return LogCache(manifest.as_of(layout), *given, writable=not self._reads, commit=commit)
+
+    def _head_of(self, cache: LogCache) -> LogHead:
+        """Return the head of the commit that was opened, or was made durable last."""
+        return self._parsed(cache.log.head)
+
+    def _parsed(self, body: bytes) -> LogHead:
+        file = LogHead.file_of(body, self.name)
+        if file is not None:
+            body = self._directory.read_keys(file).numpy().tobytes()
+        return LogHead.parse(body, self.name)
+
+    # ------------------------------------------------------------------ description
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return self._cache.layout.columns
+
+    @property
+    def initial_layout(self) -> LogLayout:
+        return collapsed(self._cache.layout)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of memory that rows are kept in."""
+        return self._cache.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_embeddings * self._cache.layout.stride
+
+    @property
+    def writes(self) -> int:
+        return self._commits.writes
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def path(self) -> Path | None:
+        return self._directory.path
+
+    @property
+    def is_untouched(self) -> bool:
+        return not self._cache.log.touched
+
+    @property
+    def log(self) -> kernels.RowLog:
+        """The rows on disk, with what is measured of them."""
+        return self._cache.log
+
+    @property
+    def manifest(self) -> LogManifest:
+        """The description of the table, up to the layout in use."""
+        return self._cache.manifest
+
+    @property
+    def head_file(self) -> OpenFile:
+        """The file of the commits' heads."""
+        return self._files.head
+
+    def facts(self) -> dict[str, Any]:
+        return log_facts(self)
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        return check_log(self, advance)
+
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        return self._directory.lives_at(Path(path))
+
+    def check(self, *, writing: bool = False) -> bool:
+        if os.getpid() != self._owner_pid:
+            self._leave_parent()
+        if not self._reads:
+            return False
+        if writing:
+            raise TableClosedError(
+                f"table {self.name!r} can only be read here: it was opened with mode='r', or by the process that this "
+                "one was forked from; open it with mode='r+' to write"
+            )
+        return self._follow()
+
+    # ------------------------------------------------------------------ other processes
+
+    def _leave_parent(self) -> None:
+        """Read, in a forked process, what its parent has committed.
+
+        Raises:
+            TableClosedError: rows had changed since, when the process was forked.
+        """
+        if self._options.scratch:
+            raise TableClosedError(
+                f"table {self.name!r} is scratch and belongs to process {self._owner_pid}, from which this one was "
+                "forked; make it without scratch=True to read it here"
+            )
+        if not self._reads and self._commits.changed:
+            raise TableClosedError(
+                f"rows of table {self.name!r} were not committed in process {self._owner_pid} when this one was forked "
+                "from it; call table.flush() before the fork, or open its path here with mode='r'"
+            )
+        _of_parents.append(self._cache)
+        self._reads, self._held = True, RowsHeld()
+        deadline = time.monotonic() + _FORK_SECONDS
+        self._cache = self._opened(self._cache.manifest)
+        while self._cache.log.durable < self._commits.begun and time.monotonic() < deadline:
+            time.sleep(0.01)  # the parent's commit is on its way
+            self._cache.log.refresh()
+        self._owner_pid = os.getpid()
+        self._adopt()
+
+    def _follow(self) -> bool:
+        """Bring a store that reads up to date; return whether anything has changed."""
+        found = self._directory.follow(self._require_same_table)
+        if found is None:
+            try:
+                # A read may have followed the writer already, to rows without their attributes.
+                if not self._cache.log.refresh() and self._cache.log.durable == self._adopted:
+                    return False
+            except kernels.RowLogDamaged as error:  # or columns were added just now
+                found = self._directory.follow(self._require_same_table)
+                if found is None:
+                    raise self._cache.damage(error) from error
+        self._held.stop()
+        if found is not None or self._head_of(self._cache).layout != self._cache.layout.number:
+            self._open_again(*(found or (self._described, self._files)))
+        self._adopt()
+        self._read_id_maps()
+        return True
+
+    def _adopt(self) -> None:
+        """Take over the attributes of the commit that the log is at."""
+        self._adopted = self._cache.log.durable
+        self._commits.adopt(self._head_of(self._cache))
+
+    def _read_id_maps(self) -> None:
+        """Read the id maps of the commit that is open; a writer may go on meanwhile and remove them."""
+        for last in (*[False] * _TRIES, True):
+            try:
+                self._commits.keys.read(self.num_embeddings, frozen=self._reads)
+                return
+            except TableFormatError:
+                if last or not self._reads or not self._cache.log.refresh():
+                    raise
+            self._adopt()
+
+    def _open_again(self, manifest: AnyManifest, files: object) -> None:
+        if not isinstance(manifest, LogManifest) or not isinstance(files, LogFiles):
+            raise TableFormatError(f"table {self.name!r} has become one of an older format; open it again")
+        before, self._files = self._cache, files
+        self._cache = self._opened(manifest)
+        before.log.close()
+
+    def _require_same_table(self, manifest: AnyManifest) -> None:
+        mine, weight = self.columns["weight"], manifest.columns["weight"]
+        now = (manifest.name, manifest.num_embeddings, weight.row_shape, weight.dtype)
+        before = (self.name, self.num_embeddings, mine.row_shape, mine.dtype)
+        if now != before:
+            raise TableClosedError(
+                f"table {self.name!r} is no longer at {str(self._directory.path)!r}: what is there now has (name, "
+                f"rows, shape, dtype) {now}, and this table has {before}; open it again with Table.open"
+            )

@@ -1,0 +1,79 @@
+"""The settings of a table on disk: its cache, and when it commits."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import NamedTuple, Protocol, TypedDict
+
+from speedswap.tables.memory.host import available_bytes
+
+__all__ = ["DiskArguments", "DiskOptions", "cache_bytes_for", "promise"]
+
+_LEAST_CACHE_BYTES = 16 * 2**20
+_SHARE = 4
+
+
+class DiskArguments(TypedDict, total=False):
+    """Keyword arguments of everything that makes a table, passed on to :meth:`speedswap.Table.create`."""
+
+    cache_bytes: int | None
+    commit_every: int | None
+    commit_seconds: float | None
+    scratch: bool
+
+
+class DiskOptions(NamedTuple):
+    """The settings of a table on disk, as :meth:`speedswap.Table.create` takes them."""
+
+    cache_bytes: int | None = None
+    commit_every: int | None = None
+    commit_seconds: float | None = 30.0
+    scratch: bool = False
+
+    def require(self) -> DiskOptions:
+        """Return the settings.
+
+        Raises:
+            ValueError: one is out of range.
+        """
+        if self.cache_bytes is not None and self.cache_bytes < 1:
+            raise ValueError(f"cache_bytes is {self.cache_bytes}; give at least 1, or None for a share of free memory")
+        if self.commit_every is not None and self.commit_every < 1:
+            raise ValueError(f"commit_every is {self.commit_every}; give at least 1 step, or None to go by time alone")
+        if self.commit_seconds is not None and not (self.commit_seconds >= 0 and math.isfinite(self.commit_seconds)):
+            raise ValueError(f"commit_seconds is {self.commit_seconds}; give 0 or more, or None to go by steps alone")
+        return self
+
+    def require_none(self, storage: str) -> None:
+        """Raise ValueError if a setting was given for a table that is not on disk."""
+        for name, value in self._asdict().items():
+            if value != DiskOptions._field_defaults[name]:
+                raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only 'memmap' tables have it")
+
+
+class _Cached(Protocol):
+    @property
+    def cache_bytes(self) -> int: ...
+
+
+_open: weakref.WeakSet[_Cached] = weakref.WeakSet()
+
+
+def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
+    """Return the bytes of a new table's cache.
+
+    Args:
+        table_bytes: of all rows, more than which a cache never has.
+        asked: by the user; by default a quarter of the memory that is free and not promised to other tables' caches,
+            or 16 MiB.
+    """
+    if asked is None:
+        promised = sum(each.cache_bytes for each in _open)
+        asked = max((available_bytes() - promised) // _SHARE, _LEAST_CACHE_BYTES)
+    return min(asked, table_bytes)
+
+
+def promise(store: _Cached) -> None:
+    """Count a store's cache among the promised memory, as long as the store is there."""
+    _open.add(store)

@@ -1,0 +1,297 @@
+"""Records on disk: a log of the rows that were written, with a cache of rows in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap._interrupts import deferred_interrupts
+from speedswap.errors import TableBusyError, TableFullError
+from speedswap.kernels import Lookup, Transfers
+from speedswap.tables.block import Block
+from speedswap.tables.copies import copy_rows
+from speedswap.tables.disk.ahead import RowsAheadOfStep
+from speedswap.tables.disk.columns import LogColumns, new_log
+from speedswap.tables.disk.layout import HeldColumn, LogLayout, is_lazy
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.local import LocalStore
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore
+
+__all__ = ["LogStore"]
+
+_CPU = torch.device("cpu")
+_TRIES = 8
+
+
+class LogStore(LogColumns):
+    """Rows in a log on disk, some of which a cache in memory holds.
+
+    A row that was never written takes no room: its initial values are computed whenever it is read. What was written
+    since the last commit is lost with the process; opening the table returns to that commit, with rows, attributes and
+    id maps as they were together. Commits are written behind the training. :meth:`create`, and
+    :func:`speedswap.tables.opening.open_store`, make a store.
+    """
+
+    # ------------------------------------------------------------------ batches of rows
+
+    def gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        fields = self._cache.fields(tuple(self.columns if columns is None else columns))
+        device = rows.device if device is None else device
+        blocks = {
+            name: kernels.empty((len(rows), *field.row_shape), field.dtype, device) for name, field in fields.items()
+        } | dict(out or {})
+        here = kernels.as_ids(rows.to(_CPU))
+        if columns is None and not self._reads and self._cache.is_one_piece(here):  # as a step does
+            bringing, places = self._cache.bring(here)
+            self._cache.gather_places(places, fields, blocks)
+            self._held.keep(rows, bringing, places)
+        else:
+            self._cache.gather(here, fields, blocks)
+        return Block(rows, {name: blocks[name] for name in fields})
+
+    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        blocks = {
+            name: self._rounded(self.columns[name], rows, kernels.as_read(value.detach()))
+            for name, value in values.items()
+        }
+        held, fields = self._held.taken(rows), self._cache.fields(tuple(values))
+
+        def change() -> None:
+            nonlocal held
+            if held is None:
+                self._cache.scatter(kernels.as_ids(rows.to(_CPU)), fields, blocks)
+                return
+            here, held = held, None
+            with here[0]:
+                self._cache.scatter_places(here[1], fields, blocks)
+
+        self._with_room(change, len(rows))
+        self._commits.writes += 1
+
+    def _with_room(self, change: Callable[[], None], rows: int) -> None:
+        """Make a change that takes room for so many rows; on a full disk after a commit has let some be used again."""
+        was_changed, self._commits.changed = self._commits.changed, True
+        self._commits.step_bytes += rows * self._cache.group_bytes
+        while True:
+            try:
+                change()
+                return
+            except TableFullError:  # before anything has changed
+                self._commits.changed = was_changed
+                if was_changed or not self._commits.free_room(self._cache.log):
+                    raise
+                self._commits.changed = True
+
+    def _rounded(self, column: Column, rows: Tensor, block: Tensor) -> Tensor:
+        """Round stochastically, where a column is: what is drawn depends on the row's number, not on its place."""
+        if not column.compact or column.rounding == "nearest":
+            return block
+        form = column.form(kernels.rounding_key(self.seed, column.key, self.writes))
+        assert form is not None
+        rounded = block.clone(memory_format=torch.contiguous_format)
+        kernels.round_rows(rounded, rows, form)
+        return rounded
+
+    def prefetch(self, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:
+        return self._held.add(self._cache, lookup, transfers)
+
+    def commit(self, *, known: bool = True) -> None:
+        if not self._reads and not self._closed:
+            self._commits.step(self._cache.log)
+
+    def hold(self) -> int:
+        if self._options.scratch:
+            raise TypeError(f"table {self.name!r} is scratch and has no commits; copy it with Table.save(path)")
+        return self._commits.begin(self._cache.log, hold=True)
+
+    @property
+    def held_commits(self) -> list[int]:
+        return self._cache.log.held
+
+    def held_attributes(self, commit: int) -> dict[str, Any]:
+        return self._parsed(self._cache.log.held_head(commit)).attributes
+
+    def let_go(self, commit: int) -> None:
+        self._cache.log.let_go(commit)
+
+    def return_to(self, commit: int) -> None:
+        self._held.stop()
+        self._commits.finish(self._cache.log)
+        manifest = self._cache.manifest
+        with deferred_interrupts():
+            self._cache.log.close()
+            try:
+                self._cache = self._opened(manifest, commit)
+            except BaseException:
+                self._cache = self._opened(manifest)
+                raise
+            finally:
+                self._commits.return_to(self._head_of(self._cache), self._cache.log)
+                self.version += 1
+
+    def continue_writes(self, writes: int) -> None:
+        self._commits.writes, self._commits.changed = writes, True
+
+    # ------------------------------------------------------------------ whole columns
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        return self.gather(torch.arange(start, stop), [column], device).columns[column]
+
+    def write(self, column: str, start: int, values: Tensor) -> None:
+        self._held.stop()
+        self._with_room(lambda: self._cache.make_room(len(values)), len(values))
+        fields = self._cache.fields((column,))
+        for piece in self._cache.pieces(len(values)):  # values on another device come piece by piece
+            rows = torch.arange(start + piece.start, start + piece.stop)
+            self._cache.scatter(rows, fields, {column: kernels.as_read(values[piece].detach()).to(_CPU)})
+
+    def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
+        if not self.log.touched and self._begins_as(source) and {*columns} == {*self.columns}:
+            for rows, held in source.written_rows():  # the others have the same initial values in both
+                self.put(rows, {name: held[name] for name in columns})
+            return
+        self._held.stop()
+        self._commits.changed = True
+        fields = self._cache.fields(tuple(columns))
+        for piece in self._cache.pieces(self.num_embeddings):
+            rows = torch.arange(piece.start, piece.stop)
+            blocks = {name: kernels.as_read(source.read(name, piece.start, piece.stop)) for name in columns}
+            self._cache.scatter(rows, fields, blocks)
+
+    def _begins_as(self, source: RowStore) -> bool:
+        """Return whether rows that were never written are equal here and in another store, bit by bit."""
+        ours, theirs = (store.initial_layout.by_name for store in (self, source))
+        return self.seed == source.seed and all(
+            name in theirs and _starts(held) == _starts(theirs[name]) for name, held in ours.items()
+        )
+
+    def reserve(self, columns: Collection[str]) -> None:
+        self._cache.make_room(self.num_embeddings * len(columns))
+
+    def reserve_rows(self, rows: int) -> None:
+        manifest = self._cache.manifest
+        self._cache.make_room(min(rows, manifest.num_groups) * manifest.group_rows)  # each in a group of its own
+
+    def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        self._held.stop()
+        for _ in range(_TRIES):
+            try:
+                yield from self._cache.written_rows()
+                return
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                self.check()  # another process has written over some of them: all again, as they are now
+        raise TableBusyError(
+            errno.ESTALE,
+            f"table {self.name!r} was written over by another process each of {_TRIES} times that all of its rows were "
+            "read; copy it where it is written, or with fewer commits",
+        )
+
+    # ------------------------------------------------------------------ lifetime
+
+    @classmethod
+    def create(
+        cls,
+        directory: TableDirectory,
+        name: str,
+        num_embeddings: int,
+        seed: int,
+        layout: LogLayout,
+        options: DiskOptions,
+        *,
+        filled: bool = True,
+    ) -> LogStore:
+        """Make a store in a new directory.
+
+        Args:
+            directory: the table's, empty.
+            name: for messages.
+            num_embeddings: rows.
+            seed: of the initial values.
+            layout: of the records.
+            options: cache and commits.
+            filled: whether initial values are written that cannot be computed again.
+        """
+        manifest = LogManifest.of(name, num_embeddings, seed, layout, secrets.randbits(64), scratch=options.scratch)
+        files = new_log(directory, manifest)
+        directory.write_manifest(manifest)
+        store = cls(directory, manifest, files, options)
+        if filled:
+            store._write_initial([column for column in layout.columns.values() if not is_lazy(column)])
+            store._commits.finish(store._cache.log)
+        return store
+
+    def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
+        """Overwrite rows by the bytes of their columns, as :meth:`written_rows` yields them."""
+        self._commits.changed = True
+        self._cache.put(rows, held)
+
+    def take_over(self, source: RowStore) -> None:
+        """Take another store's attributes, id maps and number of writes."""
+        attributes, id_maps = source.notes()
+        self.attributes.update(attributes)
+        self.id_maps.update(id_maps)
+        self._commits.writes, self._commits.changed = source.writes, True
+
+    def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
+        return copy_rows(self, storage, engine)
+
+    def flush(self) -> None:
+        if not self._reads and os.getpid() == self._owner_pid:
+            self._commits.finish(self._cache.log)
+
+    def flush_at_end(self) -> None:
+        # A directory that was removed meanwhile stays removed.
+        if not self._closed and os.getpid() == self._owner_pid and self._directory.exists:
+            if self._options.scratch:
+                self._directory.remove()
+            else:
+                self.flush()
+
+    def close(self) -> None:
+        if os.getpid() != self._owner_pid:
+            self._closed = True
+            return
+        failures = []
+        for last in () if self._closed else (self._held.stop, self.flush):
+            try:
+                last()
+            except Exception as error:  # which does not keep the rest from being closed
+                failures.append(error)
+        self._closed = True
+        self._cache.log.close()
+        for file in self._files:  # else a removed table's room is not free before its object is
+            file.close()
+        self._directory.release()
+        if self._options.scratch and not self._reads:
+            self._directory.remove()
+        if failures:
+            raise failures[0]
+
+    def remove(self) -> None:
+        self._directory.remove()
+
+
+def _starts(held: HeldColumn) -> tuple[object, ...]:
+    """Return all that the values of untouched rows depend on, beside the table's seed."""
+    return tuple(
+        (each.name, each.init.to_json(), each.zero_row, each.row_shape, each.dtype, each.stored_dtype)
+        for each in (held.start, *held.through, held.column)
+    )

@@ -1,0 +1,173 @@
+"""Tensors in a file of the safetensors format: a header of JSON, then the tensors' bytes. Nothing is pickled.
+
+Source: https://github.com/huggingface/safetensors, section "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import TableFormatError
+from speedswap.tables.files.open_directory import OpenFile
+
+__all__ = ["DTYPES", "Place", "TensorReader", "TensorWriter"]
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_MAX_HEADER = 8 << 20
+_MAX_DIMS = 64
+_PIECE = 4 << 20
+
+
+class Place(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Of its first byte in the file."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> Place:
+        """Return some of its rows."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return Place(self.dtype, (stop - start, *self.shape[1:]), self.start + start * row_bytes)
+
+
+class TensorWriter:
+    """A file that is filled with tensors, whole or some rows at a time, in any order.
+
+    Args:
+        file: new and empty, open for writing.
+        shapes: dtype, one of ``DTYPES``, and shape of every tensor, by name.
+
+    Example:
+        >>> import tempfile
+        >>> file = OpenFile(tempfile.mkstemp()[0])
+        >>> writer = TensorWriter(file, {"ids": (torch.int64, (3,))})
+        >>> writer.write("ids", torch.tensor([7, 8, 9]))
+        >>> TensorReader(file, "an example").read("ids")
+        tensor([7, 8, 9])
+    """
+
+    def __init__(self, file: OpenFile, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
+        self._file = file
+        entries: dict[str, Any] = {}
+        places: dict[str, Place] = {}
+        end = 0
+        # The widest first, so that every tensor is aligned to its items.
+        for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
+            places[name] = Place(dtype, tuple(shape), end)
+            begin, end = end, end + places[name].nbytes
+            entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header = json.dumps(entries).encode()
+        header += b" " * (-len(header) % 8)
+        if len(header) > _MAX_HEADER:
+            raise ValueError(f"{len(shapes)} tensors are more than one file describes; join some of them")
+        first = 8 + len(header)
+        self.places = {name: place._replace(start=place.start + first) for name, place in places.items()}
+        self.nbytes = first + end
+        os.ftruncate(file.fd, self.nbytes)
+        _write(file.fd, memoryview(len(header).to_bytes(8, "little") + header), 0)
+
+    def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
+        """Write a tensor, or some rows of it, on any device, from ``first_row`` on."""
+        place = self.places[name]
+        if first_row or values.shape != place.shape:
+            place = place.rows(first_row, first_row + len(values))
+        assert (values.dtype, tuple(values.shape)) == (place.dtype, place.shape)
+        raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        _write(self._file.fd, raw.numpy().data, place.start)
+
+
+class TensorReader:
+    """The tensors of a file from anywhere: sizes and shapes are checked before anything is allocated.
+
+    Args:
+        file: open for reading.
+        what.
+
+    Raises:
+        TableFormatError: it is damaged.
+    """
+
+    def __init__(self, file: OpenFile, what: str) -> None:
+        self._file = file
+        self._what = what
+        self.nbytes = os.fstat(file.fd).st_size
+        try:
+            self.places = self._read_header()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise TableFormatError(f"{what} is damaged: {error}") from None
+
+    def _read_header(self) -> dict[str, Place]:
+        length = int.from_bytes(os.pread(self._file.fd, 8, 0), "little")
+        if not 2 <= length <= min(_MAX_HEADER, self.nbytes - 8):
+            raise ValueError(f"its header would have {length} bytes")
+        entries = json.loads(os.pread(self._file.fd, length, 8))
+        entries.pop("__metadata__", None)
+        places = {name: _place(name, entry, 8 + length) for name, entry in entries.items()}
+        end = 8 + length
+        for (begin, last), name in sorted((tuple(entry["data_offsets"]), name) for name, entry in entries.items()):
+            if begin + 8 + length != end or last - begin != places[name].nbytes:
+                raise ValueError(f"tensor {name[:100]!r} is not where the one before ends, or not of its size")
+            end += places[name].nbytes
+        if end != self.nbytes:
+            raise ValueError(f"it has {self.nbytes} bytes, and its tensors end at {end}")
+        return places
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in ordinary memory."""
+        return self._read(self.places[name])
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows ``start`` to ``stop`` of a tensor in ordinary memory."""
+        return self._read(self.places[name].rows(start, stop))
+
+    def _read(self, place: Place) -> Tensor:
+        raw = torch.empty(place.nbytes, dtype=torch.uint8)
+        rest, offset = raw.numpy().data, place.start
+        while rest:
+            count = os.preadv(self._file.fd, [rest[:_PIECE]], offset)
+            if not count:
+                raise TableFormatError(f"{self._what} is damaged: it was cut short as it was read")
+            rest, offset = rest[count:], offset + count
+        return raw.view(place.dtype).view(place.shape)
+
+
+def _place(name: str, entry: Any, first: int) -> Place:
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    sizes = [begin, end, *shape]
+    if dtype not in _OF_NAME or len(shape) > _MAX_DIMS:
+        raise ValueError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r} and {len(shape)} dimensions")
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63 for size in sizes):
+        raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
+    return Place(_OF_NAME[dtype], tuple(shape), first + begin)
+
+
+def _write(fd: int, rest: memoryview, offset: int) -> None:
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        rest, offset = rest[count:], offset + count

@@ -1,0 +1,170 @@
+"""Files and folders that appear under their names whole or not at all, never through a link.
+
+Unfinished ones have a name of their own and are locked by their writer. The lock ends with the writer: by that the next
+process that writes there recognizes the leftovers of a killed one, and removes them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from speedswap.tables.files.open_directory import sync_names
+
+__all__ = [
+    "UNFINISHED",
+    "fresh_folder",
+    "locked_folder",
+    "open_regular",
+    "remove_leftovers",
+    "write_whole",
+]
+
+UNFINISHED = ".speedswap-"
+"""The prefix of the names of files and folders that are being written or removed."""
+
+_NAME_BYTES = 6  # of the number that follows the prefix
+
+_log = logging.getLogger("speedswap")
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes its name, durable, when the block ends without an error.
+
+    An existing file of the name is replaced; so is a link, whose target stays as it is.
+
+    Raises:
+        OSError: the file cannot be made or written. An existing one stays, and nothing else is left.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with write_whole(folder / "some.txt") as file:
+        ...     _ = file.write(b"text")
+        ...     (folder / "some.txt").exists()
+        False
+        >>> (folder / "some.txt").read_text()
+        'text'
+    """
+    unfinished, lock = _owned(path.parent, UNFINISHED, _new_file)
+    try:
+        with open(lock, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync_names(path.parent)
+
+
+@contextmanager
+def fresh_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder under a name of its own, for the block to fill and rename; otherwise it is removed again."""
+    folder, lock = _owned(parent, UNFINISHED, os.mkdir)
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(lock)
+
+
+def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a folder for this user alone; return it with a descriptor that holds its lock, to be closed at its end."""
+    return _owned(parent, prefix, lambda path: os.mkdir(path, 0o700))
+
+
+def remove_leftovers(parent: Path, prefix: str = UNFINISHED) -> list[Path]:
+    """Remove the leftovers of this user's killed runs from a folder, with a warning for each.
+
+    Args:
+        parent: the folder; it need not exist.
+        prefix: of the leftovers' names.
+
+    Returns:
+        The paths removed.
+    """
+    removed = []
+    ours = re.compile(re.escape(prefix) + f"[0-9a-f]{{{2 * _NAME_BYTES}}}")
+    try:
+        names = sorted(entry.name for entry in os.scandir(parent) if ours.fullmatch(entry.name))
+    except OSError:
+        return []
+    for name in names:
+        path = parent / name
+        with suppress(OSError), _opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.geteuid() or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where the owner is alive
+            _remove(path)
+            removed.append(path)
+            _log.warning("removed %s, left behind by a killed run", path)
+    return removed
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading; a pipe is refused, not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    with _opened(Path(os.path.realpath(path))) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return open(os.dup(descriptor), "rb")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tuple[Path, int]:
+    """Make a file or folder under a new name; return it with a descriptor that holds its lock."""
+    while True:
+        path = _free_name(parent, prefix)
+        descriptor = make(path)
+        if descriptor is None:
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # another run took it for a leftover
+        with suppress(OSError):  # without locks no run can take it for a leftover
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink and os.path.lexists(path):
+            return path, descriptor
+        os.close(descriptor)  # another run took it for a leftover before it was locked
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def _free_name(parent: Path, prefix: str) -> Path:
+    while os.path.lexists(path := parent / (prefix + secrets.token_hex(_NAME_BYTES))):
+        pass
+    return path

@@ -1,0 +1,140 @@
+"""Rows on their way between a table and a file: a bounded piece of them at a time."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.kernels import Texts
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.formats.keys import RowKeys
+from speedswap.tables.formats.ordered import window_rows, windows
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore
+
+__all__ = ["PIECE_BYTES", "ColumnForm", "Incoming", "Outgoing", "Piece", "rows_in_piece"]
+
+PIECE_BYTES = 8 << 20
+
+
+class ColumnForm(NamedTuple):
+    """The dtype and the shape of a column's rows."""
+
+    dtype: torch.dtype
+    row_shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Items in a row."""
+        return math.prod(self.row_shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some consecutive rows.
+
+    Attributes:
+        start: the first one's number.
+        values: by column, shape (n, ...), in ordinary memory.
+        keys: numbers, int64, shape (n,), or texts; None where rows have none.
+    """
+
+    start: int
+    values: dict[str, Tensor]
+    keys: Tensor | Texts | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+
+def rows_in_piece(forms: Sequence[ColumnForm]) -> int:
+    """Return the rows that a piece of some columns has."""
+    return max(1, PIECE_BYTES // max(1, sum(form.row_bytes for form in forms)))
+
+
+class Outgoing:
+    """Rows of a store on their way into a file. The table's lock is held.
+
+    Args:
+        store: the rows.
+        columns: names.
+        keys: of the rows, which are then those that have a key; None for all rows, without keys.
+    """
+
+    def __init__(self, store: RowStore, columns: Sequence[str], keys: RowKeys | None) -> None:
+        self.keys = keys
+        self.rows = range(store.num_embeddings) if keys is None else keys.rows
+        self.columns: dict[str, Column] = {name: store.columns[name] for name in columns}
+        self._store = store
+
+    @property
+    def forms(self) -> dict[str, ColumnForm]:
+        """The columns' forms, by name."""
+        return {name: ColumnForm(column.dtype, column.row_shape) for name, column in self.columns.items()}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the rows in order, numbered from 0 on."""
+        start = 0
+        for values in self._values(rows_in_piece([*self.forms.values()])):
+            piece = Piece(start, values)
+            keys = None if self.keys is None else self.keys.take(start, start + len(piece))
+            yield replace(piece, keys=keys)
+            start += len(piece)
+
+    def _values(self, step: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the columns of ``step`` rows at a time."""
+        names = [*self.columns]
+        most = window_rows(self._store, names, self.rows)
+        if most is None:
+            for start in range(0, len(self), step):
+                rows = self.rows[start : start + step]
+                yield {name: self._store.read(name, rows.start, rows.stop).cpu().contiguous() for name in names}
+            return
+        assert isinstance(self._store, LogStore)
+        for window in windows(self._store, names, self.rows, most):
+            for start in range(0, len(window.rows), step):
+                yield {name: values[start : start + step] for name, values in window.values.items()}
+
+
+class Incoming(ABC):
+    """The rows of a file, whose head has been checked: sizes are those of the file.
+
+    Attributes:
+        num_rows: rows.
+        columns: forms by name; the first is the weight unless columns are chosen.
+        key_kind: ``"exact"`` for keys that are texts, ``"int64"`` for numbers; None where rows have none.
+    """
+
+    num_rows: int
+    columns: Mapping[str, ColumnForm]
+    key_kind: str | None = None
+
+    def choose(self, columns: Sequence[str]) -> None:
+        """Take the number of rows from some columns, where it depends on them.
+
+        Raises:
+            TableFormatError: they have different ones.
+        """
+        return None
+
+    @abstractmethod
+    def pieces(self, columns: Sequence[str]) -> Iterator[Piece]:
+        """Yield all rows in order, with some of the columns.
+
+        Raises:
+            TableFormatError: the file is damaged from here on.
+        """

@@ -1,0 +1,146 @@
+"""word2vec's formats, as gensim's ``KeyedVectors.load_word2vec_format`` reads them: a key and its vector per row.
+
+Source: word2vec.c of https://code.google.com/archive/p/word2vec. A first line with the number of rows and of values in
+each; then lines of a key and its values, or in the binary format a key, a space and float32 values in memory's order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+import torch
+
+from speedswap import kernels
+from speedswap.errors import TableFormatError
+from speedswap.tables.formats.keys import as_texts
+from speedswap.tables.formats.pieces import PIECE_BYTES, ColumnForm, Incoming, Outgoing, Piece, rows_in_piece
+
+__all__ = ["read", "read_binary", "write", "write_binary"]
+
+_HEAD = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})[ \t]*\r?\n")
+_HEAD_BYTES = 100
+_KEY_BYTES = 1 << 16
+_VALUE_BYTES = 64  # of a value's text, on average over a row
+
+_FAULTS = {
+    "no key": "has no key, or one with whitespace",
+    "width": "has not a key and {width} values",
+    "number": "has a value that float32 cannot hold",
+}
+
+
+def write(file: BinaryIO, rows: Outgoing) -> None:
+    """Write text: each value the shortest that reads back to its bits. Dtypes narrower than float32 are as float32."""
+    _write(file, rows, binary=False)
+
+
+def write_binary(file: BinaryIO, rows: Outgoing) -> None:
+    """Write the binary format, which has float32 alone."""
+    _write(file, rows, binary=True)
+
+
+def _write(file: BinaryIO, rows: Outgoing, *, binary: bool) -> None:
+    ((name, form),) = rows.forms.items()
+    is_double = form.dtype == torch.float64
+    if not form.dtype.is_floating_point or (binary and is_double):
+        kind = "float32" if binary else "floating-point numbers"
+        raise TypeError(f"column {name!r} holds {form.dtype}, but the format {kind}; export it as .npy")
+    file.write(b"%d %d\n" % (len(rows), form.width))
+    for piece in rows.pieces():
+        values = piece.values[name].reshape(-1, form.width)
+        assert piece.keys is not None
+        file.write(kernels.write_vectors(as_texts(piece.keys), values if is_double else values.float(), binary=binary))
+
+
+def read(file: BinaryIO, what: str) -> Incoming:
+    """Check the head of a text file.
+
+    Raises:
+        TableFormatError: it is not one, or is too short for the rows it declares.
+    """
+    return _Vectors(file, what, binary=False)
+
+
+def read_binary(file: BinaryIO, what: str) -> Incoming:
+    """Check the head of a binary file.
+
+    Raises:
+        TableFormatError: it is not one, or is too short for the rows it declares.
+    """
+    return _Vectors(file, what, binary=True)
+
+
+class _Vectors(Incoming):
+    """The rows of a file of vectors."""
+
+    key_kind = "exact"
+
+    def __init__(self, file: BinaryIO, what: str, *, binary: bool) -> None:
+        self._file, self._what, self._binary = file, what, binary
+        head = file.readline(_HEAD_BYTES)
+        found = _HEAD.fullmatch(head)
+        if found is None:
+            raise TableFormatError(
+                f"{what} begins with {head[:40]!r}, not with the number of rows and of values in each: put that line "
+                "in front of vectors of another program, and unpack a compressed file"
+            )
+        self.num_rows, width = int(found[1]), int(found[2])
+        row_bytes = 2 + (4 if binary else 2) * width - (0 if binary else 1)  # of the shortest row, its newline not
+        size = os.fstat(file.fileno()).st_size - len(head)
+        if self.num_rows < 1 or width < 1 or self.num_rows * row_bytes > size:
+            raise TableFormatError(
+                f"{what} is damaged: it declares {self.num_rows} rows of {width} values, which do not fit the {size} "
+                "bytes after that; make or copy it again"
+            )
+        self.columns = {"weight": ColumnForm(torch.float32, (width,))}
+        self._size, self._has_ended = size, False
+
+    def pieces(self, columns: Sequence[str]) -> Iterator[Piece]:
+        (name,) = columns
+        form = self.columns[name]
+        width, most = form.width, rows_in_piece([form])
+        longest = _KEY_BYTES + width * (4 if self._binary else _VALUE_BYTES)
+        buffer, end, row = bytearray(min(max(PIECE_BYTES, longest), self._size + 1)), 0, 0
+        while row < self.num_rows:
+            end += self._more(buffer, end)
+            start = 0
+            while row < self.num_rows:
+                read = kernels.read_vectors(
+                    buffer, width, min(most, self.num_rows - row), binary=self._binary, start=start, stop=end
+                )
+                if not len(read.values):
+                    break
+                yield Piece(row, {name: read.values}, read.keys)
+                start, row = read.end, row + len(read.values)
+            if row < self.num_rows:
+                self._check_progress(read.fault, row, width, bytes(buffer[start : start + 60]), end - start < longest)
+            buffer[: end - start] = buffer[start:end]
+            end -= start
+        if buffer[:end].strip() or self._file.read(1 << 10).strip():
+            raise TableFormatError(f"{self._what} is damaged: there is more after its {self.num_rows} rows")
+
+    def _more(self, buffer: bytearray, end: int) -> int:
+        """Read on into a buffer from ``end``; after the last line, which may lack its newline, add one."""
+        count = self._file.readinto(memoryview(buffer)[end:])  # type: ignore[attr-defined]
+        if not count and not self._binary and end and end < len(buffer) and buffer[end - 1] != ord("\n"):
+            buffer[end] = ord("\n")
+            return 1
+        self._has_ended = not count
+        return int(count)
+
+    def _check_progress(self, fault: str | None, row: int, width: int, begin: bytes, is_short: bool) -> None:
+        """Raise TableFormatError if the next row cannot be read, whatever follows it."""
+        where = f"row {row}" if self._binary else f"line {row + 2}"
+        if fault is not None:
+            problem = _FAULTS[fault].format(width=width)
+        elif self._has_ended:
+            problem, begin = f"is missing: the file ends after {row} of {self.num_rows} rows", b""
+        elif is_short:
+            return
+        else:
+            problem = "is too long"
+        shown = f" ({begin!r})" if begin else ""
+        raise TableFormatError(f"{self._what}, {where}, {problem}{shown}: correct it, or make or copy the file again")

@@ -1,0 +1,152 @@
+"""Stores by the arguments of a table: made in the storage that is asked for, or opened as their files have them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.tables.disk.layout import LogLayout
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.directory import LogFiles, TableDirectory
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.manifest import Manifest
+from speedswap.tables.local import LocalStore
+from speedswap.tables.memory import host as storages
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore
+
+__all__ = ["convert", "create_store", "open_store", "save_copy", "save_store"]
+
+_SAVE_BYTES = 64 * 2**20
+
+
+def create_store(
+    num_embeddings: int,
+    weight: Column,
+    *,
+    storage: str = "auto",
+    engine: str = "auto",
+    path: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    name: str | None = None,
+    disk: DiskOptions = DiskOptions(),  # noqa: B008
+) -> RowStore:
+    """Return a new store with initial values; other arguments and errors are those of :meth:`Table.create`.
+
+    Args:
+        num_embeddings: rows, at least 1.
+        weight: the first column.
+        disk: settings of a table on disk.
+    """
+    kind = storages.resolve_storage(storage, path)
+    engine = storages.resolve_engine(engine, storage, kind)
+    if kind != "memmap":
+        disk.require_none(storage)
+        return LocalStore.create(num_embeddings, weight, storage=storage, engine=engine, seed=seed, name=name)
+    disk.require()
+    assert path is not None
+    directory = TableDirectory.create(Path(path))
+    store = None
+    try:
+        layout = LogLayout.of([weight])
+        store = LogStore.create(directory, name or directory.path.name, num_embeddings, seed, layout, disk)
+        directory.publish()
+    except BaseException:
+        if store is not None:
+            store.log.close()
+        directory.remove()
+        raise
+    return store
+
+
+def open_store(
+    path: str | os.PathLike[str],
+    mode: str = "r+",
+    disk: DiskOptions = DiskOptions(),  # noqa: B008
+    commit: int | None = None,
+) -> RowStore:
+    """Open a store in files; arguments and errors are those of :meth:`Table.open`."""
+    if mode not in ("r", "r+"):
+        raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
+    disk.require()
+    if (sharded := _opened_shards(Path(path), mode, disk)) is not None:
+        return sharded
+    directory, manifest, contents = TableDirectory.open(Path(path), writable=mode == "r+")
+    if not isinstance(manifest, LogManifest):
+        assert isinstance(manifest, Manifest)
+        assert not isinstance(contents, LogFiles)
+        return LocalStore.opened(directory, manifest, contents)
+    assert isinstance(contents, LogFiles)
+    try:
+        return LogStore(directory, manifest, contents, disk, commit)
+    except BaseException:
+        directory.release()
+        raise
+
+
+def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
+    """Return a store of all rows of a table that ranks own; None where another table is, or none."""
+    from speedswap.tables.ranks.in_files import ShardsInFiles, read_manifest
+
+    try:
+        manifest = read_manifest(path)
+    except (TableFormatError, OSError):
+        return None  # what opens any other table says so
+    if manifest is None:
+        return None
+    store = ShardsInFiles(path, manifest, disk)
+    if mode == "r+":
+        store.close()
+        store.check(writing=True)
+    return store
+
+
+def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
+    """Write a copy of a store to a table's directory, which appears complete or not at all."""
+    with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.locked.lock:
+        if source.closed:
+            raise TableClosedError(f"table {source.name!r} was closed meanwhile; save it before")
+        save_store(source, copied)
+
+
+def save_store(source: RowStore, directory: TableDirectory) -> None:
+    """Write a copy of a store's rows, attributes and id maps to a new directory, as one commit."""
+    layout, disk = source.initial_layout, DiskOptions(cache_bytes=_SAVE_BYTES)
+    target = LogStore.create(directory, source.name, source.num_embeddings, source.seed, layout, disk, filled=False)
+    try:
+        for rows, held in source.written_rows():
+            target.put(rows, held)
+        target.take_over(source)
+        target.flush()
+    finally:
+        target.log.close()
+
+
+def convert(path: str | os.PathLike[str]) -> bool:
+    """Write a table of an older format anew in its place, in the present one; at every instant a table is there.
+
+    Args:
+        path: the table's directory.
+
+    Returns:
+        Whether it was of an older format; tables of ranks never are.
+
+    Raises:
+        FileNotFoundError, TableFormatError, TableBusyError: as :meth:`Table.open` does.
+        TableFullError: the disk has no room for both. The table is unchanged.
+    """
+    from speedswap.tables.ranks.in_files import read_manifest
+
+    if read_manifest(Path(path)) is not None:
+        return False
+    if isinstance(TableDirectory.open(Path(path), writable=False)[1], LogManifest):
+        return False
+    with TableDirectory.replacing(Path(path), overwrite=True) as copied:
+        source = open_store(path, "r")
+        try:
+            save_store(source, copied)
+        finally:
+            source.close()
+    return True

@@ -1,0 +1,246 @@
+"""Rows that are brought from their owners ahead of their step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.collectives import ANYTHING, Ended, Errand, Parcel, RankGroup, Task, packed, unpacked
+from speedswap.errors import PeerError
+from speedswap.tables.block import Block
+from speedswap.tables.ranks.route import Route, Wanted, starts_of
+from speedswap.tables.store import Prefetched
+
+if TYPE_CHECKING:
+    from speedswap.tables.ranks.sharded import ShardedStore
+
+__all__ = ["LookupsAhead", "Renewal", "RowsAhead"]
+
+_CPU = torch.device("cpu")
+_DENSE = torch.contiguous_format
+_INDEX_BYTES = 8
+
+
+class LookupsAhead(Errand):
+    """All lookups of a batch whose rows some ranks own: ids go to the owners at once, and rows come back at once.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(ANYTHING, "lookups ahead of their step")
+        self._group = group
+        self._lookups: list[RowsAhead] = []
+        self.places = 0
+
+    def add(self, lookup: RowsAhead) -> RowsAhead:
+        """Add a lookup, and return it."""
+        lookup.place, self.places = self.places, self.places + 1
+        self._lookups.append(lookup)
+        return lookup
+
+    def start(self) -> None:
+        """Announce it, with all its lookups."""
+        self.about = hash(tuple(each.number for each in self._lookups))  # the same in every process
+        self._group.ahead.announce(self)
+
+    def prepare(self) -> list[int]:
+        sent = [each.prepare() for each in self._lookups]
+        return [len(sent) + sum(to_one) for to_one in zip(*sent, strict=True)]
+
+    def run(self, task: Task, counts: list[int]) -> None:
+        lookups = self._lookups
+        numbers = torch.tensor([each.wanted.sent for each in lookups]).unbind(1)  # lie before the ids for each rank
+        ids = zip(*(torch.split(each.wanted.rows, each.wanted.sent) for each in lookups), strict=True)
+        sent = [torch.cat([head, *some]) for head, some in zip(numbers, ids, strict=True)]
+        came = torch.split(task.send(torch.cat(sent), list(map(len, sent)), counts), counts)
+        received = [some[: len(lookups)].tolist() for some in came]
+        asked = [torch.split(some[len(lookups) :], sizes) for some, sizes in zip(came, received, strict=True)]
+        parcels = [
+            each.lend([sizes[place] for sizes in received], torch.cat([some[place] for some in asked]))
+            for place, each in enumerate(lookups)
+        ]
+        for each, weights in zip(lookups, unpacked(task.send(*packed(parcels)), parcels), strict=True):
+            each.receive(weights)
+
+    def let_go(self) -> None:
+        self._lookups = []  # which know this errand
+
+
+class RowsAhead(Prefetched):
+    """A batch's rows on their way from their owners, and those that this rank lends for other ranks' batches.
+
+    The thread of the ranks' errands brings them while steps before still change rows. So owners note which of the rows
+    they have lent change from then on, and when the batch has its turn, :meth:`renew` sends these again.
+
+    Args:
+        store: of all ranks' rows.
+        ids: of the lookup.
+        errand: brings the rows, with those of the batch's other lookups.
+
+    Attributes:
+        number: of the table, the same on every rank.
+        place: among the errand's lookups.
+    """
+
+    def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead) -> None:
+        self.number = store.number
+        self.place = 0
+        self._store = store
+        self._ids = ids
+        self._errand = errand
+        self.is_taken = False
+        self._changed: list[Tensor] | None = []  # places that have changed since the block was gathered; None for all
+        self._weights: Tensor
+        self.wanted: Wanted
+        self.local: Tensor
+        self.route: Route
+        self.block: Block
+
+    def take(self) -> None:
+        """Return None: all ranks take what has come at once, by :meth:`ShardedStore.look_up`."""
+
+    # ------------------------------------------------------------------ in the thread
+
+    def prepare(self) -> list[int]:
+        """Find the rows, with no other rank; return how many are asked for of each."""
+        store = self._store
+        self.wanted, self.local = Wanted.found(store.owners, self._ids, f"table {store.name!r}")
+        return self.wanted.sent
+
+    def lend(self, received: list[int], ids: Tensor) -> Parcel:
+        """Gather the rows that are asked for here, and return their weights for those who ask.
+
+        Args:
+            received: how many rows each rank asks for.
+            ids: these rows, those of the first rank first.
+        """
+        store = self._store
+        self.route = Route.asked(store.owners, store.group.rank, self.wanted, received, ids)
+        with store.own.lock:
+            store.watch(self)
+            self.block = store.own.gather(self.route.union, device=_CPU, checked=True)
+        return self.route.parcel(self.block.weight)
+
+    def receive(self, weights: Tensor) -> None:
+        """Take the weights of the rows that this rank has asked for."""
+        self._weights = weights
+
+    # ------------------------------------------------------------------ when the batch has its turn
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        """Note that places of the own rows are about to change; all of them if None."""
+        if rows is None:
+            self._changed = None
+        elif self._changed is not None:
+            self._changed.append(torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.cpu().long())
+
+    def ended(self) -> Ended | None:
+        """Wait for the rows; return the rank that has announced the end in their place, to one lookup of the batch."""
+        self._errand.wait()
+        if self._errand.ended is None or self.place:
+            return None
+        self._store.group.ahead.note_end(self._errand)
+        return self._errand.ended
+
+    def is_there(self) -> bool:
+        """Return whether the rows have come, can be brought up to date, and have not been taken."""
+        self._errand.wait()
+        error = self._errand.error
+        if error is not None and not isinstance(error, PeerError):
+            raise error
+        return self._errand.is_done and self._changed is not None
+
+    def begin_renewal(self) -> tuple[Renewal, int]:
+        """Bring what this rank has lent up to date, which is then taken.
+
+        Returns:
+            The rows that other ranks have to get again, and the version of the own rows.
+        """
+        own, route = self._store.own, self.route
+        with own.lock:
+            changed, self._changed, self.is_taken = self._changed, None, True
+            self._store.unwatch(self)
+            places = _among(route.union, changed or [])
+            if len(places):
+                fresh = own.gather(route.union[places], device=_CPU, checked=True)
+                for name, values in fresh.columns.items():
+                    self.block.columns[name].index_copy_(0, places, values)
+            return Renewal.of(route, self.block.weight, places, self._weights), own.version
+
+    def renew(self, task: Task, renewal: Renewal) -> Tensor | None:
+        """Return the weights, with those that have changed as their owners send them again; every rank calls this.
+
+        Args:
+            task: the ranks' common one.
+            renewal: what this rank sends.
+
+        Returns:
+            None where another rank has to ask for its rows: then all do.
+        """
+        came, time = None, self._errand.time + self.place
+        with task.promised():
+            lines = task.round(renewal.sent, note=2 * time + (len(renewal.rows) > 0))
+            if any(note // 2 != time for note in lines.notes):
+                return None
+            if any(note % 2 for note in lines.notes):
+                into = renewal.into[: sum(lines.counts)]
+                came = task.post(task.letter(renewal.rows, renewal.sent, lines.counts, into))
+        if came is not None:
+            of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(lines.counts))
+            # A single row counts as contiguous beside the rest of its bytes, so contiguous() would not copy it.
+            numbers, weights = (part.clone(memory_format=_DENSE) for part in came.tensor_split((_INDEX_BYTES,), dim=1))
+            places = numbers.view(torch.int64).squeeze(1) + of_owner
+            self._weights.index_copy_(0, places, weights.view(self._weights.dtype))
+        return self._weights
+
+
+class Renewal(NamedTuple):
+    """Rows that were lent ahead of their step, and have changed since.
+
+    Attributes:
+        rows: bytes, shape (k, 8 + bytes of a row): each row's number among those that a rank has asked for here, and
+            its weight; those for the first rank first.
+        sent: how many go to each rank.
+        into: memory for what may come.
+    """
+
+    rows: Tensor
+    sent: list[int]
+    into: Tensor
+
+    @classmethod
+    def of(cls, route: Route, weight: Tensor, places: Tensor, lent: Tensor) -> Renewal:
+        """Return the renewal of some rows.
+
+        Args:
+            route: of the lookup.
+            weight: of the union of the rows asked for here.
+            places: of those among the union that have changed, ascending.
+            lent: the weights that this rank has asked for.
+        """
+        has_changed = torch.zeros(len(route.union), dtype=torch.bool)
+        has_changed[places] = True
+        again = has_changed[route.positions].nonzero().squeeze(1)
+        starts = starts_of(route.received)
+        ends = torch.searchsorted(again, starts + torch.tensor(route.received))
+        sent = ends.diff(prepend=ends.new_zeros(1))
+        numbers = again - torch.repeat_interleave(starts, sent)
+        row_bytes = weight.shape[1] * weight.element_size()
+        rows = torch.empty(len(again), _INDEX_BYTES + row_bytes, dtype=torch.uint8)
+        rows[:, :_INDEX_BYTES] = numbers.unsqueeze(1).view(torch.uint8)
+        rows[:, _INDEX_BYTES:] = weight.detach().index_select(0, route.positions[again]).view(torch.uint8)
+        return cls(rows, sent.tolist(), rows.new_empty(len(lent), rows.shape[1]))
+
+
+def _among(rows: Tensor, changed: Sequence[Tensor]) -> Tensor:
+    """Return the places of rows, ascending, that have changed."""
+    if not changed:
+        return torch.empty(0, dtype=torch.int64)
+    every, _ = kernels.unique(torch.cat(list(changed)))
+    return (kernels.places_among(every, rows) >= 0).nonzero().squeeze(1) if len(every) else every

@@ -1,0 +1,252 @@
+"""A table that ranks own together, in files: a directory of each rank's rows, read as one table by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.tables.block import Block
+from speedswap.tables.copies import copy_rows
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.inspection import Checked
+from speedswap.tables.files.manifest_file import ManifestFile
+from speedswap.tables.files.place import Place
+from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
+from speedswap.tables.id_map import IdMap
+from speedswap.tables.opening import open_store
+from speedswap.tables.ranks.moving import whole_columns
+from speedswap.tables.ranks.owners import Owners
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore
+
+if TYPE_CHECKING:
+    from speedswap.kernels import Transfers
+
+__all__ = ["ShardsInFiles", "different_steps", "open_shard", "read_manifest"]
+
+
+def read_manifest(path: Path) -> ShardsManifest | None:
+    """Return the description of a table that ranks own; None if another table is there, or none.
+
+    Raises:
+        TableFormatError: what is there is damaged.
+    """
+    try:
+        manifest = ManifestFile.load(Place(path).open())[1]
+    except FileNotFoundError:
+        return None
+    return manifest if isinstance(manifest, ShardsManifest) else None
+
+
+def open_shard(
+    path: Path, manifest: ShardsManifest, rank: int, mode: str, disk: DiskOptions, commit: int | None = None
+) -> LogStore:
+    """Open the rows of one rank.
+
+    Args:
+        path: of the table of all ranks.
+        manifest: its description.
+        rank: whose rows.
+        mode, disk, commit: as for :func:`open_store`.
+
+    Raises:
+        TableFormatError: they are missing, or another table's.
+    """
+    place = path / shard_name(rank, manifest.world_size)
+    problem = "is not the table that it was made with"
+    try:
+        if place.is_symlink():
+            raise TableFormatError(f"{place} is a symbolic link, which is not followed")
+        store = open_store(place, mode, disk, commit)
+    except FileNotFoundError:
+        raise TableFormatError(f"the table at {path} is damaged: {place.name} is missing") from None
+    rows = Owners(manifest.num_embeddings, manifest.world_size).rows_of(rank)
+    if not isinstance(store, LogStore) or (store.manifest.salt, store.num_embeddings) != (manifest.salts[rank], rows):
+        store.close()
+        raise TableFormatError(f"the table at {path} is damaged: {place.name} {problem}; restore it from a copy")
+    return store
+
+
+class ShardsInFiles(RowStore):
+    """All rows of a table that ranks own, for one process that reads them.
+
+    Args:
+        path: the table's directory.
+        manifest: its description.
+        disk: the cache of each shard.
+
+    Raises:
+        TableFormatError: it is damaged, or its shards are of different steps.
+    """
+
+    storage = "memmap"
+    engine = "auto"
+    reads_copies = True
+    attributes_lag = False
+
+    def __init__(self, path: Path, manifest: ShardsManifest, disk: DiskOptions) -> None:
+        self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
+        self.owners = Owners(manifest.num_embeddings, manifest.world_size)
+        self._path = path.absolute()
+        self._closed = False
+        with ExitStack() as opened:
+            self.shards: list[LogStore] = []
+            for rank in range(manifest.world_size):
+                self.shards.append(open_shard(path, manifest, rank, "r", disk))
+                opened.callback(self.shards[-1].close)
+            require_one_step(path, self.shards)
+            opened.pop_all()
+        self.attributes, self.live_attributes = self.shards[0].attributes, {}
+        self.id_maps = self._whole_maps()
+
+    def _whole_maps(self) -> dict[str, IdMap]:
+        """Return the id maps with the keys of all ranks."""
+        found = {}
+        for name in self.shards[0].id_maps:
+            parts = [shard.id_maps[name] for shard in self.shards]
+            raw = [part.to_bytes() for part in parts]
+            assert parts[0].part is not None
+            found[name] = IdMap(**parts[0].part.settings)
+            found[name].restore(raw, what=f"id map {name!r} of the table at {self._path}")
+        return found
+
+    # ------------------------------------------------------------------ description
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        return whole_columns(self.shards[0].columns)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def writes(self) -> int:
+        return self.shards[0].writes
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def path(self) -> Path | None:
+        return self._path
+
+    def facts(self) -> dict[str, Any]:
+        facts = [shard.facts() for shard in self.shards]
+        added = ("touched_rows", "log_bytes", "reusable_bytes")
+        return {
+            "shards": len(facts),
+            **{name: sum(each[name] for each in facts) for name in added},
+            "bytes_on_disk": sum(each["log_bytes"] for each in facts),
+            "last_commit_at": max(each["last_commit_at"] for each in facts),
+            "access": facts[0]["access"],
+        }
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        checked = Checked(checksums=True)
+        for rank, shard in enumerate(self.shards):
+            found, name = shard.verify(advance), shard_name(rank, len(self.shards))
+            checked.rows += found.rows
+            checked.nbytes += found.nbytes
+            checked.problems += [f"{name}: {problem}" for problem in found.problems]
+            for places in found.damaged:
+                ids = self.owners.ids(torch.arange(places.start, places.stop), rank)
+                checked.damaged += [range(row, row + 1) for row in ids.tolist() if row < self.num_embeddings]
+        return checked
+
+    def check(self, *, writing: bool = False) -> bool:
+        if writing:
+            raise TableClosedError(
+                f"table {self.name!r} is owned by {len(self.shards)} ranks, and can only be read here; open it in as "
+                "many processes, or save a copy of one process with Table.save(path)"
+            )
+        changed = [shard.check() for shard in self.shards]
+        if any(changed):
+            require_one_step(self._path, self.shards)
+            self.id_maps.update(self._whole_maps())
+        return any(changed)
+
+    # ------------------------------------------------------------------ rows
+
+    def gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        ids, device = rows.cpu().long(), device or rows.device
+        names = [*self.columns] if columns is None else [*columns]
+        found = {
+            name: torch.empty(len(ids), *column.row_shape, dtype=column.dtype)
+            for name, column in self.columns.items()
+            if name in names
+        }
+        owner = self.owners.of(ids)
+        for rank, shard in enumerate(self.shards):
+            mine = (owner == rank).nonzero().flatten()
+            if len(mine):
+                block = shard.gather(self.owners.places(ids[mine], rank), names)
+                for name in names:
+                    found[name].index_copy_(0, mine, block[name])
+        for name, into in (out or {}).items():
+            found[name] = into.copy_(found[name])
+        return Block(rows, {name: found[name].to(device) for name in names})
+
+    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        self.check(writing=True)
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        return self.gather(torch.arange(start, stop), [column], device)[column]
+
+    def write(self, column: str, start: int, values: Tensor) -> None:
+        self.check(writing=True)
+
+    def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        for rank, shard in enumerate(self.shards):
+            for places, held in shard.written_rows():
+                ids = self.owners.ids(places, rank)
+                used = ids < self.num_embeddings
+                if used.any():
+                    yield ids[used], {name: some[used] for name, some in held.items()}
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        self.check(writing=True)
+
+    def reset_columns(self, columns: Sequence[Column]) -> None:
+        self.check(writing=True)
+
+    # ------------------------------------------------------------------ lifetime
+
+    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
+        return copy_rows(self, storage, engine)
+
+    def close(self) -> None:
+        self._closed = True
+        for shard in self.shards:
+            shard.close()
+
+
+def different_steps(path: Path, writes: Sequence[int], columns: Sequence[Sequence[str]]) -> str | None:
+    """Return the problem of shards with so many writes, and with these columns, if they are not of one step."""
+    if len({*writes}) == 1 and len({tuple(names) for names in columns}) == 1:
+        return None
+    return (
+        f"the table at {path} has shards of different steps ({', '.join(map(str, writes))} writes), since its ranks "
+        "commit each by itself; load the last checkpoint of the job that trains it, or remove it to begin anew"
+    )
+
+
+def require_one_step(path: Path, shards: Sequence[LogStore]) -> None:
+    """Raise TableFormatError unless all shards are of one step."""
+    problem = different_steps(path, [shard.writes for shard in shards], [[*shard.columns] for shard in shards])
+    if problem is not None:
+        raise TableFormatError(problem)

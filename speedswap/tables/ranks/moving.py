@@ -1,0 +1,116 @@
+"""Rows moved from one division over ranks to another, a piece at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap.tables.ranks.owned import OwnedRows
+from speedswap.tables.ranks.owners import InOrder, Owners
+from speedswap.tables.ranks.sharded import ShardedStore
+from speedswap.tables.record import Column
+from speedswap.tables.table import Table
+
+__all__ = ["Shard", "own_shard", "place_rows", "take_shards", "whole_columns"]
+
+_PIECE_BYTES = 8 << 20
+
+
+class Shard(NamedTuple):
+    """The rows of a table that one of its owners has.
+
+    Attributes:
+        table: of these rows, numbered by their places.
+        owners: the division that gives them these places.
+        rank: the owner.
+    """
+
+    table: Table
+    owners: Owners | InOrder
+    rank: int
+
+
+def own_shard(table: Table) -> Shard:
+    """Return the rows of a table that are in this process: all rows, or those that this rank owns."""
+    store = table.store
+    if isinstance(store, ShardedStore):
+        return Shard(store.own, store.owners, store.group.rank)
+    return Shard(table, InOrder(table.num_embeddings), 0)
+
+
+def place_rows(places: Tensor, source: Shard, target: Shard) -> tuple[Tensor, Tensor]:
+    """Return which rows of a shard are another one's too, as a mask over their places, and where they are there."""
+    ids = source.owners.ids(places, source.rank)
+    owned = (ids < source.owners.num_embeddings) & (target.owners.of(ids) == target.rank)
+    return owned, target.owners.places(ids[owned], target.rank)
+
+
+def take_shards(target: Shard, sources: Sequence[Shard], columns: Sequence[str]) -> None:
+    """Overwrite columns of a shard by those of the shards that its rows are in, all columns of a piece at once.
+
+    Args:
+        target: every row of which is in one of the sources.
+        sources: the shards of another division of the same table, or some of them.
+        columns: names of columns that all have, of one dtype and row shape.
+    """
+    for source in sources:
+        for there, values in _pieces(source, target, columns):
+            target.table.scatter(there, values, checked=True)
+
+
+def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
+    """Yield rows of the source that are the target's: their places there, and their values."""
+    table = source.table
+    if _begins_as(target, source, columns):  # the others have the same initial values in both
+        for places, _ in table.store.written_rows():
+            owned, there = place_rows(places, source, target)
+            places = places[owned]
+            if len(places):
+                yield there, table.gather(places, columns=columns, checked=True).columns
+        return
+    shared = source.owners.places_shared(source.rank, target.owners, target.rank)
+    step = max(1, _PIECE_BYTES // max(1, sum(column.row_bytes for column in table.columns.values())))
+    for start in range(shared.start, shared.stop, step):
+        places = torch.arange(start, min(start + step, shared.stop))
+        owned, there = place_rows(places, source, target)
+        places = places[owned]
+        if len(places):
+            yield there, table.gather(places, columns=columns, device="cpu", checked=True).columns
+
+
+def _begins_as(target: Shard, source: Shard, columns: Sequence[str]) -> bool:
+    """Return whether rows that were never written are equal in two shards, and none was written in the target."""
+    ours, theirs = (_starts(shard.table) for shard in (target, source))
+    return (
+        target.table.store.is_untouched
+        and target.table.seed == source.table.seed
+        and {*columns} == {*ours}
+        and all(ours[name] == theirs[name] for name in columns)
+    )
+
+
+def _starts(table: Table) -> dict[str, list[tuple[object, ...]]]:
+    """Return all that the values of untouched rows depend on beside the table's seed, by column."""
+    return {
+        name: [
+            (each.name, each.init.to_json(), each.zero_row, each.dtype, each.stored_dtype)
+            for each in whole_columns(
+                {str(place): each for place, each in enumerate((held.start, *held.through, held.column))}
+            ).values()
+        ]
+        for name, held in table.store.initial_layout.by_name.items()
+    }
+
+
+def whole_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of the whole table, given those of the rows that a rank owns."""
+    return {
+        name: replace(column, init=column.init.init, zero_row=column.init.zero_row)
+        if isinstance(column.init, OwnedRows)
+        else column
+        for name, column in columns.items()
+    }

@@ -1,0 +1,188 @@
+"""A table on disk that ranks own: made, opened again, or taken over by another number of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from speedswap.collectives import RankGroup, Task, share
+from speedswap.errors import TableFormatError
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.manifest import MANIFEST
+from speedswap.tables.files.manifest_file import ManifestFile
+from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
+from speedswap.tables.files.place import is_shard
+from speedswap.tables.files.shards_manifest import SHARD, ShardsManifest, shard_name
+from speedswap.tables.opening import create_store, open_store
+from speedswap.tables.ranks.in_files import different_steps, open_shard, read_manifest
+from speedswap.tables.ranks.moving import Shard, take_shards
+from speedswap.tables.ranks.owned_keys import part_of
+from speedswap.tables.ranks.owners import Owners
+from speedswap.tables.record import Column
+from speedswap.tables.table import Table
+
+__all__ = ["on_disk", "remove_former"]
+
+_CACHE_BYTES = 64 << 20
+_log = logging.getLogger("speedswap")
+
+
+def on_disk(
+    group: RankGroup,
+    task: Task,
+    owners: Owners,
+    path: Path,
+    columns: tuple[Column, Column],
+    *,
+    seed: int,
+    name: str,
+    disk: DiskOptions,
+) -> tuple[LogStore, str | None]:
+    """Return the rows that this rank owns of a table on disk; every rank calls this.
+
+    They are in a directory of their own, and stay there: the same number of ranks goes on with them. Another number
+    copies the rows into new directories, and the former ones are removed unless a checkpoint refers to them.
+
+    Args:
+        group: the ranks.
+        task: their common one.
+        owners: the division of the rows.
+        path: of the table.
+        columns: the first one, of the whole table and of this rank's rows.
+        seed: of the initial values of a new table.
+        name: of it.
+        disk: cache and commits.
+
+    Returns:
+        The rows; and why they are not those of one step, if so.
+
+    Raises:
+        ValueError: another table is there.
+        FileExistsError: something else is.
+    """
+    whole, weight = columns
+    before = _found(path)
+    task.round()  # before anything is made there
+    if before is not None:
+        _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
+        seed, name = before.seed, before.name
+    place = path / shard_name(group.rank, len(group))
+    store, problem = _opened(place, owners.rows_of(group.rank), weight, seed, name, disk), None
+    try:
+        if before is not None and before.world_size != len(group):
+            problem = _take_over(path, before, Shard(Table(store), owners, group.rank))
+        elif before is not None and before.salts[group.rank] != store.manifest.salt:
+            raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
+        store.flush()
+        found = share(task, [store.manifest.salt, store.writes, store.seed, [*store.columns]])
+        if len({each[2] for each in found}) > 1:
+            raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
+        after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
+        if after.encode() != (before and before.encode()):
+            with says_if_full(path / "MANIFEST"):
+                ManifestFile.write(OpenDirectory(path), after.encode())  # by each rank: its disk may be its own
+        task.round()
+        if group.rank == 0:
+            remove_former(path, len(group), lambda former: bool(former.store.held_commits))
+    except BaseException:
+        store.close()
+        raise
+    return store, problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
+
+
+def _found(path: Path) -> ShardsManifest | None:
+    """Return the description of a table at a path; None if it was never finished, or nothing is there.
+
+    Raises:
+        FileExistsError: something else is.
+    """
+    if not path.exists():
+        return None
+    if (path / MANIFEST).exists():
+        manifest = read_manifest(path)
+        if manifest is not None:
+            return manifest
+    elif all(is_shard(name) for name in os.listdir(path)):
+        return None
+    raise FileExistsError(
+        f"path is {str(path)!r}, where there is something else than a table of a process group; give another path"
+    )
+
+
+def _opened(place: Path, rows: int, weight: Column, seed: int, name: str, disk: DiskOptions) -> LogStore:
+    """Return the table in a rank's directory, a new one if none is there."""
+    try:
+        store = open_store(place, "r+", disk)
+    except FileNotFoundError:
+        store = create_store(rows, weight, storage="memmap", path=place, seed=seed, name=name, disk=disk)
+    assert isinstance(store, LogStore)
+    try:
+        _require_same(place, store.num_embeddings, store.columns["weight"], rows, weight)
+    except ValueError:
+        store.close()
+        raise
+    return store
+
+
+def _require_same(path: Path, rows: int, weight: Column, wanted_rows: int, wanted: Column) -> None:
+    there, here = (
+        (count, each.row_shape, each.dtype, each.stored_dtype)
+        for count, each in ((rows, weight), (wanted_rows, wanted))
+    )
+    if there != here:
+        raise ValueError(
+            f"path is {str(path)!r}, where a table has (rows, shape, dtype, stored dtype) {there}, but {here} were "
+            "asked for; give another path, or the same settings"
+        )
+
+
+def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
+    """Copy rows, columns, attributes and the number of writes from the shards of another number of ranks.
+
+    Returns:
+        Why they are not those of one step, if so: nothing was copied.
+    """
+    owners, disk = Owners(before.num_embeddings, before.world_size), DiskOptions(cache_bytes=_CACHE_BYTES)
+    with ExitStack() as opened:
+        sources = []
+        for rank in range(before.world_size):
+            store = open_shard(path, before, rank, "r", disk)
+            opened.callback(store.close)
+            sources.append(Shard(Table(store), owners, rank))
+        stores = [source.table for source in sources]
+        problem = different_steps(path, [store.writes for store in stores], [[*store.columns] for store in stores])
+        if problem is None:
+            mine = target.table
+            theirs = stores[0].columns
+            mine.add_columns([column for each, column in theirs.items() if each not in mine.columns])
+            take_shards(target, sources, [each for each in mine.columns if each in theirs])
+            mine.attributes.clear()
+            mine.attributes.update(stores[0].attributes)
+            mine.store.continue_writes(stores[0].writes)
+            for each in stores[0].store.id_maps:
+                parts = [store.store.id_maps[each] for store in stores]
+                mine.store.id_maps[each] = part_of(parts, target.owners.world_size, target.rank)
+    return problem
+
+
+def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool]) -> None:
+    """Remove the rows of other numbers of ranks.
+
+    Args:
+        path: of the table of all ranks.
+        world_size: their present number.
+        is_needed: whether a checkpoint may refer to such rows, given as a table.
+    """
+    for place in sorted(path.iterdir()):
+        if SHARD.fullmatch(place.name) and not place.name.endswith(f"-of-{world_size}") and not place.is_symlink():
+            with suppress(OSError, TableFormatError):  # another process has it
+                table = Table(open_store(place, disk=DiskOptions(cache_bytes=_CACHE_BYTES)))
+                if is_needed(table):
+                    table.close()
+                else:
+                    table.remove()
+                    _log.info("removed %s, whose rows other ranks have now", place)

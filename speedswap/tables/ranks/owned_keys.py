@@ -1,0 +1,151 @@
+"""Keys that one of several ranks owns, with their rows: how they are kept, saved and taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.collectives import Kind, RankGroup
+from speedswap.tables.files.damage import require, says_damaged
+from speedswap.tables.files.keys_file import SavedMap, restored
+from speedswap.tables.id_map import IdMap
+from speedswap.tables.key_parts import joined, selected
+from speedswap.tables.keys import select_texts
+from speedswap.tables.ranks.key_route import owners_of_keys, sent_texts
+
+__all__ = ["SETTINGS", "OwnedKeys", "part_of"]
+
+SETTINGS = ("capacity", "keys", "admit_after", "evict")
+
+
+class OwnedKeys(IdMap):
+    """The part of an id map that a rank owns: its keys, and the row of each.
+
+    Args:
+        settings: a map without keys, with the arguments; it cannot be used any more.
+        group: the ranks.
+
+    Attributes:
+        number: of the map among those of the group, the same on every rank.
+        share: the number of keys that this rank can own.
+    """
+
+    number: int
+
+    def __init__(self, settings: IdMap, group: RankGroup) -> None:
+        self.group = group
+        self.capacity, self.evict = settings.capacity, settings.evict
+        self.share = self._share_of(0, settings.capacity)
+        super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
+        self.holder = settings.holder
+        self._rows = torch.zeros(1, dtype=torch.int32)  # of each own key, by its place in the loops' map
+        self._used = 0  # rows, on all ranks
+        self._used_in_parts = self._last_in_parts = 0  # rows of what is being restored, and the last of them
+
+    def _empty(self) -> kernels.KeyMap:
+        return kernels.KeyMap(self.share, self.keys == "exact", self.admit_after, self.evict)
+
+    def __len__(self) -> int:
+        """Return the number of keys that have a row, on all ranks."""
+        return self._used
+
+    @property
+    def counts(self) -> bool:
+        """True if sightings of a key are counted, so that each of them is sent to its owner."""
+        return self.admit_after > 1 or self.evict == "lfu"
+
+    def _share_of(self, used: int, free: int) -> int:
+        """Return the number of keys that this rank can own: those that it has, and a part of the rows that are free."""
+        if self.evict is None:
+            return self.capacity
+        share = used + free // len(self.group) + (self.group.rank < free % len(self.group))
+        if not share:
+            raise ValueError(
+                f"capacity is {self.capacity}, of which this rank, one of {len(self.group)} that evict, gets no row; "
+                "give the map more rows, or use fewer ranks"
+            )
+        return share
+
+    def renew_later(self, rows: Tensor) -> None:
+        """Let rows that could not be reset now start anew when the next keys are added."""
+        places = torch.isin(self._rows[: self._map.cursor.used + 1], rows.to(torch.int32)).nonzero().squeeze(1)
+        super().renew_later(places[places > 0])
+
+    # ------------------------------------------------------------------ saving
+
+    def _saved(self, cells: tuple[Tensor, Tensor] | None = None) -> SavedMap:
+        rows = self._rows[1 : self._map.cursor.used + 1].clone() if cells is None else self._rows[cells[0].long()]
+        return super()._saved(cells)._replace(own_rows=rows)
+
+    def _kept(self, part: SavedMap) -> SavedMap:
+        self._used_in_parts += part.cursor.used
+        rows = part.own_rows
+        last = part.cursor.used if rows is None else int(rows.max()) if len(rows) else 0
+        self._last_in_parts = max(self._last_in_parts, last)
+        size, rank = len(self.group), self.group.rank
+        return selected(part, lambda numbers: owners_of_keys(numbers, size) == rank)
+
+    @contextmanager
+    def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
+        self._used_in_parts = self._last_in_parts = 0
+        with super().restoring(raw, what=what):
+            yield
+
+    def _restored(self, parts: list[SavedMap], what: str) -> tuple[SavedMap, kernels.KeyMap]:
+        saved = joined(parts, self.capacity)
+        with says_damaged(what, "; restore all parts of it from a copy"):
+            require(self._last_in_parts == self._used_in_parts, "the keys of some rows are missing")
+        share = self._share_of(saved.cursor.used, self.capacity - self._used_in_parts)
+        if len(saved.probation.numbers) > share:
+            saved = joined([saved], share)
+        return saved, restored(saved, what, share)
+
+    def _adopt(self, saved: SavedMap, restored: kernels.KeyMap) -> None:
+        assert saved.own_rows is not None
+        super()._adopt(saved, restored)
+        self.share = self._share_of(saved.cursor.used, self.capacity - self._used_in_parts)
+        self._rows = torch.cat([torch.zeros(1, dtype=torch.int32), saved.own_rows])
+        self._used = self._used_in_parts
+
+    def whole_bytes(self) -> Tensor:
+        """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
+        mine, size = self.to_bytes(), len(self.group)
+        with self.group.main.task(Kind.PARTS, self.number, "the saving of an id map") as task:
+            lengths = task.round([len(mine)] * size).counts
+            parts = torch.split(task.send(mine.repeat(size), [len(mine)] * size, lengths), lengths)
+        whole = IdMap(self.capacity, keys=self.keys, admit_after=self.admit_after, evict=self.evict)
+        whole.restore(parts)
+        return whole.to_bytes()
+
+    def row_keys(self) -> Tensor | kernels.Texts:
+        """Return the keys of all rows, those of all ranks; every rank calls this. As :meth:`IdMap.row_keys`."""
+        with self.group.main.task(Kind.PARTS, self.number, "the keys of an id map") as task, self._unbroken():
+            saved, size = self._map.save(False), len(self.group)
+            places = torch.arange(len(saved.numbers)).repeat(size)
+            sent = [len(saved.numbers)] * size
+            received = task.round(sent).counts
+            order = task.send(self._rows[1:][places], sent, received).argsort()
+            numbers = task.send(saved.numbers[places], sent, received)[order]
+            if saved.texts is None:
+                return numbers
+            return select_texts(sent_texts(task, select_texts(saved.texts, places), sent, received), order)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
+        raise TypeError("the keys of the id map are owned by ranks, and cannot be copied; save the table")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("the keys of the id map are owned by ranks, and cannot be pickled; save the table")
+
+
+def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
+    """Return the part of a map that a rank owns, out of those that other ranks owned."""
+    saved = [part.part for part in parts if part.part is not None]
+    kept = [selected(each, lambda numbers: owners_of_keys(numbers, world_size) == rank) for each in saved]
+    found = IdMap(**saved[0].settings)
+    found.part = joined(kept, found.capacity)
+    return found

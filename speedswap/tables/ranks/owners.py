@@ -1,0 +1,203 @@
+"""Arithmetic that tells the rank that owns a row, and its place there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+
+__all__ = ["InOrder", "Owners"]
+
+_MOST_BITS = 16
+_ROWS_OF_A_BUCKET = 256  # at least, where there are enough rows: those past the last id are unused
+_MOST_AT_ONCE = 1 << 20  # rows whose order is looked at
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Rows spread over ranks by arithmetic alone, evenly for ids in any order that occurs.
+
+    A row lies in one of ``2**bits`` buckets, and each rank owns consecutive buckets. The bucket is the id's low bits
+    times an odd number near their golden section, moved by the golden section of its high bits: neighbouring ids and
+    ids with a stride of any power of two lie as far from each other as they can (Weyl 1916). It is invertible: bucket
+    and high bits give the id.
+
+    Args:
+        num_embeddings: rows of the table.
+        world_size: ranks.
+
+    Example:
+        >>> import torch
+        >>> from speedswap.tables.ranks import Owners
+        >>> owners = Owners(1000, 4)
+        >>> owners.of(torch.tensor([0, 1, 2, 3])).tolist()
+        [0, 3, 2, 1]
+    """
+
+    num_embeddings: int
+    world_size: int
+
+    @cached_property
+    def bits(self) -> int:
+        """The bits of a bucket's number."""
+        most = max(1, self.num_embeddings // _ROWS_OF_A_BUCKET).bit_length() - 1
+        return max(min(most, _MOST_BITS), (self.world_size - 1).bit_length())
+
+    @property
+    def buckets(self) -> int:
+        """Buckets, at least one for each rank."""
+        return 1 << self.bits
+
+    @cached_property
+    def rows_of_a_bucket(self) -> int:
+        """Rows that a bucket has room for."""
+        return -(-self.num_embeddings >> self.bits)
+
+    @cached_property
+    def _factor(self) -> int:
+        return (_GOLDEN >> (64 - self.bits) | 1) if self.bits else 1
+
+    @cached_property
+    def _inverse(self) -> int:
+        return pow(self._factor, -1, self.buckets) if self.bits else 0
+
+    def _moved(self, high: Tensor) -> Tensor:
+        """Return by how much the bucket of an id with these high bits is moved."""
+        # The product wraps around, as its low 64 bits; its top bits are wanted.
+        return (high * (_GOLDEN - (1 << 64))) >> (64 - self.bits) if self.bits else torch.zeros_like(high)
+
+    def first_bucket(self, rank: int) -> int:
+        """Return the first bucket that a rank owns; for ``world_size``, their number."""
+        return -(-rank * self.buckets // self.world_size)
+
+    def rows_of(self, rank: int) -> int:
+        """Return how many rows a rank has room for."""
+        return (self.first_bucket(rank + 1) - self.first_bucket(rank)) * self.rows_of_a_bucket
+
+    def _buckets_of(self, ids: Tensor) -> Tensor:
+        low = ids & (self.buckets - 1)
+        return (low * self._factor + self._moved(ids >> self.bits)) & (self.buckets - 1)
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Return the rank that owns each id, int64."""
+        return (self._buckets_of(ids.long()) * self.world_size) >> self.bits
+
+    def ordered(self, ids: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Order ids by their owners, as :func:`speedswap.kernels.by_owner` does."""
+        return kernels.by_owner(ids, bits=self.bits, factor=self._factor, world_size=self.world_size)
+
+    def places_shared(self, rank: int, other: Owners | InOrder, other_rank: int) -> range:
+        """Return the places of a rank among which those are whose rows a rank of another division owns."""
+        rows = range(self.rows_of(rank))
+        if isinstance(other, InOrder) or other.bits != self.bits:
+            return rows
+        # Both divide the same buckets, in the same order.
+        offset = (other.first_bucket(other_rank) - self.first_bucket(rank)) * self.rows_of_a_bucket
+        return range(max(rows.start, offset), min(rows.stop, offset + other.rows_of(other_rank)))
+
+    def places(self, ids: Tensor, rank: int) -> Tensor:
+        """Return where a rank keeps ids that it owns."""
+        ids = ids.long()
+        return (self._buckets_of(ids) - self.first_bucket(rank)) * self.rows_of_a_bucket + (ids >> self.bits)
+
+    def ids(self, places: Tensor, rank: int) -> Tensor:
+        """Return the ids that a rank keeps at some places; one past the table's last is of a place that is unused."""
+        bucket, high = places // self.rows_of_a_bucket + self.first_bucket(rank), places % self.rows_of_a_bucket
+        low = ((bucket - self._moved(high)) * self._inverse) & (self.buckets - 1)
+        return (high << self.bits) | low
+
+    # ------------------------------------------------------------------ a rank's rows in the order of their ids
+
+    def count_below(self, id_: int, rank: int) -> int:
+        """Return how many of a rank's ids are below one: its number among them, if it is the rank's."""
+        if id_ >= self.rows_of_a_bucket << self.bits:
+            return self.rows_of(rank)
+        high, low = id_ >> self.bits, id_ & (self.buckets - 1)
+        lows = self._lows(torch.tensor([high]), rank)
+        return high * lows.shape[1] + int((lows < low).sum())
+
+    def ids_in_order(self, rank: int, start: int, stop: int) -> Tensor:
+        """Return a rank's ids number ``start`` to ``stop - 1`` in ascending order."""
+        width = self.first_bucket(rank + 1) - self.first_bucket(rank)
+        first = start // width
+        ids = self._ids_of(torch.arange(first, -(-stop // width)), rank)
+        return ids[start - first * width : stop - first * width]
+
+    def ids_numbered(self, numbers: Tensor, rank: int) -> Tensor:
+        """Return a rank's ids, given their numbers in ascending order; the inverse of :meth:`numbers_in_order`."""
+        width = self.first_bucket(rank + 1) - self.first_bucket(rank)
+        return self._by_high(
+            numbers // width, rank, lambda ids, mine, first: ids[numbers[mine] % width + first * width]
+        )
+
+    def numbers_in_order(self, ids: Tensor, rank: int) -> Tensor:
+        """Return the number of each id among those of its rank in ascending order."""
+        width = self.first_bucket(rank + 1) - self.first_bucket(rank)
+        highs = ids >> self.bits
+        return self._by_high(
+            highs, rank, lambda some, mine, _: highs[mine] * width + torch.searchsorted(some, ids[mine]) % width
+        )
+
+    def _by_high(self, highs: Tensor, rank: int, of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """Return values computed from the ids with some high bits, so many at a time that memory is bounded.
+
+        Args:
+            highs: of each value.
+            rank: whose ids.
+            of: computes values from ids in ascending order, the values' places, and of each the place of its high bits
+                among those of the ids.
+        """
+        found = torch.empty_like(highs)
+        distinct, of_high = torch.unique(highs, return_inverse=True)
+        step = max(1, _MOST_AT_ONCE // (self.first_bucket(rank + 1) - self.first_bucket(rank)))
+        for start in range(0, len(distinct), step):
+            mine = ((of_high >= start) & (of_high < start + step)).nonzero().squeeze(1)
+            found[mine] = of(self._ids_of(distinct[start : start + step], rank), mine, of_high[mine] - start)
+        return found
+
+    def _ids_of(self, highs: Tensor, rank: int) -> Tensor:
+        """Return a rank's ids with some high bits, which ascend, in ascending order."""
+        return ((highs << self.bits).unsqueeze(1) | self._lows(highs, rank)).view(-1)
+
+    def _lows(self, highs: Tensor, rank: int) -> Tensor:
+        """Return the low bits of a rank's ids with each of some high bits, ascending: shape (n, the rank's buckets)."""
+        buckets = torch.arange(self.first_bucket(rank), self.first_bucket(rank + 1))
+        lows = ((buckets - self._moved(highs).unsqueeze(1)) * self._inverse) & (self.buckets - 1)
+        return lows.sort(dim=1).values
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """All rows in one place, in the order of their ids: a table that no ranks share, in the words of :class:`Owners`.
+
+    Args:
+        num_embeddings: rows of the table.
+    """
+
+    num_embeddings: int
+    world_size: ClassVar[int] = 1
+
+    def rows_of(self, rank: int) -> int:
+        return self.num_embeddings
+
+    def of(self, ids: Tensor) -> Tensor:
+        return torch.zeros_like(ids)
+
+    def places_shared(self, rank: int, other: Owners | InOrder, other_rank: int) -> range:
+        return range(self.num_embeddings)
+
+    def places(self, ids: Tensor, rank: int) -> Tensor:
+        return ids
+
+    def ids(self, places: Tensor, rank: int) -> Tensor:
+        return places

@@ -1,0 +1,290 @@
+"""A table's rows, each owned by one of the ranks of a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap.collectives import Kind, RankGroup, Task
+from speedswap.errors import DuplicateIdError, TableFormatError
+from speedswap.tables.block import Block
+from speedswap.tables.init import CHUNK_ROWS
+from speedswap.tables.ranks.ahead import LookupsAhead, RowsAhead
+from speedswap.tables.ranks.keys import ShardedIdMap
+from speedswap.tables.ranks.owned_store import OwnedStore
+from speedswap.tables.ranks.owners import Owners
+from speedswap.tables.ranks.route import Route, Wanted
+from speedswap.tables.ranks.saving import save_shards
+from speedswap.tables.record import Column
+from speedswap.tables.store import Prefetched, RowStore
+
+if TYPE_CHECKING:
+    from speedswap.kernels import Lookup, Transfers
+    from speedswap.tables.id_map import IdMap
+
+__all__ = ["Lent", "ShardedStore"]
+
+
+class Lent(NamedTuple):
+    """The rows that this rank has lent to others in a lookup.
+
+    Attributes:
+        route: of the rows that it has got itself.
+        block: columns of the rows that were asked for here, whose numbers are places in the own table.
+        version: of the own table, when they were gathered.
+    """
+
+    route: Route
+    block: Block
+    version: int
+
+    @property
+    def rows(self) -> Tensor:
+        """The ids that this rank has asked for, each once, on the CPU."""
+        return self.route.wanted.rows
+
+
+class ShardedStore(OwnedStore):
+    """Rows owned by the ranks of a process group, as one table on every one of them.
+
+    Calls that read or write rows are made by all ranks at once, in one order, each with rows of its own: ids go to
+    their owners, and rows come back. What a rank has of the rows is a table of its own, :attr:`own`, which the owner's
+    optimizer steps in without asking anybody.
+
+    Args:
+        own, owners, group, name, weight: as for :class:`OwnedStore`.
+
+    Attributes:
+        number: of this table among those of the group, the same on every rank.
+        torn: why the ranks' rows are not those of one step, until they are replaced; None if they are.
+    """
+
+    reads_copies = is_shared = True
+
+    def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
+        super().__init__(own, owners, group, name=name, weight=weight)
+        self.number = group.number_of_next_table(self)
+        self.torn: str | None = None
+        for each, found in self.id_maps.items():
+            if found.part is not None:  # in files
+                self.id_maps[each] = ShardedIdMap.reopened(found, group)
+
+    # ------------------------------------------------------------------ what the ranks do together
+
+    def together(self, *, training: bool = False, writing: bool = False) -> AbstractContextManager[Any]:
+        if self.group.own_pace.is_active and not writing:
+            return nullcontext()
+        if writing:
+            return self._task(Kind.SCATTER, "a scatter")
+        return self._task(Kind.LOOK_UP, "a training lookup") if training else self._task(Kind.GATHER, "a lookup")
+
+    def _task(self, kind: Kind, what: str) -> AbstractContextManager[Task]:
+        """Surround a call that every rank makes: what fails here within it is told to the others."""
+        if self.torn is not None:
+            raise TableFormatError(self.torn)
+        return self.group.main.task(kind, self.number, f"{what} in table {self.name!r}")
+
+    def look_up(
+        self,
+        ids_of: Callable[[], Tensor],
+        device: torch.device,
+        *,
+        training: bool,
+        ahead: RowsAhead | None = None,
+    ) -> tuple[Tensor, Tensor, Lent]:
+        """Bring the weights of a lookup's rows from their owners. Every rank calls this.
+
+        Args:
+            ids_of: returns the ids; called where no rows have come ahead.
+            device: where they are needed.
+            training: whether the rows are to be trained, so that their owners gather all columns.
+            ahead: what a lookahead has brought for the lookup. It is taken if every rank can take it.
+
+        Returns:
+            The weights of the distinct rows, shape (n, embedding_dim), on the device; each id's place among them, of
+            the ids' shape; and what this rank has lent.
+        """
+        with self._task(Kind.LOOK_UP, "a training lookup") if training else self._task(Kind.GATHER, "a lookup") as task:
+            if ahead is not None and ahead.is_there():
+                wanted, local = ahead.wanted, ahead.local
+                renewal, version = ahead.begin_renewal()
+                weights = ahead.renew(task, renewal)
+                if weights is not None:
+                    task.finish()
+                    return weights, local, Lent(ahead.route, ahead.block, version)
+            else:
+                wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
+            route, version = self.route(task, wanted, device), self.own.version
+            block = self.own.gather(route.union, columns=None if training else ["weight"], device=device, checked=True)
+            weights = route.bring(task, block.weight)
+            task.finish()
+        return weights, local, Lent(route, block, version)
+
+    def route(self, task: Task, wanted: Wanted, device: torch.device | None = None) -> Route:
+        """Ask the owners of rows for them; every rank calls this.
+
+        Args:
+            task: the ranks' common one.
+            wanted: by this rank.
+            device: where weights are brought to, next, if they are.
+        """
+        row_bytes = 0
+        if device is not None and device.type == "cpu":
+            row_bytes = math.prod(self._weight.row_shape) * self._weight.dtype.itemsize
+        return Route.of(task, self.owners, self.group.rank, wanted, row_bytes)
+
+    def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
+        """Begin to bring a later batch's rows from their owners, with those of other tables; every rank calls this."""
+        if lookup.device.type != "cpu" or lookup.ids.device.type != "cpu":
+            return super().prefetch(lookup, transfers)
+        errand = transfers.common(self.group, partial(LookupsAhead, self.group))
+        return errand.add(RowsAhead(self, lookup.ids, errand))
+
+    def reset_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Give rows their initial values again, in every column. Every rank calls this.
+
+        Args:
+            rows: ids, int64, shape (n,), which no other rank gives.
+
+        Returns:
+            The places of those that this rank owns, in :attr:`own`, ascending; and the rows of all ranks.
+        """
+        size = len(self.group)
+        with self._task(Kind.RESET, "rows that start anew") as task:
+            counts = task.round([len(rows)] * size).counts
+            every = task.send(rows.repeat(size), [len(rows)] * size, counts)
+            places = self.owners.places(every[self.owners.of(every) == self.group.rank], self.group.rank).sort().values
+            task.round()
+            self.own.reset_rows(places)
+            self._count_write(places)
+            task.finish()
+        return places, every
+
+    def _count_write(self, places: Tensor) -> None:
+        """Count a write of all ranks, of which this rank had no rows: its number is that of stochastic rounding."""
+        if not len(places):
+            self.own.store.continue_writes(self.writes + 1)
+
+    def look_up_at_own_pace(self, rows: Tensor) -> Tensor:
+        """Bring weights, in host memory, while the ranks run their passes at a pace of their own."""
+        return self.group.own_pace.look_up(self.number, rows, self.name)
+
+    def serve(self, task: Task, rows: Tensor | None) -> Tensor | None:
+        asked, device = torch.empty(0, dtype=torch.int64) if rows is None else rows, torch.device("cpu")
+        wanted, places = Wanted.of(self.owners, asked)
+        route = self.route(task, wanted, device)
+        block = self.own.gather(route.union, columns=["weight"], device=device, checked=True)
+        came = route.bring(task, block.weight)
+        return None if rows is None else came.index_select(0, places)
+
+    def map_of(self, id_map: IdMap) -> IdMap:
+        return ShardedIdMap.of(id_map, self.group)
+
+    # ------------------------------------------------------------------ batches of rows
+
+    def gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        """Bring rows from their owners; every rank calls this, with rows of its own."""
+        device = device or rows.device
+        if self.group.own_pace.is_active and columns is not None and list(columns) == ["weight"]:
+            return Block(rows, {"weight": self.look_up_at_own_pace(rows).to(device)})
+        with self._task(Kind.GATHER, "a lookup") as task:
+            wanted, places = Wanted.of(self.owners, rows)
+            route = self.route(task, wanted)
+            block = self.own.gather(route.union, columns=columns, device=device, checked=True)
+            came = {
+                name: route.bring(task, values).index_select(0, places.to(device))
+                for name, values in block.columns.items()
+            }
+            task.finish()
+        for name, into in (out or {}).items():
+            came[name] = into.copy_(came[name])
+        return Block(rows, came)
+
+    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        """Send rows to their owners; every rank calls this, with rows that no other one writes."""
+        self._scatter(rows, values, keeps_last=False)
+
+    def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
+        """Send rows to their owners; every rank calls this, and of a row that several write the last rank's stays.
+
+        Args:
+            rows: unique ids, shape (n,).
+            values: tensors by column name.
+
+        Returns:
+            Whether rows were written by several ranks.
+        """
+        return self._scatter(rows, values, keeps_last=True)
+
+    def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, keeps_last: bool) -> bool:
+        with self.together(writing=True) as task:
+            wanted, places = Wanted.of(self.owners, rows)
+            route = self.route(task, wanted)
+            twice = any(task.round(note=int(len(route.union) != len(route.positions))).notes)
+            if twice and not keeps_last:
+                raise DuplicateIdError(
+                    f"a row of table {self.name!r} was written by several ranks at once; let one of them write it"
+                )
+            last = kernels.last_occurrences(route.positions)  # of each row of the union, in its order
+            came: dict[str, Tensor] = {}
+            for name, tensor in values.items():
+                ordered = torch.empty_like(tensor).index_copy_(0, places.to(tensor.device), tensor.detach())
+                sent = task.send(ordered, wanted.sent, route.received)
+                came[name] = sent.index_select(0, last.to(sent.device))
+            task.round()
+            self.own.scatter(route.union, came, checked=True)
+            self._count_write(route.union)
+            task.finish()
+        return twice
+
+    # ------------------------------------------------------------------ whole columns
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        """Bring a range of rows, a piece at a time; every rank calls this, and may ask for a range of its own."""
+        found = self.columns[column]
+        with self._task(Kind.READ, "a reading of rows") as task:
+            pieces = max(task.round(note=-(-max(stop - start, 0) // CHUNK_ROWS)).notes)
+            into = torch.empty(max(stop - start, 0), *found.row_shape, dtype=found.dtype, device=device)
+            for first in range(0, pieces * CHUNK_ROWS, CHUNK_ROWS):
+                ids = torch.arange(min(start + first, stop), min(start + first + CHUNK_ROWS, stop))
+                into[first : first + len(ids)] = self.gather(ids, [column], into.device)[column]
+        return into
+
+    def write_rows(self, column: str, rows: Tensor, values: Tensor) -> None:
+        """Overwrite rows of a column as :meth:`write` does; every rank calls this, with other rows than the others."""
+        with self._task(Kind.SCATTER, "a write") as task:
+            wanted, places = Wanted.of(self.owners, rows)
+            route = self.route(task, wanted)
+            ordered = torch.empty_like(values).index_copy_(0, places.to(values.device), values)
+            came = task.send(ordered, wanted.sent, route.received)
+            self._put(column, route.union[route.positions], came)
+            task.finish()
+
+    # ------------------------------------------------------------------ lifetime
+
+    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
+        raise TypeError(
+            f"table {self.name!r} is owned by {len(self.group)} ranks, and cannot be copied; save it, or make another "
+            "model with process_group= that loads this one's state_dict(). To average dense layers (AveragedModel), "
+            "take a module without the embedding"
+        )
+
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        """Save the table; every rank calls this."""
+        with self._task(Kind.SAVE, "the saving") as task:
+            save_shards(self, task, path, overwrite=overwrite)
+            task.finish()

@@ -1,0 +1,43 @@
+"""Settings of another type are refused when they are made, by name, value and remedy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from speedswap.apps import digits, dlrm, ncf, word2vec
+from speedswap.apps.errors import SettingsError
+
+SETTINGS = [application.Settings for application in (digits, dlrm, ncf, word2vec)]
+
+
+def wrong_values(hint: Any) -> list[Any]:
+    """Return values of none of a setting's types."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    tried = {int: 2, float: 0.5, str: "2", bool: True, type(None): None, bytes: b"2", tuple: ({},), list: [object()]}
+    fits = {float: {int}, Path: {str}, tuple[str, ...]: {str}}
+    allowed = {*kinds}.union(*(fits.get(kind, set()) for kind in kinds))
+    return [value for kind, value in tried.items() if kind not in allowed]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: each.__module__.split(".")[2])
+def test_a_setting_of_another_type_is_refused_at_once(settings: Any) -> None:
+    hints = get_type_hints(settings)
+    for one in fields(settings):
+        for value in wrong_values(hints[one.name]):
+            with pytest.raises(SettingsError, match=f"{one.name} is .*: give "):
+                settings(**{one.name: value})
+
+
+def test_paths_may_be_strings_and_tuples_lists() -> None:
+    assert ncf.Settings(ratings="u.data", layers=[8, 4], lr=1) == ncf.Settings(
+        ratings=Path("u.data"), layers=(8, 4), lr=1.0
+    )
+    with pytest.raises(SettingsError, match="batch is '64': give a whole number"):
+        digits.Settings(batch="64")
+    with pytest.raises(SettingsError, match=r"layers is .*: give a tuple, each of its parts a whole number"):
+        ncf.Settings(layers=(8, "4"))

@@ -1,0 +1,100 @@
+"""The kernels are loaded from the fatbin, else compiled with NVRTC; on a GPU, or on the simulated one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import speedswap
+from speedswap.kernels.cuda import modules, pinning
+
+
+@pytest.fixture
+def loads_anew(device: str) -> Iterator[None]:
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    modules._load.cache_clear()
+    yield
+    modules._load.cache_clear()
+
+
+@pytest.mark.usefixtures("loads_anew")
+def test_a_refused_fatbin_is_replaced_even_if_warnings_are_errors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refused() -> None:
+        raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")
+
+    monkeypatch.delenv("SPEEDSWAP_CUDA_SOURCE", raising=False)
+    monkeypatch.setattr(modules, "_from_fatbin", refused)
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "speedswap"):
+        warnings.simplefilter("error")
+        loaded = [modules.load() for _ in range(2)]
+    assert {(each.origin, each.why) for each in loaded} == {
+        ("NVRTC", "the driver cannot load the fatbin: CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available")
+    }
+    (said,) = caplog.messages
+    assert "compiling the kernels with NVRTC instead" in said
+
+
+def test_a_forked_child_takes_ordinary_memory(device: str):
+    """CUDA does not follow a fork; the child's own tables work without it, and say why."""
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    assert modules.unavailable() is None
+    child = os.fork()
+    if child == 0:
+        memory = pinning.PinnedMemory(8192)
+        memory.bytes.fill_(7)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            table = speedswap.Table.create(10, 4, init=speedswap.init.constant(2.0))
+            pinned = speedswap.Table.create(10, 4, storage="pinned")
+        same = bool((table.gather(torch.tensor([1, 9])).weight == 2).all()) and not pinned.pinned
+        os._exit(0 if same and "does not follow a fork" in str(memory.failure) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert modules.unavailable() is None
+
+
+def test_a_child_forked_while_kernels_are_loaded_finds_the_lock_free():
+    entered, leave = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with modules._lock:
+            entered.set()
+            leave.wait(60)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    entered.wait(60)
+    child = os.fork()
+    if child == 0:
+        free = modules._lock.acquire(timeout=5)
+        os._exit(0 if free else 1)
+    leave.set()
+    loader.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no module"), AttributeError("numpy has no attribute"), OSError("libnvrtc")]
+)
+def test_a_cupy_that_cannot_be_imported_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch, error: Exception):
+    """Built for another NumPy, it raises anything."""
+
+    def fails(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(modules.importlib, "import_module", fails)
+    modules.cupy.cache_clear()
+    try:
+        with pytest.raises(ImportError, match=rf"needs CuPy, which cannot be imported .*{error}.*pip install"):
+            modules.cupy()
+    finally:
+        modules.cupy.cache_clear()

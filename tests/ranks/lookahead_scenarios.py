@@ -1,0 +1,305 @@
+"""Training with and without a lookahead on ranks."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext, suppress
+from itertools import pairwise
+from unittest import mock
+
+import torch
+from torch import nn
+
+import speedswap
+from speedswap.collectives import RankGroup
+from speedswap.errors import PeerError
+from speedswap.tables.ranks import LookupsAhead, RowsAhead
+
+ROWS, DIM = 80, 4
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.1),
+    "adam": lambda p: torch.optim.AdamW(p, 0.05),
+}
+
+
+class Taken:
+    """The number of lookups that took what a lookahead had brought, and of those whose rows had to be sent again."""
+
+    def __init__(self):
+        self.lookups = self.renewals = 0
+
+    def renew(self, ahead, task, renewal):
+        weights = _renew(ahead, task, renewal)
+        self.lookups += weights is not None
+        self.renewals += len(renewal.rows) > 0
+        return weights
+
+
+_renew = RowsAhead.renew
+
+
+def counted():
+    taken = Taken()
+    return mock.patch.object(RowsAhead, "renew", lambda *given: taken.renew(*given)), taken
+
+
+def batches_of(group, steps, sizes=((7, 4, 0, 9, 5),), seed=3):
+    """Return this rank's batches of ids, of which consecutive ones have rows in common."""
+    generator = torch.Generator().manual_seed(seed)
+    everyone = [
+        [torch.randint(ROWS, (size, 2), generator=generator).square() % ROWS for size in sizes[step % len(sizes)]]
+        for step in range(steps)
+    ]
+    return [some[group.rank()] for some in everyone]
+
+
+def embedding(group, **settings):
+    settings = {"padding_idx": 1, "seed": 5, "dtype": torch.float64, **settings}
+    return speedswap.Embedding(ROWS, DIM, process_group=group, **settings)
+
+
+def train(group, depth, optimizer="adam", sizes=((7, 4, 0, 9, 5),), steps=6, between="", **settings):
+    """Return the rows after some steps, the losses, and how many lookups took what came ahead."""
+    items = embedding(group, **settings)
+    optimizer = OPTIMIZERS[optimizer](items.parameters())
+    patch, taken = counted()
+    losses = []
+    with patch:
+        for step, ids in enumerate(
+            speedswap.lookahead(batches_of(group, steps, sizes), {items: ids_of[between]}, depth=depth)
+        ):
+            if between == "two":
+                loss = (items(ids[:, 0]) * items(ids[:, 1]) + 0.1).square().sum()
+            elif between == "unused" and step % 2 == 1 and group.rank() == 0:
+                loss = items(ids).detach().sum() + torch.zeros((), requires_grad=True)
+            else:
+                loss = items(ids).cos().sum()
+            losses.append(float(loss.detach()))
+            loss.backward()
+            if between == "accumulate" and step % 2 == 0:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            change(between, step, items, group)
+    return items.read(), losses, taken.lookups, taken.renewals
+
+
+def all_ids(ids):
+    return ids
+
+
+ids_of = dict.fromkeys(["", "unused", "accumulate", "read", "look up", "write", "init", "fill"], all_ids)
+ids_of["two"] = lambda ids: [ids[:, 0], ids[:, 1]]
+
+
+def change(between, step, items, group):
+    """Do something with the table between two steps."""
+    if step != 2:
+        return
+    if between == "read":
+        items.read(torch.tensor([3, group.rank()]))
+    elif between == "look up":
+        with torch.no_grad():
+            items(torch.arange(group.rank(), 9))
+    elif between == "write":
+        items.table.write(10, torch.full((30, DIM), 0.25, dtype=torch.float64))
+    elif between == "init":
+        nn.init.constant_(items.weight, 0.5)
+    elif between == "fill":
+        items.reset_parameters()
+
+
+def compared(group, depths, **how):
+    """Return the results of each depth."""
+    return [train(group, depth, **how) for depth in depths]
+
+
+def stored(group, store, folder):
+    """Return the results without and with a lookahead over rows that are stored in some way."""
+    found = []
+    for depth in (0, 1):
+        settings = {"dtype": torch.float32, "stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
+        if store == "disk":
+            settings = {"path": folder / f"depth-{depth}", "cache_bytes": 1 << 20}
+        found.append(train(group, depth, **settings))
+    return found
+
+
+def bags(group, depth):
+    """Train a bag, an embedding and a collection in one step."""
+    words = speedswap.EmbeddingBag(ROWS, DIM, mode="sum", seed=1, process_group=group)
+    items = speedswap.Embedding(ROWS, DIM, seed=2, process_group=group)
+    both = nn.ModuleList([words, items])
+    optimizer = torch.optim.Adagrad(both.parameters(), 0.1)
+    patch, taken = counted()
+    with patch:
+        ids = {words: lambda batch: batch, items: lambda batch: batch[:, 1]}
+        for batch in speedswap.lookahead(batches_of(group, 5), ids, depth=depth):
+            (words(batch) * items(batch[:, 1])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return words.read(), items.read(), taken.lookups
+
+
+def many(group, count, depth, *, in_collection):
+    """Train many tables, whose rows are no multiple of 8 bytes.
+
+    Returns:
+        Their rows; the rounds of the last step; and those of each errand ahead but the first.
+    """
+    names = [f"table {number}" for number in range(count)]
+    if in_collection:
+        configs = [speedswap.EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=3, seed=4) for name in names]
+        model = speedswap.EmbeddingCollection(configs, process_group=group)
+        ids = {model: lambda batch: batch}
+    else:
+        model = nn.ModuleDict({name: speedswap.Embedding(ROWS, 3, seed=4, process_group=group) for name in names})
+        ids = {model[name]: lambda batch, name=name: batch[name] for name in names}
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
+    loader = [
+        {name: (batch[:, 0] + 3 * number) % ROWS for number, name in enumerate(names)} for batch in batches_of(group, 5)
+    ]
+    lanes, rounds, ahead = RankGroup.of(group), 0, []
+
+    def note_rounds(errand):
+        ahead.append(lanes.ahead.lane.rounds)
+        _let_go(errand)
+
+    with mock.patch.object(LookupsAhead, "let_go", note_rounds):
+        for batch in speedswap.lookahead(loader, ids, depth=depth):
+            before = lanes.main.rounds
+            if in_collection:
+                found = [rows.values() for rows in model(batch).values()]
+            else:
+                found = [model[name](batch[name]) for name in names]
+            sum(rows.square().sum() for rows in found).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rounds = lanes.main.rounds - before
+    tables = [] if in_collection else [model[name].read() for name in names]
+    return tables, rounds, [later - before for before, later in pairwise(ahead)]
+
+
+_let_go = LookupsAhead.let_go
+
+
+def evaluate(group, depth):
+    """Look up without a gradient in a loop with a lookahead."""
+    items = embedding(group)
+    patch, taken = counted()
+    with patch, torch.no_grad():
+        found = [items(ids) for ids in speedswap.lookahead(batches_of(group, 4), {items: lambda ids: ids}, depth=depth)]
+    return found, taken.lookups
+
+
+def uneven(group, counts, depth):
+    """Train on loaders of different lengths; return the numbers of steps in two epochs, and the warnings."""
+    items = embedding(group)
+    optimizer = torch.optim.SGD(items.parameters(), 0.1)
+    steps = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(2):
+            loader = batches_of(group, counts[(group.rank() + epoch) % len(counts)])
+            steps.append(0)
+            for ids in speedswap.lookahead(loader, {items: lambda ids: ids}, depth=depth):
+                items(ids).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps[-1] += 1
+    return steps, [str(each.message) for each in caught], items.read()
+
+
+class Failing:
+    """A loader that raises on one rank in place of a batch, or gives it a bad id."""
+
+    def __init__(self, batches, at, error):
+        self.batches, self.at, self.error = batches, at, error
+
+    def __iter__(self):
+        for step, ids in enumerate(self.batches):
+            if step == self.at and self.error is not None:
+                if self.error == "id":
+                    yield torch.full_like(ids, ROWS)
+                    continue
+                raise self.error
+            yield ids
+
+
+def fail(group, rank, where, depth=1):
+    """Fail on one rank in batch 2; then train all batches anew. Return what was raised, and the rows."""
+    items = embedding(group)
+    optimizer = torch.optim.Adam(items.parameters(), 0.05)
+    batches = batches_of(group, 5)
+    mine = group.rank() == rank
+    error = {"loader": ValueError("no such file"), "id": "id"}.get(where)
+    steps, raised, prepared_before = 0, None, []
+
+    def prepared(self):
+        prepared_before.append(self)
+        if mine and len(prepared_before) == 3:
+            raise KeyboardInterrupt if where == "thread interrupted" else MemoryError("no room")
+        return _prepare(self)
+
+    def step_with(ids):
+        items(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with mock.patch.object(RowsAhead, "prepare", prepared) if where.startswith("thread") else nullcontext():
+        try:
+            loader = Failing(batches, 2, error if mine else None)
+            for ids in speedswap.lookahead(loader, {items: lambda ids: ids}, depth=depth):
+                if where == "body" and mine and steps == 2:
+                    raise ValueError("this rank has had enough")
+                step_with(ids)
+                steps += 1
+        except BaseException as error_raised:
+            raised = f"{type(error_raised).__name__}: {error_raised}"
+    if where == "body" and mine:
+        with suppress(PeerError):
+            items.read()  # while the others look up
+    optimizer.zero_grad()
+    before = items.read()
+    for ids in speedswap.lookahead(batches, {items: lambda ids: ids}, depth=depth):
+        step_with(ids)
+    return raised, steps, before, items.read()
+
+
+_prepare = RowsAhead.prepare
+
+
+def leave(group, keep):
+    """Break out of the loop, with or without a reference to it, and train anew; return rows with and without."""
+    found = []
+    for depth in (0, 2):
+        items = embedding(group)
+        optimizer = torch.optim.Adagrad(items.parameters(), 0.1)
+        kept = []
+        for _ in range(3):
+            batches = iter(speedswap.lookahead(batches_of(group, 6), {items: lambda ids: ids}, depth=depth))
+            if keep:
+                kept.append(batches)
+            for step, ids in enumerate(batches):
+                items(ids).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2:
+                    break
+        found.append(items.read())
+    return found
+
+
+def differ(group):
+    """Announce other ids on one rank than are looked up; return whether the rows are those asked for."""
+    items = embedding(group)
+    whole = items.read()
+    right = []
+    for step, ids in enumerate(
+        speedswap.lookahead(batches_of(group, 4, ((5, 5, 5, 5, 5),)), {items: lambda ids: ids}, depth=1)
+    ):
+        if step % 2 and group.rank() == 0:
+            ids = ids + 1
+        right.append(torch.equal(items(ids % ROWS).detach(), whole[ids % ROWS]))
+    return right

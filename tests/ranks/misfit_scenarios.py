@@ -1,0 +1,243 @@
+"""Ranks that do not do the same: losses that ignore the rows, lookups alone, ends of processes, graphs used twice."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import fault_scenarios as faults
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import speedswap
+from speedswap.errors import SpeedswapError
+
+
+def optimizer_of(net):
+    return torch.optim.Adam(net.parameters(), lr=0.05)
+
+
+def accumulate(group, ignoring, steps):
+    """Train on the sum of three passes a step, where some ranks' losses ignore the rows in some of them.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        ignoring: the passes of each rank that ignore the rows, the last of which may be any.
+        steps: to take.
+    """
+    net = faults.Net(group)
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)  # to which a gradient of zero is none
+    apart = torch.ones(1, requires_grad=True)
+    ranks = range(len(ignoring)) if group is None else [group.rank()]
+    for number in range(steps):
+        for a_pass in range(3):
+            for rank in ranks:
+                loss = net(*faults.batch_of(rank, 10 * number + a_pass))
+                if a_pass in ignoring[rank]:
+                    loss = apart.sum()
+                (loss / (len(ignoring) if group is None else 1)).backward()
+            if group is not None and a_pass == 1:
+                net.users.read(torch.tensor([1, 2]))  # an evaluation between passes
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.users.read(), net.items.read()
+
+
+def graphs(group, how, ranks):
+    """Train through graphs that are kept, older or made again.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        how: "retained", "older", "second order", "checkpoint" or "reentrant".
+        ranks: how many.
+    """
+    net = faults.Net(group)
+    optimizer = optimizer_of(net)
+    mine = range(ranks) if group is None else [group.rank()]
+    share = ranks if group is None else 1
+    for number in range(3):
+        losses = []
+        for rank in mine:
+            ids, targets = faults.batch_of(rank, number)
+            if how in ("checkpoint", "reentrant"):
+                anchor = torch.ones((), requires_grad=True)
+
+                def run(scale, ids=ids, targets=targets):
+                    return net(ids, targets) * scale
+
+                losses.append(checkpoint(run, anchor, use_reentrant=how == "reentrant") / share)
+            else:
+                losses.append(net(ids, targets) / share)
+        if how == "older":
+            later = [net(*faults.batch_of(rank, number + 5)) / share for rank in mine]
+            sum(later).backward()
+        if how == "retained":
+            sum(losses).backward(retain_graph=True)
+        sum(losses).backward(create_graph=how == "second order")
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.users.read(), net.items.read()
+
+
+def caught(group, stage):
+    """Let one rank catch its own error and go on; return what each rank has seen, and the batches that counted."""
+    life = faults.Life(group, f"caught-{stage}")
+    net, optimizer = life.net, life.optimizer
+    said = []
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows):
+            return rows.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError("backward")
+
+    def loss(number):
+        fails = group.rank() == 1 and number == 1
+        ids, targets = faults.batch_of(group.rank(), number)
+        users, items = net.users(ids[:, 0]), net.items(ids[:, 1])
+        if fails and stage == "forward":
+            raise ZeroDivisionError("forward")
+        if fails and stage == "backward":
+            items = Fails.apply(items)
+        return ((users * items).sum(1) - targets).square().mean()
+
+    class Stumbling(torch.optim.Adam):
+        def step(self, closure=None):
+            if group.rank() == 1 and number == 1 and stage == "step":
+                raise ZeroDivisionError("step")
+            return super().step(closure)
+
+    if stage == "step":
+        optimizer = Stumbling(net.parameters(), lr=0.05, foreach=True)
+    number = 0
+    done = []
+    while len(done) < 4 and number < 9:
+        try:
+            faults.step(net, optimizer, lambda number=number: loss(number))
+            done.append(number)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+            del error
+        number += 1
+    gc.collect()
+    state = [(step._status.name, step.is_unsettled) for step in (net.users._step, net.items._step)]
+    return said, done, faults.mine(life), state
+
+
+def alone(group, what):
+    """Let one rank do what all have to; return its error and how long it took."""
+    life = faults.Life(limited(group, 2), f"alone-{what}")
+    assert life.attempt(0, contextlib.nullcontext()) is None
+    begun, said = time.monotonic(), ""
+    try:
+        if what == "read" and group.rank() == 0:
+            life.net.users.read(torch.tensor([1]))
+        elif what == "lookup" and group.rank() == 0:
+            life.net(*faults.batch_of(0, 1))
+        elif what == "kill":
+            if group.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            life.net(*faults.batch_of(0, 1)).backward()
+        elif what == "exit":
+            if group.rank() == 1:
+                os._exit(0)
+            time.sleep(0.3)
+            life.net(*faults.batch_of(0, 1)).backward()
+    except SpeedswapError as error:
+        said = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - begun
+    again = ""
+    if said:  # and again, at once
+        try:
+            life.net(*faults.batch_of(0, 1))
+        except SpeedswapError as error:
+            again = str(error)
+        assert again
+        assert said.endswith(again)
+    elif what in ("read", "lookup"):
+        time.sleep(2.5)  # the other one has given up
+        try:
+            life.net(*faults.batch_of(group.rank(), 1))
+        except SpeedswapError as error:
+            said = f"{type(error).__name__}: {error}"
+    return said, took
+
+
+def limited(group, seconds):
+    """Give the ranks of a group a shorter time limit."""
+    for backend in (group._get_backend(torch.device("cpu")),):
+        backend.options._timeout = timedelta(seconds=seconds)
+        backend._set_default_timeout(timedelta(seconds=seconds))
+    return group
+
+
+def oddities(group):
+    """Try copies, pickles, two threads, and a module that is gone on one rank."""
+    life = faults.Life(group, "oddities")
+    net = life.net
+    said = {}
+    for name, what in {"deepcopy": copy.deepcopy, "pickle": pickle.dumps}.items():
+        try:
+            what(net.users)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    thread_error = []
+
+    def look_up():
+        try:
+            net.users(torch.tensor([1]))
+        except SpeedswapError as error:
+            thread_error.append(type(error).__name__)
+
+    with group_lane(net).task(50, -1, "a task") as task:
+        thread = threading.Thread(target=look_up)
+        thread.start()
+        thread.join()
+        task.round()
+        task.finish()
+    dist.barrier(group)
+    assert life.attempt(0, contextlib.nullcontext()) is None
+    extra = speedswap.Embedding(50, 4, process_group=group, dtype=torch.float64)
+    if group.rank() == 0:
+        del extra
+        gc.collect()
+    errors = [life.attempt(number, contextlib.nullcontext()) for number in (1, 2)]
+    return said, thread_error, errors
+
+
+def making(group):
+    """Let one rank have no memory for its part of a table; then make another one, and train it."""
+    life = faults.Life(group, "making")
+    creating = sys.modules["speedswap.tables.ranks.creating"]
+    create_store, said = creating.create_store, ""
+
+    def fail(*arguments, **more):
+        raise MemoryError("no room")
+
+    if group.rank() == 1:
+        creating.create_store = fail
+    try:
+        speedswap.Embedding(50, 4, process_group=group)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    creating.create_store = create_store
+    life.net = faults.Net(group)
+    life.optimizer = optimizer_of(life.net)
+    return said, [life.attempt(number, contextlib.nullcontext()) for number in (0, 1)]
+
+
+def group_lane(net):
+    return net.users._step.group.main

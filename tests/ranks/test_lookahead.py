@@ -1,0 +1,128 @@
+"""Lookahead over tables owned by ranks: bit for bit the loop without it, and no rank is left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lookahead_scenarios as scenarios
+import pytest
+import torch
+from rank_pool import RankPool
+
+UNEVEN = ((7, 0, 3, 9, 5), (0, 6, 0, 2, 0), (0, 0, 0, 0, 0), (4, 4, 4, 4, 4))
+
+
+def require_equal(results, wanted):
+    """Assert that every rank has found the same rows and losses at each depth."""
+    for depths in results:
+        (rows, losses, taken, _), *others = depths
+        assert taken == 0
+        for other in others:
+            assert torch.equal(other[0], rows)
+            assert other[1] == losses
+            assert other[2] >= wanted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+def test_lookahead_changes_no_bit(ranks: RankPool, world_size: int) -> None:
+    """Batches share rows, are of different sizes, empty on some ranks or on all; a lookup takes what came ahead.
+
+    The first step gives the table its columns of state, so that the batches announced before it are looked up anew.
+    """
+    results = ranks.run(scenarios.compared, world_size, (0, 1, 3), sizes=UNEVEN)
+    require_equal([[depths[0], depths[1]] for depths in results], 5)
+    require_equal([[depths[0], depths[2]] for depths in results], 3)
+    assert world_size == 1 or any(depths[1][3] for depths in results)  # rows were sent again
+
+
+@pytest.mark.parametrize(
+    ("between", "wanted"),
+    [
+        ("two", 10),
+        ("unused", 5),
+        ("accumulate", 5),
+        ("read", 5),
+        ("look up", 5),
+        ("write", 5),
+        ("init", 5),
+        ("fill", 4),
+    ],
+)
+def test_what_comes_between_steps_changes_no_bit(ranks: RankPool, between: str, wanted: int) -> None:
+    """Two lookups, a loss that ignores the rows, several passes, other lookups, and writes to the table."""
+    require_equal(ranks.run(scenarios.compared, 2, (0, 1), optimizer="adagrad", between=between), wanted)
+
+
+@pytest.mark.parametrize("store", ["bfloat16", "disk"])
+def test_lookahead_of_other_stores_changes_no_bit(ranks: RankPool, store: str, tmp_path: Path) -> None:
+    """Rows stored in fewer bytes are rounded alike; rows on disk come through the cache."""
+    require_equal(ranks.run(scenarios.stored, 2, store, tmp_path), 5)
+
+
+def test_bags_and_several_tables(ranks: RankPool) -> None:
+    """Tables of one step are announced together, each lookup with its own rows."""
+    plain, ahead = ranks.run(scenarios.bags, 3, 0), ranks.run(scenarios.bags, 3, 1)
+    for (words, items, _), (words_ahead, items_ahead, taken) in zip(plain, ahead, strict=True):
+        assert torch.equal(words, words_ahead)
+        assert torch.equal(items, items_ahead)
+        assert taken >= 8
+
+
+def test_lookups_of_many_tables_come_ahead_together(ranks: RankPool) -> None:
+    """In as many rounds as those of one; in its turn each table has one more, and a collection's one for all."""
+    for in_collection, lookups in ((False, 8), (True, 1)):
+        plain, ahead = (ranks.run(scenarios.many, 3, 8, depth, in_collection=in_collection) for depth in (0, 1))
+        for (rows, rounds, _), (rows_ahead, rounds_ahead, errands) in zip(plain, ahead, strict=True):
+            assert all(map(torch.equal, rows, rows_ahead))
+            assert (rounds, rounds_ahead) == (2 * lookups + 2, lookups + 2)
+            assert errands == [3] * 4
+
+
+def test_evaluation_takes_what_came_ahead(ranks: RankPool) -> None:
+    plain, ahead = ranks.run(scenarios.evaluate, 3, 0), ranks.run(scenarios.evaluate, 3, 1)
+    for (found, _), (found_ahead, taken) in zip(plain, ahead, strict=True):
+        assert all(map(torch.equal, found, found_ahead))
+        assert taken == 4
+
+
+@pytest.mark.parametrize(("counts", "steps"), [((5, 3), [3, 3]), ((4, 6, 1), [1, 1]), ((2, 0), [0, 0])])
+def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts, steps) -> None:
+    """Ranks with more batches say so, leave them out, and all go on together with the next epoch."""
+    found = ranks.run(scenarios.uneven, len(counts), counts, 1)
+    for rank, (taken, said, rows) in enumerate(found):
+        assert taken == steps
+        others = {counts[(rank + epoch) % len(counts)] != steps[0] for epoch in range(2)}
+        assert any("have come to their end before those of this rank" in text for text in said) == (True in others)
+        assert torch.equal(rows, found[0][2])
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("loader", "ValueError: no such file"),
+        ("id", "IdError"),
+        ("thread", "MemoryError: no room"),
+        ("thread interrupted", "KeyboardInterrupt"),
+        ("body", "ValueError: this rank has had enough"),
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_failure_of_one_rank_is_raised_on_all_in_the_turn_of_its_batch(ranks: RankPool, where, error, depth) -> None:
+    """The batches before it were trained on, no rank hangs, and all go on together."""
+    found = ranks.run(scenarios.fail, 3, 1, where, depth)
+    for rank, (raised, steps, before, after) in enumerate(found):
+        assert raised.startswith(error if rank == 1 else "PeerError")
+        assert steps == 2
+        assert torch.equal(before, found[0][2])
+        assert torch.equal(after, found[0][3])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_lookaheads_that_were_left_do_not_disturb_later_ones(ranks: RankPool, keep: bool) -> None:
+    for plain, ahead in ranks.run(scenarios.leave, 2, keep):
+        assert torch.equal(plain, ahead)
+
+
+def test_ids_that_differ_from_those_announced_are_looked_up(ranks: RankPool) -> None:
+    """On one rank only: the others give up what has come for them."""
+    assert ranks.run(scenarios.differ, 3) == [[True] * 4] * 3

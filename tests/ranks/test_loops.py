@@ -1,0 +1,29 @@
+"""Loops as users write them train on ranks as in one process, or say on every rank why not."""
+
+from __future__ import annotations
+
+import loops_scenarios as scenarios
+import torch
+from rank_pool import RankPool
+
+SIZE = 3
+
+
+def test_loops_train_as_in_one_process(ranks: RankPool) -> None:
+    """Evaluation, autocast, hooks, groups, schedules, several optimizers, averages, states, accumulation.
+
+    What one process refuses is refused with the same words.
+    """
+    expected = scenarios.loops(None, SIZE)
+    for found in ranks.run(scenarios.loops, SIZE, SIZE):
+        for name, (values, state) in found.items():
+            for ours, theirs in zip([*values, *state], [*expected[name][0], *expected[name][1]], strict=True):
+                if isinstance(ours, torch.Tensor):
+                    torch.testing.assert_close(
+                        ours, theirs, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+                    )
+                elif name != "averages":
+                    assert ours == theirs, name
+        (averaged, _), _ = found["averages"]
+        assert "cannot be copied; save it" in averaged
+        assert all(error is not None for error in [*found["moves"][0], *found["refused"][0], *found["hooks"][0][:2]])

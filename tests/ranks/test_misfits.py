@@ -1,0 +1,87 @@
+"""Ranks that do not do the same: what must work does, and what cannot is an error on all of them, soon."""
+
+from __future__ import annotations
+
+import misfit_scenarios as scenarios
+import pytest
+import torch
+from rank_pool import RankPool
+
+
+def close(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "ignoring", [({0}, set(), {1}), ({0, 1}, {2}, {0}), ({2}, {2}, {0, 1, 2}), ({0, 1, 2},) * 3], ids=str
+)
+def test_losses_that_ignore_the_rows_take_part_in_accumulation(ranks: RankPool, ignoring) -> None:
+    """A rank behind joins the others' exchange of gradients, in whichever pass and call they meet."""
+    expected = scenarios.accumulate(None, ignoring, 3)
+    for tables in ranks.run(scenarios.accumulate, 3, ignoring, 3):
+        close(tables, expected)
+
+
+@pytest.mark.parametrize("how", ["retained", "older", "second order", "checkpoint", "reentrant"])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_graphs_that_are_kept_or_made_again_train_as_in_one_process(ranks: RankPool, how) -> None:
+    """Retained graphs, a backward pass through an older forward, gradients of gradients, both checkpoints."""
+    expected = scenarios.graphs(None, how, 2)
+    for tables in ranks.run(scenarios.graphs, 2, how, 2):
+        close(tables, expected)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward", "step"])
+def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks: RankPool, stage) -> None:
+    """All raise where they meet next, the one that went on too; then they train on, as one process on what counted."""
+    found = ranks.run(scenarios.caught, 3, stage)
+    done = [done for _, done, *_ in found]
+    expected = scenarios.faults.alone(done)
+    for rank, (said, _, tables, state) in enumerate(found):
+        own = [text for text in said if text.startswith("ZeroDivisionError")]
+        assert len(own) == (rank == 1)
+        peers = [text for text in said if text.startswith("PeerError: rank ")]
+        assert len(own) + len(peers) == len(said) <= 3, said
+        if rank != 1:
+            assert any(text.startswith("PeerError: rank 1 ") for text in peers), said
+        for (ids, rows), table in zip(tables, expected, strict=True):
+            torch.testing.assert_close(rows, table[ids], rtol=0, atol=1e-12)
+        assert all(status == "STEPPED" and not is_unsettled for status, is_unsettled in state)
+
+
+@pytest.mark.parametrize(("what", "lost", "says"), [
+    ("read", (), "did not come within 2 seconds"),
+    ("lookup", (), "did not come within 2 seconds"),
+    ("kill", (1,), "cannot be reached"),
+    ("exit", (1,), "cannot be reached"),
+])  # fmt: skip
+def test_rank_that_is_left_alone_raises_soon(ranks: RankPool, what, lost, says) -> None:
+    """One rank calls alone, or another's process ends: an error at the time limit, or at once; and again at once."""
+    found = ranks.run(scenarios.alone, 3, what, lost=lost)
+    for rank, result in enumerate(found):
+        if rank in lost:
+            continue
+        said, took = result
+        assert said.startswith("PeerError"), said
+        if rank == 0 or lost:
+            assert says in said
+            assert took < 5
+        else:
+            assert "cannot be reached" in said
+
+
+def test_table_that_one_rank_cannot_make_is_made_on_none(ranks: RankPool) -> None:
+    """The next one has the same number on all of them."""
+    for rank, (said, errors) in enumerate(ranks.run(scenarios.making, 3)):
+        assert said.startswith("MemoryError: no room" if rank == 1 else "PeerError: rank 1 failed")
+        assert errors == [None, None]
+
+
+def test_copies_threads_and_modules_that_are_gone(ranks: RankPool) -> None:
+    """Copies are refused with a remedy, a second thread with its own error; one rank may lose a module."""
+    for said, thread_error, errors in ranks.run(scenarios.oddities, 2):
+        assert set(said) == {"deepcopy", "pickle"}
+        assert all("save" in text or "checkpoint" in text for text in said.values()), said
+        assert thread_error == ["ThreadError"]
+        assert errors == [None, None]

@@ -1,0 +1,210 @@
+"""The benchmark of ranks: the simulator counts what real ranks exchange, and the figures are those of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import bench_ranks
+import pytest
+import readme_ranks
+import step_scenarios as scenarios
+import torch
+from bench_ranks import Plan
+from rank_pool import RankPool, RanksFailed
+from ranks.predicting import CLUSTER, Workload, efficiency
+from ranks.processes import Processes
+from ranks.simulator import Costs, Load, Message, Protocol, Protocols, expected_load, features, load_of, payload
+from ranks.trainers import Shape
+
+from speedswap.apps.bench.workload import zipf_batches
+from speedswap.collectives import ROOM
+from speedswap.tables.ranks import Owners
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = 5000
+
+
+def zipf(ranks):
+    return [zipf_batches(ROWS, 300 + 50 * rank, 1, "cpu", seed=rank)[0].host for rank in range(ranks)]
+
+
+def uniform(ranks):
+    return list(torch.randint(ROWS, (ranks, 200), generator=torch.Generator().manual_seed(1)))
+
+
+def one_owner(ranks):
+    """Return ids of the last rank alone, of which the first rank has none."""
+    ids = torch.arange(ROWS)
+    theirs = ids[Owners(ROWS, ranks).of(ids) == ranks - 1]
+    return [theirs[: 40 * rank] for rank in range(ranks)]
+
+
+def many(ranks):
+    """Return ids that do not fit beside a round's lines."""
+    ids = torch.arange(ROWS)
+    return [ids[rank::2] if rank else ids[:10] for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def protocols(ranks):
+    """The protocols of a step of two ranks, 3 wide: of a lookup of a few ids, and of one of many."""
+    found = []
+    for ids in (zipf(2), many(2)):
+        (sent, *_), _ = ranks.run(scenarios.one_step, 2, ROWS, 3, ids)
+        asked_of = torch.bincount(Owners(ROWS, 2).of(ids[0].unique()), minlength=2).tolist()
+        found.append(Protocol.of(sent, 3, asked_of))
+    return Protocols(*found, ROOM)
+
+
+@pytest.fixture(scope="module")
+def protocol(protocols):
+    return protocols.many
+
+
+def test_a_step_of_few_ids_is_four_rounds_and_a_message(protocols):
+    """Ids and weights go along with the rounds of the lookup, gradients follow theirs, and the step is a vote."""
+    apart = [[message.is_apart for part in each.messages for message in part] for each in protocols[:2]]
+    assert [each.rounds for each in protocols[:2]] == [(2, 2), (2, 2)]
+    assert [sum(each) for each in apart] == [1, 3]
+
+
+@pytest.mark.parametrize("ids_of", [zipf, uniform, one_owner, many])
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_the_simulator_counts_the_rounds_and_bytes_of_real_ranks(ranks: RankPool, protocols, number, ids_of):
+    """A protocol recorded on two ranks holds for any number of them, for other ids and another width."""
+    dim, ids = 4 + number, ids_of(number)
+    real = ranks.run(scenarios.one_step, number, ROWS, dim, ids)
+    loads = load_of(Owners(ROWS, number), ids)
+    protocol = protocols.of(max(loads, key=lambda load: load.pair))
+    messages = [*protocol.messages[0], *protocol.messages[1]]
+    assert [(rounds, sent) for _, rounds, sent in real] == [
+        (sum(protocol.rounds), payload(messages, load, dim)) for load in loads
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_gradients_of_any_number_of_tables_take_one_round_and_one_message(ranks: RankPool, count):
+    """Tables of other widths and dtypes lie side by side in it; the step is one more round."""
+    for counted, tables in ranks.run(scenarios.step_of_tables, 3, count):
+        assert counted == (2, 1)
+        asked = torch.arange(50).unsqueeze(1)
+        for number, rows in enumerate(tables):
+            times = sum((asked >= 10 * rank) & (asked < 30) for rank in range(3))
+            assert torch.equal(rows, (-(number + 1.0) * times).to(rows.dtype).expand(-1, 2 + number))
+
+
+def test_one_rank_sends_nothing_and_needs_no_more_rounds(ranks: RankPool, protocol):
+    ((sent, rounds, payload_bytes),) = ranks.run(scenarios.one_step, 1, ROWS, 8, zipf(1))
+    found = Protocol.of(sent, 8, [len(zipf(1)[0].unique())])
+    assert (sum(found.rounds), payload_bytes) == (rounds, 0)
+    assert rounds <= sum(protocol.rounds)
+
+
+def test_the_expected_load_is_that_of_drawn_ids():
+    rows, number, lookups = 20_000, 8, 4096
+    expected = expected_load(rows, number, lookups, 1.05)
+    ids = [batch.host for batch in zipf_batches(rows, lookups, 2 * number, "cpu")]
+    # The order of frequency, as the model has it: the benchmark's ids are spread over the table.
+    order = torch.cat(ids).bincount(minlength=rows).argsort(descending=True).argsort()
+    drawn = load_of(Owners(rows, number), [order[some] for some in ids[:number]])
+    busiest = Load(*(max(each) for each in zip(*drawn, strict=True)))
+    for name in ("asked", "asked_away", "lent", "lent_away", "union"):
+        assert getattr(busiest, name) == pytest.approx(getattr(expected, name), rel=0.08), name
+    after = torch.cat([order[some] for some in ids[:number]]).unique()
+    again = torch.isin(order[ids[number]].unique(), after).double().mean()
+    assert float(again) == pytest.approx(expected.again, rel=0.08)
+
+
+def test_the_fit_finds_the_constants_that_made_the_times(protocol):
+    """Times made by the model itself give back its constants, also where some are 0."""
+    true = Costs(step=3e-4, exchange=4e-5, meeting=1e-4, peer=2e-5, sent_byte=3e-10, lookup=2e-8, lent_byte=2e-10)
+    rows = [
+        features(protocol, expected_load(ROWS, ranks, lookups, 1.05), dim, 8 * dim, max(1, ranks / 2))
+        for ranks in (1, 2, 4)
+        for lookups in (100, 1000, 5000)
+        for dim in (8, 32, 128)
+    ]
+    nothing = Protocol((0, 0), 0, ([], []))  # a process by itself
+    rows.append(features(nothing, Load(1, 1000, 0, 0, 0, 0, 0), 8, 64, 1))
+    found = Costs.fitted(rows, [true.seconds(row) for row in rows])
+    assert found.to_json() == pytest.approx(true.to_json(), rel=1e-3, abs=1e-12)
+
+
+def test_a_cluster_without_delays_is_as_fast_as_one_process_or_faster(protocol):
+    """Without anything between the ranks, an owner of rows that several ask for has less to do than a process alone."""
+    free = dict.fromkeys(("round_seconds", "round_peer_seconds", "rows_seconds", "rows_peer_seconds"), 0.0)
+    cluster = type(CLUSTER)(**free, link_bandwidth=1e30, net_bandwidth=1e30)
+    speeds = efficiency(cluster, protocol, Workload(rows=100_000, lookups=4096), ahead=False, ranks=(1, 2, 64))
+    assert 1 <= speeds[1] <= speeds[2] <= speeds[64]
+    slow = type(CLUSTER)(round_peer_seconds=1e-3)
+    assert efficiency(slow, protocol, Workload(rows=100_000, lookups=4096), ahead=True, ranks=(64,))[64] < 0.1
+
+
+def test_bytes_between_hosts_take_as_long_as_their_bandwidth_says():
+    load = Load(16, 0, 0, 0, 0, lent_away=1500, union=0)
+    # 7 of 15 peers are on the host: 800 of the rows go to other hosts, each 512 bytes.
+    assert CLUSTER.moving([Message(False, True, 4)], load, 128) == pytest.approx(800 * 512 / 20e9)
+
+
+def test_stages_are_those_of_the_step(ranks: RankPool):
+    for seconds in ranks.run(scenarios.stages_of_a_step, 2, ROWS, 8, torch.arange(100)):
+        assert set(seconds) == {"rounds", "payload", "ids", "gather", "sums", "scatter", "dense"}
+        assert min(seconds.values()) > 0
+
+
+def test_the_benchmark_of_ranks_says_what_was_run(ranks: RankPool, monkeypatch, tmp_path, capsys):
+    class Pool(Processes):
+        """The ranks that these tests have anyway."""
+
+        def __init__(self, numbers):
+            pass
+
+        def ask(self, number, work, *args):
+            return ranks.run(scenarios.work, number, work, args)
+
+        def __exit__(self, *_):
+            pass
+
+    small = Shape(400, 8, 32)
+    shapes, fitted, held_out = {"small": (small, 0.1)}, [Shape(400, 16, 64)], [Shape(400, 16, 32)]
+    plan = Plan((1, 2), shapes, fitted, held_out, 4, 1, Workload(2000, 256), (5000, 512, (64,)))
+    monkeypatch.setattr(Plan, "of", lambda quick: plan)
+    monkeypatch.setattr(bench_ranks, "Processes", Pool)
+    path = tmp_path / "ranks.json"
+    assert bench_ranks.main(["--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    found = document["results"]
+    assert document["benchmark"] == "ranks-cpu"
+    ours = [line for line in found["verified"] if line["trainer"] == "speedswap"]
+    assert {(line["ranks"], line["lookahead"]) for line in ours} == {(1, False), (1, True), (2, False), (2, True)}
+    entry = found["shapes"]["small"]
+    for what in ("embedding alone", "and 0.1 ms of matrix products", "and 0.1 ms on another device"):
+        one = entry[what]["independent"]["1"]["seconds"]
+        for kind in ("ranks", "independent"):
+            for ranks_of, line in entry[what][kind].items():
+                assert line["over_one_process"] == pytest.approx(one / line["seconds"])
+                same = entry[what]["independent"][ranks_of]["seconds"]
+                assert line["over_independent"] == pytest.approx(same / line["seconds"])
+    assert entry["bytes"]["1"]["payload"] == 0 < entry["bytes"]["2"]["payload"]
+    assert [line["ranks"] for line in found["model"]["held_out"]] == [None, 1, 2]
+    assert [line["goal"] for line in found["acceptance"]] == [0.15, 1.05]
+    assert len(readme_ranks.lines(found, "ranks-cpu.json")) == 6  # of 2 ranks, by work and lookahead
+    for name, said in readme_ranks.blocks(found).items():
+        widths = {line.count("|") for line in said.splitlines()}
+        assert len(widths) == 1, name
+        assert f"<!-- {name}: " in (ROOT / readme_ranks.PAGE).read_text()
+    ElementTree.fromstring(readme_ranks.picture(found))
+    assert "a step: " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks/results/ranks-cpu.json").exists(), reason="not measured yet")
+def test_the_picture_shows_what_was_measured():
+    found = json.loads((ROOT / "benchmarks/results/ranks-cpu.json").read_text())["results"]
+    assert (ROOT / readme_ranks.PICTURE).read_text() == readme_ranks.picture(found)
+
+
+def test_a_trainer_that_differs_from_one_process_ends_the_benchmark(ranks: RankPool):
+    with pytest.raises(RanksFailed, match=r"WrongResultError: .* on 2 ranks differs from one process by"):
+        ranks.run(scenarios.verify_broken, 2, Shape(400, 8, 32))

@@ -1,0 +1,108 @@
+// The functions of the driver that the package's C++ finds in this library, whose name is libcuda.so.1.
+#pragma once
+
+#include "control.h"
+
+extern "C" {
+
+enum {
+    kSuccess = 0,
+    kInvalidValue = 1,
+    kNotInitialized = 3,
+    kInvalidContext = 201,
+    kInvalidHandle = 400,
+    kIllegalAddress = 700
+};
+
+static int not_ready() {
+    return forked ? kNotInitialized : contexts == 0 ? kInvalidContext : kSuccess;
+}
+
+int cuGetErrorName(int error, const char** name) {
+    static const std::map<int, const char*> names = {
+        {kInvalidValue, "CUDA_ERROR_INVALID_VALUE"},     {kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED"},
+        {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT"}, {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE"},
+        {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {702, "CUDA_ERROR_LAUNCH_TIMEOUT"}};
+    const auto found = names.find(error);
+    if (found == names.end()) return kInvalidValue;
+    *name = found->second;
+    return kSuccess;
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+    static char only;
+    *context = &only;
+    return device == 0 ? kSuccess : 101;
+}
+
+int cuCtxPushCurrent_v2(void*) {
+    ++contexts;
+    return kSuccess;
+}
+
+int cuCtxPopCurrent_v2(void**) {
+    if (const int error = not_ready()) return error;
+    --contexts;
+    return kSuccess;
+}
+
+int cuEventCreate(void** event, unsigned) {
+    if (const int error = not_ready()) return error;
+    *event = new Event;
+    return kSuccess;
+}
+
+int cuEventRecord(void* event, int64_t stream) {
+    if (const int error = not_ready()) return error;
+    if (!simulated_is_stream(stream)) return kInvalidHandle;
+    *(Event*)event = {stream, simulated_record(stream)};
+    return kSuccess;
+}
+
+int cuEventSynchronize(void* event) {
+    if (const int error = not_ready()) return error;
+    note_round_trip("synchronize an event");
+    synchronize(((Event*)event)->stream, ((Event*)event)->ticket);
+    return state().faulty ? kIllegalAddress : kSuccess;
+}
+
+int cuStreamWaitEvent(int64_t stream, void* event, unsigned) {
+    if (const int error = not_ready()) return error;
+    if (!simulated_is_stream(stream)) return kInvalidHandle;
+    wait_for(stream, ((Event*)event)->stream, ((Event*)event)->ticket);
+    return kSuccess;
+}
+
+static int copied(void* to, const void* from, size_t nbytes, int kind, int64_t stream) {
+    if (const int error = not_ready()) return error;
+    if (!simulated_is_stream(stream)) return kInvalidHandle;
+    if (!gate().passed()) return 702;
+    return simulated_memcpy(to, from, nbytes, kind, stream) ? kInvalidValue : kSuccess;
+}
+
+int cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t nbytes, int64_t stream) {
+    return copied(to, from, nbytes, 1, stream);
+}
+
+int cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t nbytes, int64_t stream) {
+    return copied(to, from, nbytes, 2, stream);
+}
+
+int cuLaunchKernel(void* kernel, unsigned grid, unsigned grid_y, unsigned grid_z, unsigned block, unsigned block_y,
+                   unsigned block_z, unsigned shared, int64_t stream, void** parameters, void** extra) {
+    if (const int error = not_ready()) return error;
+    if (!simulated_is_stream(stream)) return kInvalidHandle;
+    if (grid == 0 || block == 0 || block > 1024 || shared || extra) return kInvalidValue;
+    if (grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1) return kInvalidValue;
+    std::vector<size_t> sizes;
+    {
+        Lock lock(state().mutex);
+        const auto found = state().parameters.find(kernel);
+        if (found == state().parameters.end()) return kInvalidHandle;
+        sizes = found->second;
+    }
+    simulated_launch(stream, (Kernel)kernel, grid, block, parameters, sizes.data(), int(sizes.size()));
+    return kSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,143 @@
+"""A save that does not come to its end leaves the checkpoint before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from children import child, killed_at
+from torch import nn
+
+import speedswap
+from speedswap.errors import CheckpointError, TableFullError
+
+CHANGED = 10  # rows
+CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "pwrite", "write", "link", "ftruncate")
+
+
+def model(value: float) -> nn.ModuleList:
+    items = speedswap.Embedding(40, 4, storage="pageable", init=speedswap.init.zeros(), name="items")
+    changed = nn.ModuleList([items, nn.Linear(2, 2)])
+    fill(changed, value)
+    return changed
+
+
+def fill(trained: nn.ModuleList, value: float) -> None:
+    """Give some of the rows, and a dense parameter, a value."""
+    trained[0].table.write(0, torch.full((CHANGED, 4), value))
+    with torch.no_grad():
+        trained[1].weight.fill_(value)
+
+
+def value_in(path: Path) -> float:
+    """Load the newest checkpoint, and return the one value that all of it has."""
+    found = model(-1.0)
+    step = speedswap.load_checkpoint(path, found).step
+    values = {*found[0].read()[:CHANGED].unique().tolist(), *found[1].weight.unique().tolist(), float(step)}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def save(path: Path, trained: nn.ModuleList, value: float) -> None:
+    fill(trained, value)
+    speedswap.save_checkpoint(path, trained, step=int(value))
+
+
+def go_on(path: Path, value: float) -> None:
+    """Load the checkpoint there, and save another after it."""
+    trained = model(-1.0)
+    speedswap.load_checkpoint(path, trained)
+    save(path, trained, value)
+
+
+def test_a_process_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The one before, or its own; the next save clears what is left."""
+    torch.set_num_threads(1)
+    speedswap.save_checkpoint(tmp_path / "first", model(1.0), step=1)
+    found, step = [], 0
+    while True:
+        folder = tmp_path / "killed"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / "first", folder)
+        if not killed_at(step, lambda at=folder: go_on(at, 2.0), CALLS):
+            break
+        found.append(value_in(folder))
+        if step % 9 == 0:
+            go_on(folder, 3.0)
+            assert value_in(folder) == 3.0
+            assert [path.name for path in folder.iterdir()] == ["000002-step-3" if found[-1] == 1 else "000003-step-3"]
+        step += 1
+    assert len(found) > 20
+    assert found == sorted(found)
+    assert set(found) == {1.0, 2.0}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("may not mount a file system here")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:
+    trained = model(1.0)
+    speedswap.save_checkpoint(small_disk, trained, step=1)
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - (100 << 10)))
+    trained.append(nn.Linear(300, 300))
+    with pytest.raises(TableFullError, match=r"no room on the disk of .* for a checkpoint .*; those before are whole"):
+        speedswap.save_checkpoint(small_disk, trained, step=2)
+    assert value_in(small_disk) == 1.0
+    (small_disk / "other").unlink()
+    speedswap.save_checkpoint(small_disk, trained, step=2)
+
+
+def test_an_error_of_the_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = model(1.0)
+    speedswap.save_checkpoint(tmp_path, trained, step=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        with pytest.raises(OSError, match="broken"):
+            save(tmp_path, trained, 2.0)
+    assert value_in(tmp_path) == 1.0
+    save(tmp_path, trained, 3.0)
+    assert value_in(tmp_path) == 3.0
+
+
+def test_rows_changed_before_a_failed_save_are_in_the_next(tmp_path: Path) -> None:
+    trained = model(1.0)
+    speedswap.save_checkpoint(tmp_path, trained, step=1)
+    trained[0].table.write(0, torch.full((4, 4), 2.0))
+    with pytest.raises(TypeError, match="extra is an object"):
+        speedswap.save_checkpoint(tmp_path, trained, extra=object())
+    trained[0].table.write(4, torch.full((CHANGED - 4, 4), 2.0))
+    with torch.no_grad():
+        trained[1].weight.fill_(2.0)
+    speedswap.save_checkpoint(tmp_path, trained, step=2)
+    assert value_in(tmp_path) == 2.0
+
+
+def test_one_process_saves_at_a_time(tmp_path: Path) -> None:
+    trained = model(1.0)
+
+    def hold(connection: object) -> None:
+        from speedswap.swapping.checkpoints.folders import Folders
+
+        with Folders(tmp_path).locked():
+            connection.send("locked")  # type: ignore[attr-defined]
+            connection.recv()  # type: ignore[attr-defined]
+
+    with child(hold) as (_, connection):
+        assert connection.poll(30)
+        with pytest.raises(CheckpointError, match="another process or thread is saving a checkpoint; give each"):
+            speedswap.save_checkpoint(tmp_path, trained)
+    speedswap.save_checkpoint(tmp_path, trained, step=1)

@@ -1,0 +1,151 @@
+"""Disks that fail or are full while a table on them is trained: an error, and the table of a commit."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torture.folders import Disk
+from torture.reference import OPTIMIZERS, Reference, batch
+
+from speedswap import Embedding, Table
+from speedswap.errors import TableFullError
+
+ROWS, DIM = 40_000, 32
+
+
+class Trainer:
+    """An Adam run over a table on disk, beside the same steps on plain tensors."""
+
+    def __init__(self, path: Path, rows: int = 200, dim: int = 6, size: int = 32, cache_bytes: int = 1) -> None:
+        self.rows, self.dim, self.size = rows, dim, size
+        self.table = Table.create(
+            rows, dim, dtype=torch.float64, path=path, cache_bytes=cache_bytes, commit_seconds=None
+        )
+        self.items = Embedding(rows, dim, table=self.table)
+        self.optimizer = OPTIMIZERS["Adam"](self.items.parameters())
+        self.reference = Reference("Adam", {"weight": self.table.read()})
+        self.steps = 0
+
+    def step(self) -> None:
+        ids, gradients = batch(3, self.steps + 1, self.rows, self.dim, self.size)
+        self.optimizer.zero_grad()
+        (self.items(ids) * gradients).sum().backward()
+        self.optimizer.step()
+        self.steps += 1
+        self.reference.step(ids, gradients)
+
+
+def same(table: Table, reference: Reference, step: int) -> None:
+    for name, expected in reference.columns.items():
+        torch.testing.assert_close(table.read(column=name), expected, rtol=1e-9, atol=1e-12)
+    assert table.attributes["optimizer"]["scalars"]["step"] == step
+
+
+@pytest.mark.parametrize("op", ["sync", "write"])
+def test_error_of_the_disk_in_a_commit_ends_training_and_leaves_the_last_commit(op, tmp_path):
+    """A second sync may succeed although the data is lost: the table refuses to go on."""
+    trainer = Trainer(tmp_path / "t")
+    for _ in range(3):
+        trainer.step()
+    trainer.table.flush()
+    kept, step = trainer.reference.copy(), trainer.steps
+    trainer.step()
+    trainer.table.store.log.fail(op, 0, errno.EIO)
+    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+        trainer.table.flush()
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"\[Errno 5\]"):
+            trainer.step()
+    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+        trainer.table.close()
+    with Table.open(tmp_path / "t") as table:
+        same(table, kept, step)
+
+
+def test_error_of_the_disk_in_a_read_is_raised_and_changes_nothing(tmp_path):
+    trainer = Trainer(tmp_path / "t")
+    for _ in range(3):
+        trainer.step()
+    trainer.table.close()
+    with Table.open(tmp_path / "t", cache_bytes=1) as table:
+        table.store.log.fail("read", 0, errno.EIO)
+        with pytest.raises(OSError, match=r"\[Errno 5\]"):
+            table.read()
+        same(table, trainer.reference, trainer.steps)
+
+
+def test_short_reads_and_writes_are_continued(tmp_path):
+    trainer = Trainer(tmp_path / "t")
+    for _ in range(3):
+        trainer.step()
+        for op in ("read", "write"):
+            trainer.table.store.log.fail(op, 0, 0)
+        trainer.table.flush()
+    same(trainer.table, trainer.reference, trainer.steps)
+    trainer.table.close()
+    with Table.open(tmp_path / "t") as table:
+        same(table, trainer.reference, trainer.steps)
+
+
+@pytest.fixture(params=["ext4", "tmpfs"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
+    """A file system of 64 MB."""
+    mount, image = tmp_path / "disk", tmp_path / "image"
+    mount.mkdir()
+    commands = [["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)]]
+    if request.param == "ext4":
+        commands = [
+            ["truncate", "-s", "64M", str(image)],
+            ["mkfs.ext4", "-q", str(image)],
+            ["mount", "-o", "loop", str(image), str(mount)],
+        ]
+    for command in commands:
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip(f"may not make a small file system here: {' '.join(command[:3])} fails")
+    yield Disk(mount)
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_disk_that_is_full_loses_nothing_and_training_goes_on_when_there_is_room(disk):
+    """Rows and state of 40,000 rows take 30 MB; another file takes the rest."""
+    trainer = Trainer(disk.path / "t", ROWS, DIM, 10_000, cache_bytes=8 << 20)
+    trainer.step()
+    disk.fill(left=8 << 20)
+    with pytest.raises(TableFullError, match="free space"):  # noqa: PT012
+        for _ in range(200):
+            trainer.step()
+    assert trainer.steps > 1
+    for name, expected in trainer.reference.columns.items():
+        torch.testing.assert_close(trainer.table.read(column=name), expected, rtol=1e-9, atol=1e-12)
+    trainer.table.flush()
+    with Table.open(disk.path / "t", mode="r") as table:
+        same(table, trainer.reference, trainer.steps)
+    disk.make_room()
+    for _ in range(3):
+        trainer.step()
+    trainer.table.close()
+    with Table.open(disk.path / "t") as table:
+        same(table, trainer.reference, trainer.steps)
+
+
+def test_disk_without_room_for_a_write_refuses_it_before_anything_has_changed(tmp_path):
+    """An injected ENOSPC, where no file system can be made."""
+    trainer = Trainer(tmp_path / "t", 30_000, 32, 20, cache_bytes=8 << 20)
+    trainer.step()
+    before = {name: trainer.table.read(column=name) for name in trainer.table.columns}
+    trainer.table.store.log.fail("allocate", 0, errno.ENOSPC, times=100)
+    with pytest.raises(TableFullError, match="free space"):
+        trainer.table.write(0, torch.ones(30_000, 32, dtype=torch.float64))
+    changed = trainer.table.read()
+    assert ((changed == before["weight"]) | (changed == 1)).all()
+    trainer.table.store.log.fail("allocate", 0, 0, times=0)
+    trainer.table.write(0, before["weight"])
+    trainer.table.close()
+    with Table.open(tmp_path / "t") as table:
+        same(table, trainer.reference, trainer.steps)

@@ -1,0 +1,189 @@
+"""Figures of tables owned by ranks: lines of benchmarks/README.md, blocks and picture of docs/design/sharding-costs.md.
+
+A part of ``readme_figures.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import Any
+
+__all__ = ["PAGE", "PICTURE", "blocks", "lines", "picture"]
+
+PAGE = "docs/design/sharding-costs.md"
+PICTURE = "docs/design/sharding-costs.svg"
+_STAGES = ("rounds", "payload", "ids", "gather", "sums", "scatter", "rest")
+
+
+def lines(found: dict[str, Any], source: str) -> list[str]:
+    """Return the rows for steps over ranks beside as many independent processes, one process and TorchRec."""
+    told = []
+    for entry in found["shapes"].values():
+        shape = entry["shape"]
+        sizes = f"{shape['lookups']:,} lookups a rank in {shape['rows']:,} × {shape['dim']}"
+        for what, by_kind in _measured(entry):
+            for kind in ("ranks", "ranks, lookahead"):
+                for ranks, took in by_kind[kind].items():
+                    if ranks == "1":
+                        continue
+                    ahead = kind.removeprefix("ranks")
+                    peers = {f"{ranks} independent processes": by_kind[f"independent{ahead}"][ranks]}
+                    if "TorchRec" in by_kind and not ahead:
+                        peers["TorchRec, row-wise"] = by_kind["TorchRec"][ranks]
+                    told += [
+                        f"| {what}{ahead}, {ranks} ranks, {sizes} | {_ms(took)} | {name} {_ms(peer)} "
+                        f"| {peer['seconds'] / took['seconds']:.2f} | {source} |"
+                        for name, peer in peers.items()
+                    ]
+    return told
+
+
+def blocks(found: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the page on costs, by the names in its marks."""
+    return {
+        "ranks bytes": _bytes(found),
+        "ranks stages": _stages(found),
+        "ranks model": _model(found["model"]),
+        "ranks prediction": _prediction(found["prediction"]),
+        "ranks balance": _balance(found["balance"]),
+    }
+
+
+def _measured(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, found) for name, found in entry.items() if name.startswith(("embedding alone", "and "))]
+
+
+def _ms(took: dict[str, float]) -> str:
+    return f"{1000 * took['seconds']:.1f} ms"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def _bytes(found: dict[str, Any]) -> str:
+    rows = []
+    for entry in found["shapes"].values():
+        shape, alone = entry["shape"], entry["embedding alone"]["ranks"]
+        for ranks, sent in entry["bytes"].items():
+            if ranks != "1":
+                share = sent["floor_seconds"] / alone[ranks]["seconds"]
+                sizes = f"{shape['lookups']:,} × {shape['dim']}"
+                floor = f"{1000 * sent['floor_seconds']:.1f} ms"
+                rows.append(
+                    [
+                        sizes,
+                        ranks,
+                        str(sent["rounds"]),
+                        f"{sent['payload']:,.0f}",
+                        floor,
+                        _ms(alone[ranks]),
+                        f"{share:.0%}",
+                    ]
+                )
+    return _table(["Lookups × width", "Ranks", "Rounds", "Bytes per rank", "Floor", "Step", "Floor of it"], rows)
+
+
+def _stages(found: dict[str, Any]) -> str:
+    rows = []
+    for entry in found["shapes"].values():
+        shape = entry["shape"]
+        for ranks, seconds in entry["stages"].items():
+            sizes = f"{shape['lookups']:,} × {shape['dim']}"
+            rows.append([sizes, ranks, *(f"{1000 * seconds.get(stage, 0.0):.2f}" for stage in _STAGES)])
+    return _table(["Lookups × width", "Ranks", *(f"{stage}, ms" for stage in _STAGES)], rows)
+
+
+def _model(model: dict[str, Any]) -> str:
+    rows = []
+    for name in ("fitted", "held_out"):
+        for line in model[name]:
+            where = "one process" if line["ranks"] is None else f"{line['ranks']}"
+            sizes = f"{line['lookups']:,} × {line['dim']}"
+            times = [f"{1000 * line[key]:.2f} ms" for key in ("seconds", "model_seconds")]
+            rows.append([sizes, where, name.replace("_", " "), *times, f"{line['model_over_measured'] - 1:+.0%}"])
+    return _table(["Lookups × width", "Ranks", "", "Measured", "Model", "Off by"], rows)
+
+
+def _prediction(prediction: dict[str, Any]) -> str:
+    widest, curves = prediction["widest"], prediction["efficiency"]
+    numbers = [ranks for ranks in next(iter(curves.values())) if int(ranks) in (4, 16, 64, 256, 1024)]
+    rows = [
+        [name.replace("as measured", f"{1e6 * prediction['measured_peer_seconds']:.0f} µs a peer, as measured here")]
+        + [f"{curve[ranks]:.2f}" for ranks in numbers]
+        + [f"{widest[name]:,}"]
+        for name, curve in curves.items()
+    ]
+    return _table(["Speed of a rank over one process", *(f"{int(n):,}" for n in numbers), "0.9 up to"], rows)
+
+
+def _balance(balance: dict[str, Any]) -> str:
+    rows, names = [], list(next(iter(next(iter(balance["ranks"].values())).values())))
+    for ranks, orders in balance["ranks"].items():
+        for order, by_name in orders.items():
+            bits = int(order.rsplit(" ", 1)[1].replace(",", "")).bit_length() - 1 if "multiples" in order else 0
+            if bits % 4 == 0 or bits == 1:
+                rows.append([f"{int(ranks):,}", order, *(f"{by_name[name]:.2f}" for name in names)])
+    return _table(["Ranks", "Ids", *names], rows)
+
+
+# ---------------------------------------------------------------------- the picture
+
+_WIDTH, _HEIGHT, _PANEL, _LEFT, _TOP, _BOTTOM = 880, 400, 330, 50, 70, 300
+_COLORS = ("#0969da", "#80b9f5", "#bc4c00", "#e8a06c", "#59636e")
+_TEXT, _MUTED, _LINE = "#1f2328", "#59636e", "#d0d7de"
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Draw the predicted speed of a rank over that of one process, by the number of ranks."""
+    curves = found["prediction"]["efficiency"]
+    first = {name: curve for name, curve in curves.items() if name.startswith(("embedding alone", "5 ms"))}
+    second = {name.removesuffix(", 5 ms, lookahead"): curve for name, curve in curves.items() if "peer" in name}
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+        f'height="{_HEIGHT}" font-family="Helvetica, Arial, sans-serif" role="img">',
+        "<title>Predicted speed of a rank over that of one process, by the number of ranks</title>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8" fill="#ffffff"/>',
+        *_panel(_LEFT, "Speed of a rank over one process, predicted", first),
+        *_panel(_LEFT + _WIDTH / 2, "By the time of a round for each peer; 5 ms, lookahead", second),
+        "</svg>",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _panel(left: float, title: str, curves: dict[str, dict[str, float]]) -> list[str]:
+    numbers = [int(ranks) for ranks in next(iter(curves.values()))]
+    top = math.ceil(10 * max(1.0, *(max(curve.values()) for curve in curves.values()))) / 10
+
+    def x(ranks: int) -> float:
+        return left + _PANEL * math.log2(ranks) / math.log2(numbers[-1])
+
+    def y(speed: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * speed / top
+
+    parts = [_words(left - 20, 32, title, _TEXT, 15)]
+    for tenth in range(0, int(10 * top) + 1, 2):
+        height = y(tenth / 10)
+        parts.append(_path([(left, height), (left + _PANEL, height)], _LINE, 1))
+        parts.append(_words(left - 8, height + 4, f"{tenth / 10:.1f}", _MUTED, 11, "end"))
+    for ranks in numbers[::2]:
+        parts.append(_words(x(ranks), _BOTTOM + 18, f"{ranks:,}", _MUTED, 11, "middle"))
+    for place, (name, curve) in enumerate(curves.items()):
+        color, height = _COLORS[place], _BOTTOM + 38 + 18 * (place // 2)
+        parts.append(_path([(x(int(ranks)), y(speed)) for ranks, speed in curve.items()], color, 2.2))
+        start = left - 20 + (_PANEL + 20) / 2 * (place % 2)
+        parts.append(_path([(start, height - 4), (start + 16, height - 4)], color, 3))
+        parts.append(_words(start + 22, height, name, _TEXT, 11))
+    return parts
+
+
+def _words(x: float, y: float, words: str, color: str, size: int, anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} fill="{color}" font-size="{size}">{escape(words)}</text>'
+
+
+def _path(points: list[tuple[float, float]], color: str, width: float) -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-width="{width}"/>'

@@ -1,0 +1,121 @@
+"""Ctrl-C at any line of speedswap's Python while a table on disk is trained, committed and saved in checkpoints."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import speedswap
+from torture.attack import Attack, Broken
+
+__all__ = ["ctrl_c_at_line"]
+
+ROWS, DIM = 50, 5
+_PACKAGE = os.path.dirname(speedswap.__file__)
+
+
+@contextmanager
+def ctrl_c_at_line(number: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt at a line of speedswap's, counted from 1."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class _Training:
+    """A model on disk, or its equal in memory."""
+
+    def __init__(self, path: Path | None) -> None:
+        disk: dict[str, Any] = {} if path is None else {"path": path, "cache_bytes": 1, "commit_every": 1}
+        self.items = speedswap.Embedding(ROWS, DIM, seed=3, **disk)
+        self.optimizer = torch.optim.Adagrad(self.items.parameters(), lr=0.1)
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        ids = torch.randint(ROWS, (20,), generator=torch.Generator().manual_seed(number))
+        self.items(ids).square().sum().backward()
+        self.optimizer.step()
+
+    def columns(self) -> dict[str, torch.Tensor]:
+        return {name: self.items.table.read(column=name) for name in self.items.table.columns}
+
+
+def _round(seed: int, folder: Path) -> str:
+    draw = random.Random(seed)
+    ours, other = _Training(folder / "table"), _Training(None)
+    for number in range(3):
+        ours.step(number)
+        other.step(number)
+    speedswap.save_checkpoint(folder / "saved", ours.items, ours.optimizer, step=3)
+    saved = ours.columns()
+    does = draw.choice(["step", "save", "load", "flush", "read"])
+    calls: dict[str, Callable[[], object]] = {
+        "step": lambda: ours.step(3),
+        "save": lambda: speedswap.save_checkpoint(folder / "saved", ours.items, ours.optimizer, step=4),
+        "load": lambda: speedswap.load_checkpoint(folder / "saved", ours.items, ours.optimizer),
+        "flush": ours.items.table.flush,
+        "read": ours.items.table.read,
+    }
+    number = draw.randrange(1, {"step": 900, "save": 3000, "load": 2500, "flush": 100, "read": 150}[does])
+    what = f"Ctrl-C at line {number} of a {does}, seed {seed}"
+    with suppress(KeyboardInterrupt), ctrl_c_at_line(number):
+        calls[does]()
+    if does == "step":  # all of it or nothing
+        found, after = ours.columns(), _Training(None)
+        for each in range(4):
+            after.step(each)
+        is_done = _same(found, after.columns())
+        if not is_done and not _same(found, saved):
+            raise Broken(f"half a step is in the table\n{what}")
+        if is_done:
+            other.step(3)
+    elif not _same(ours.columns(), saved):
+        raise Broken(f"rows have changed\n{what}")
+    ours.step(9)
+    other.step(9)
+    if not _same(ours.columns(), other.columns()):
+        raise Broken(f"the next step is another\n{what}")
+    speedswap.load_checkpoint(folder / "saved", ours.items, ours.optimizer)
+    if not _same(ours.columns(), saved):
+        raise Broken(f"the checkpoint holds other rows\n{what}")
+    ours.items.table.close()
+    with speedswap.Table.open(folder / "table") as table:
+        if not _same({name: table.read(column=name) for name in table.columns}, saved):
+            raise Broken(f"reopened, the table has other rows\n{what}")
+    return does
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+ATTACK = Attack(
+    name="lines",
+    promise="Ctrl-C at any line of a step, a commit, a save or a load of a checkpoint loses nothing, and the next step "
+    "is right",
+    round=_round,
+    quick=4,
+)
