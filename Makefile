@@ -51,7 +51,8 @@ demo: $(VENV)/.stamp-demo
 	@echo "The vectors, the loss plot and the figures are in $(CURDIR)/demo-output"
 
 test: lint
-	$(BIN)/python -m pytest --nbmake -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --nbmake -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
+	    -o faulthandler_exit_on_timeout=true
 
 torture: $(VENV)/.stamp-dev
 	PYTHONPATH=tools $(BIN)/python -m torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -16,18 +17,48 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # What a process changes files with, as far as Python does it.
 STEPS = ("open", "mkdir", "write", "pwrite", "truncate", "fsync", "rename", "unlink", "rmdir")
 
 
-def killed_at(step: int, work: Callable[[], object], calls: Sequence[str] = STEPS) -> bool:
-    """Do some work in a child that is killed just before its ``step``-th call of the system, from 0 on.
+SECONDS = 60  # after which a child that hangs says where, and ends
+
+
+def exit_status(work: Callable[[], object]) -> int:
+    """Do some work in a forked child; return its exit status.
 
     A forked child has one thread: work that torch divides among several hangs there.
+
+    Returns:
+        0, 1 if the work returned False, 2 if it raised, or the negative number of the signal that killed the child.
+    """
+    child = os.fork()
+    if child == 0:
+        _do(work)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _do(work: Callable[[], object]) -> NoReturn:
+    """Do the work of a forked child, which never goes on as the tests' process that it was."""
+    status = 2
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)
+        signal.alarm(SECONDS)
+        status = int(work() is False)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def killed_at(step: int, work: Callable[[], object], calls: Sequence[str] = STEPS) -> bool:
+    """Do some work in a child that is killed just before its ``step``-th call of the system, from 0 on.
 
     Args:
         calls: which of the functions of ``os`` count.
@@ -35,17 +66,14 @@ def killed_at(step: int, work: Callable[[], object], calls: Sequence[str] = STEP
     Returns:
         Whether it came to that; if not, the work was done to its end.
     """
-    child = os.fork()
-    if child == 0:
-        _end_at(step, work, calls)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+    status = exit_status(partial(_count, step, work, calls))
+    if status == -signal.SIGKILL:
         return True
     assert status == 0, f"the child ended with status {status}"
     return False
 
 
-def _end_at(step: int, work: Callable[[], object], calls: Sequence[str]) -> None:
+def _count(step: int, work: Callable[[], object], calls: Sequence[str]) -> None:
     left = step
 
     def counted(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,17 +86,9 @@ def _end_at(step: int, work: Callable[[], object], calls: Sequence[str]) -> None
 
         return call
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(60)
-    try:
-        for name in calls:
-            setattr(os, name, counted(getattr(os, name)))
-        work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
+    for name in calls:
+        setattr(os, name, counted(getattr(os, name)))
+    work()
 
 
 @contextmanager
@@ -77,14 +97,7 @@ def child(work: Callable[[Connection], object]) -> Iterator[tuple[int, Connectio
     here, there = multiprocessing.Pipe()
     pid = os.fork()
     if pid == 0:
-        try:
-            here.close()
-            work(there)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
+        _do(lambda: (here.close(), work(there)))
     there.close()
     try:
         yield pid, here

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import re
@@ -14,7 +13,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # what is here and no test
 
 import simulated_gpu
 from rank_pool import RankPool
+from torture.ctrl_c import ctrl_c_at
 
 _PACKAGE = str(Path(str(find_spec("speedswap").origin)).parent)  # not imported: the simulated GPU comes first
 
@@ -128,44 +127,14 @@ def usual_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-# Does from C what an arriving SIGINT does: Python's handler runs where the interpreter next looks for signals. As the
-# trace function of a frame it is called with three arguments, which it does not look at.
-_set_interrupt: Any = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
-_set_interrupt.argtypes = [ctypes.py_object] * 3
-_set_interrupt.restype = None
-
-
 @pytest.fixture
 def interrupted_at(usual_signals: None) -> Callable[..., AbstractContextManager[list[str]]]:
     """Let Ctrl-C come inside a block, once so many calls and lines of speedswap or a folder have run; yield where."""
 
     @contextmanager
     def interrupted_at(line: int, folder: str = "") -> Iterator[list[str]]:
-        lines, came, counted = 0, list[str](), str(Path(_PACKAGE) / folder)
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            sys.settrace(None)
-            if not came:  # one that was deferred may be repeated
-                came.append("" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}")
-                raise KeyboardInterrupt
-
-        def trace(frame: FrameType, event: str, arg: object) -> Any:
-            nonlocal lines
-            if not frame.f_code.co_filename.startswith(counted):
-                return None
-            if event in ("call", "line"):
-                lines += 1
-                if lines == line:
-                    return _set_interrupt  # called as the next line begins, which is at its work as the signal is seen
-            return trace
-
-        usual, before = signal.signal(signal.SIGINT, interrupt), sys.gettrace()
-        sys.settrace(trace)
-        try:
-            yield came
-        finally:
-            sys.settrace(before)
-            signal.signal(signal.SIGINT, usual)
+        with ctrl_c_at(line, str(Path(_PACKAGE) / folder)) as interrupt:
+            yield interrupt.came
 
     return interrupted_at
 

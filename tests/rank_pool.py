@@ -121,6 +121,7 @@ class RankPool:
         """End the ranks and their parent."""
         self._end_ranks()
         if self._parent is not None:
+            self._parent.kill()  # it would see the end of its input only once no other process has it open
             self._parent.communicate()
         shutil.rmtree(self._folder)
 
@@ -139,6 +140,9 @@ class RankPool:
             self._parent.stdin.write(f"{address} {self._store.port} {job_size}\n")
             self._parent.stdin.flush()
             for _ in range(job_size):
+                if not wait([listener._listener._socket], SCENARIO_SECONDS):  # type: ignore[attr-defined]
+                    missing = sorted({*range(job_size)} - self._ranks.keys())
+                    raise RanksFailed(f"ranks {missing} of {job_size} do not start\n{self._end_ranks()[-8000:]}")
                 connection = listener.accept()
                 rank, process = connection.recv()
                 self._ranks[rank] = connection, process

@@ -351,6 +351,7 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.end()
         self._connection.close()
+        self._process.kill()  # it would see the end only once no other process has the connection open
         self._process.wait()
 
 

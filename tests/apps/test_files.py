@@ -34,6 +34,7 @@ def killed():
         child = os.fork()
         if child == 0:
             try:
+                signal.alarm(60)
                 work(lambda: (os.write(write, b"x"), signal.pause()))
             finally:
                 os._exit(1)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
-import os
 import threading
 
 import numpy as np
 import pytest
 import torch
-from children import run_script
+from children import exit_status, run_script
 
 from speedswap import kernels
 from speedswap.kernels import _C, host
@@ -83,16 +82,8 @@ def test_a_fork_has_threads_of_its_own():
     kernels.set_num_threads(3)
     round_trip()
     for _ in range(5):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                round_trip()
-                status = 0
-            finally:
-                os._exit(status)
+        assert exit_status(round_trip) == 0
         round_trip()
-        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_fork_while_other_threads_move_rows():
@@ -107,15 +98,7 @@ def test_a_fork_while_other_threads_move_rows():
     mover.start()
     try:
         for _ in range(10):
-            child = os.fork()
-            if child == 0:
-                status = 1
-                try:
-                    round_trip(5000)
-                    status = 0
-                finally:
-                    os._exit(status)
-            assert os.waitpid(child, 0)[1] == 0
+            assert exit_status(lambda: round_trip(5000)) == 0
     finally:
         stop.set()
         mover.join()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
+from children import exit_status
 
 import speedswap
 from speedswap.kernels.cuda import modules, pinning
@@ -48,8 +48,8 @@ def test_a_forked_child_takes_ordinary_memory(device: str):
     if device != "cuda":
         pytest.skip("is about a GPU")
     assert modules.unavailable() is None
-    child = os.fork()
-    if child == 0:
+
+    def child() -> bool:
         memory = pinning.PinnedMemory(8192)
         memory.bytes.fill_(7)
         with warnings.catch_warnings():
@@ -57,8 +57,9 @@ def test_a_forked_child_takes_ordinary_memory(device: str):
             table = speedswap.Table.create(10, 4, init=speedswap.init.constant(2.0))
             pinned = speedswap.Table.create(10, 4, storage="pinned")
         same = bool((table.gather(torch.tensor([1, 9])).weight == 2).all()) and not pinned.pinned
-        os._exit(0 if same and "does not follow a fork" in str(memory.failure) else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return same and "does not follow a fork" in str(memory.failure)
+
+    assert exit_status(child) == 0
     assert modules.unavailable() is None
 
 
@@ -73,13 +74,10 @@ def test_a_child_forked_while_kernels_are_loaded_finds_the_lock_free():
     loader = threading.Thread(target=load)
     loader.start()
     entered.wait(60)
-    child = os.fork()
-    if child == 0:
-        free = modules._lock.acquire(timeout=5)
-        os._exit(0 if free else 1)
+    status = exit_status(lambda: modules._lock.acquire(timeout=5))
     leave.set()
     loader.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert status == 0
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
+from children import exit_status
 
 from speedswap.kernels.cuda import pinning
 from speedswap.kernels.cuda.pinning import PinnedMemory
@@ -30,13 +30,8 @@ def test_what_could_not_be_pinned_is_there_in_a_forked_child(monkeypatch: pytest
     memory = PinnedMemory(8192)
     memory.bytes.fill_(7)
     numbers = memory.bytes.numpy()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if bytes(numbers[:2]) == b"\x07\x07" else 1)
-    _, status = os.waitpid(child, 0)
+    assert exit_status(lambda: bytes(numbers[:2]) == b"\x07\x07") == 0
     assert memory.failure == "out of memory"
-    assert os.WIFEXITED(status), "the child was killed by a signal"
-    assert os.WEXITSTATUS(status) == 0
 
 
 def test_ctrl_c_leaves_no_memory_registered(

@@ -15,15 +15,23 @@ from speedswap.errors import ThreadError
 
 def in_threads(*functions: Callable[[], object]) -> None:
     """Run functions at once, each in a thread of its own; raise the first error."""
-    start = threading.Barrier(len(functions))
+    start, errors = threading.Barrier(len(functions)), list[BaseException]()
 
-    def run(function: Callable[[], object]) -> object:
-        start.wait()
-        return function()
+    def run(function: Callable[[], object]) -> None:
+        try:
+            start.wait(60)
+            function()
+        except BaseException as error:
+            errors.append(error)
 
-    with ThreadPoolExecutor(len(functions)) as threads:
-        for done in [threads.submit(run, function) for function in functions]:
-            done.result(60)
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam"])

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import exit_status
 from hypothesis import given
 from hypothesis import strategies as st
 from id_map_model import Full, Model
@@ -457,16 +458,6 @@ def test_a_pickled_map_only_looks_up() -> None:
     assert not copy.deepcopy(there).frozen
 
 
-def forked(work: Callable[[], bool]) -> int:
-    child = os.fork()
-    if not child:
-        try:
-            os._exit(0 if work() else 1)
-        finally:
-            os._exit(2)
-    return os.waitpid(child, 0)[1]
-
-
 def test_a_forked_map_only_looks_up() -> None:
     users = filled("int64")
     expected = users.lookup(torch.arange(9))
@@ -478,7 +469,7 @@ def test_a_forked_map_only_looks_up() -> None:
             return "belongs to process" in str(error) and torch.equal(users.lookup(torch.arange(9)), expected)
         return False
 
-    assert forked(child) == 0
+    assert exit_status(child) == 0
     users.add(torch.arange(3))
 
 

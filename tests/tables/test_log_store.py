@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from children import exit_status
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -523,11 +524,12 @@ def test_a_pickled_table_is_read_in_another_process(make: Callable[..., speedswa
 
 def in_child(work: Callable[[], bool]) -> bool:
     """Return what some work returns in a forked child."""
-    child = os.fork()
-    if child == 0:
+
+    def with_one_thread() -> bool:
         torch.set_num_threads(1)
-        os._exit(0 if work() else 1)
-    return os.waitpid(child, 0)[1] == 0
+        return work()
+
+    return exit_status(with_one_thread) == 0
 
 
 def test_a_forked_child_reads_what_was_committed(make: Callable[..., speedswap.Table]) -> None:

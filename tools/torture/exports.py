@@ -6,17 +6,18 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import speedswap
 from speedswap import Table
 from speedswap.errors import SpeedswapError, TableFullError
 from torture.attack import Attack, Broken
-from torture.lines import ctrl_c_at_line
+from torture.ctrl_c import ctrl_c_at
 from torture.processes import Calls, child
 
 _SUFFIXES = (".npy", ".safetensors", ".txt", ".bin", ".parquet")
@@ -49,7 +50,7 @@ def _round(seed: int, folder: Path) -> str:
     elif how == "killed":
         _killed(draw, work, folder / "log", what)
     else:
-        fails = ctrl_c_at_line if how == "interrupted" else _full
+        fails = _interrupted if how == "interrupted" else _full
         with suppress(KeyboardInterrupt, TableFullError), fails(draw.randrange(1, _MOST[how])):
             work()
         _require_nothing_else(folder, {given.name, out.name, back.name}, what)
@@ -63,6 +64,10 @@ def _round(seed: int, folder: Path) -> str:
     _require(_read(folder, back if imports else out), values, f"{what}, then again")
     _require_nothing_else(folder, {given.name, out.name, back.name, "log"}, f"{what}, then again")
     return f"{'import' if imports else 'export'} {how}"
+
+
+def _interrupted(line: int) -> AbstractContextManager[object]:
+    return ctrl_c_at(line, os.path.dirname(speedswap.__file__))
 
 
 def _usable() -> tuple[str, ...]:

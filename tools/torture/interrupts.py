@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ import speedswap
 from speedswap.errors import SpeedswapWarning
 from speedswap.tables import Column
 from torture.attack import Attack, Broken, Skipped
+from torture.ctrl_c import CtrlC, ctrl_c_at
 from torture.reference import Choice, random_optimizer
 
 __all__ = ["ATTACK"]
@@ -33,44 +31,9 @@ _PACKAGE = os.path.dirname(speedswap.__file__)
 ROWS, DIM = 30, 4
 
 
-# Does what an arriving SIGINT does, from C: Python's handler runs where the interpreter looks for signals, not here. As
-# the trace function of a frame it is called with three arguments, which it does not look at.
-_set_interrupt: Any = ctypes.PyDLL(None)["PyErr_SetInterrupt"]
-_set_interrupt.argtypes = [ctypes.py_object] * 3
-_set_interrupt.restype = None
-
-
-def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    sys.settrace(None)
-    raise KeyboardInterrupt
-
-
-class _Lines:
-    """Counts the lines of the package that run, and interrupts just after one of them."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.at = at
-        self.count = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(_PACKAGE) else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                return _set_interrupt
-        return self._line
-
-
-@contextmanager
-def _tracing(lines: _Lines) -> Iterator[None]:
-    usual = sys.gettrace()
-    sys.settrace(lines)
-    try:
-        yield
-    finally:
-        sys.settrace(usual)
+def _traced(line: int = 0) -> AbstractContextManager[CtrlC]:
+    """Let Ctrl-C come at a line of the package; or never, to count them."""
+    return ctrl_c_at(line, _PACKAGE)
 
 
 @contextmanager
@@ -94,7 +57,7 @@ def _after(seconds: float) -> Iterator[None]:
 
 def _interrupted(act: Callable[[], None], *, at: int | None, seconds: float) -> bool:
     """Run something that is interrupted at a line or after a time; return whether it was."""
-    way = _tracing(_Lines(at)) if at is not None else _after(seconds)
+    way = _traced(at) if at is not None else _after(seconds)
     try:
         with way:
             act()
@@ -108,7 +71,7 @@ def _round(seed: int, folder: Path) -> str:
     if threading.current_thread() is not threading.main_thread():
         raise Skipped("interrupts reach the main thread alone")
     rng = random.Random(seed)
-    usual = signal.signal(signal.SIGINT, _interrupt_once)
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return rng.choice([_trainer, _trainer, _trainer, _operations, _creation])(rng, folder)
     finally:
@@ -177,15 +140,15 @@ def _chosen(number: int) -> Any:
 
 def _trainer(rng: random.Random, folder: Path) -> str:
     trainer = Trainer(rng, folder)
-    lines, began = _Lines(), time.perf_counter()
+    began = time.perf_counter()
     trainer.begin("whole")
     expected = [trainer.rows()]
-    with _tracing(lines):
+    with _traced() as counted:
         trainer.train(lambda: expected.append(trainer.rows()))
     seconds = time.perf_counter() - began
     trainer.close()
     trainer.begin("interrupted")
-    at = rng.randrange(1, lines.count + 1) if rng.random() < 0.8 else None
+    at = rng.randrange(1, counted.lines + 1) if rng.random() < 0.8 else None
     delay = rng.random() * seconds / 3
     text = f"{trainer}, interrupted at line {at}" if at is not None else f"{trainer}, interrupted after {delay:.4f} s"
     came = _interrupted(trainer.train, at=at, seconds=delay)
@@ -282,11 +245,10 @@ def _operations(rng: random.Random, folder: Path) -> str:
         else:
             getattr(table, name)()
 
-    lines = _Lines()
-    with made(folder / "counted" if in_file else None) as table, _tracing(lines):
+    with made(folder / "counted" if in_file else None) as table, _traced() as counted:
         operate(table, folder / "saved-first")
-    at = rng.randrange(1, max(2, lines.count + 1))
-    text = f"{name} at line {at} of {lines.count}, in a file {in_file}, written before {already}"
+    at = rng.randrange(1, max(2, counted.lines + 1))
+    text = f"{name} at line {at} of {counted.lines}, in a file {in_file}, written before {already}"
     table = made(place)
     came = _interrupted(lambda: operate(table, folder / "saved"), at=at, seconds=0)
     if name == "close":
@@ -344,10 +306,9 @@ def _creation(rng: random.Random, folder: Path) -> str:
         place = folder / f"table-{next(numbers)}"
         speedswap.Table.create(ROWS, DIM, path=place, init=speedswap.init.normal(), seed=5).close()
 
-    lines = _Lines()
-    with _tracing(lines):
+    with _traced() as counted:
         create()
-    at = rng.randrange(1, lines.count + 1)
+    at = rng.randrange(1, counted.lines + 1)
     came = _interrupted(create, at=at, seconds=0)
     place = folder / "table-1"
     if place.exists():
@@ -356,7 +317,7 @@ def _creation(rng: random.Random, folder: Path) -> str:
         table = speedswap.Table.create(ROWS, DIM, path=place, init=speedswap.init.normal(), seed=5)
     with table, speedswap.Table.open(folder / "table-0") as whole:
         if not torch.equal(table.read(), whole.read()):
-            raise Broken(f"a table whose creation was interrupted at line {at} of {lines.count} has other rows")
+            raise Broken(f"a table whose creation was interrupted at line {at} of {counted.lines} has other rows")
     return f"creation, {'interrupted' if came else 'done'}"
 
 

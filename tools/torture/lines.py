@@ -4,45 +4,20 @@ from __future__ import annotations
 
 import os
 import random
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
 import speedswap
 from torture.attack import Attack, Broken
+from torture.ctrl_c import ctrl_c_at
 
-__all__ = ["ctrl_c_at_line"]
+__all__ = ["ATTACK"]
 
 ROWS, DIM = 50, 5
-_PACKAGE = os.path.dirname(speedswap.__file__)
-
-
-@contextmanager
-def ctrl_c_at_line(number: int) -> Iterator[None]:
-    """Raise KeyboardInterrupt at a line of speedswap's, counted from 1."""
-    left = number
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 class _Training:
@@ -81,7 +56,7 @@ def _round(seed: int, folder: Path) -> str:
     }
     number = draw.randrange(1, {"step": 900, "save": 3000, "load": 2500, "flush": 100, "read": 150}[does])
     what = f"Ctrl-C at line {number} of a {does}, seed {seed}"
-    with suppress(KeyboardInterrupt), ctrl_c_at_line(number):
+    with suppress(KeyboardInterrupt), ctrl_c_at(number, os.path.dirname(speedswap.__file__)):
         calls[does]()
     if does == "step":  # all of it or nothing
         found, after = ours.columns(), _Training(None)
