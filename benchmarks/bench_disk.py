@@ -78,7 +78,7 @@ class Plan:
             keyed = keys.KeyPlan(100_000, 200, 100)
             return cls(shape, 1 / 4, 0.5, turns, CONTESTANTS, _CREATED, small, 1.0, 0.5, small, (1.0,), 1, False, keyed)
         turns = Turns(
-            windows=3,
+            windows=5,
             seconds=2.5,
             run_in=1.0,
             warm=6.0,

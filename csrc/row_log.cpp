@@ -78,6 +78,7 @@ void RowLog::close() {
     Lock lock(monitor_.mutex);
     monitor_.changed.wait(lock, [this] { return reads_under_way_.empty(); });
     if (outstanding_ == 0) slots_.drop_cache();
+    files_.close();  // a removed table's room is free, though its object may live on
 }
 
 RowLog::Lock RowLog::enter() {

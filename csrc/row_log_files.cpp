@@ -43,15 +43,17 @@ LogFiles::LogFiles(int log, int head, bool writable, bool direct, bool journal)
     try {
         head_ = duplicate(head);
     } catch (...) {
-        close(log_);
+        ::close(log_);
         throw;
     }
     if (direct) open_direct();
 }
 
-LogFiles::~LogFiles() {
-    for (const int each : {log_, head_, direct_})
-        if (each >= 0) close(each);
+void LogFiles::close() {
+    for (int* const each : {&log_, &head_, &direct_}) {
+        const int file = std::exchange(*each, -1);
+        if (file >= 0) ::close(file);
+    }
 }
 
 // A second description of the same file, by way of /proc: its flags are its own. File systems without O_DIRECT refuse.
@@ -59,7 +61,7 @@ void LogFiles::open_direct() {
     fallback_ = try_direct();
     if (fallback_.empty()) return;
     alignment_ = 1;
-    if (direct_ >= 0) close(direct_);
+    if (direct_ >= 0) ::close(direct_);
     direct_ = -1;
     // Through the page cache: single rows are read, and read-ahead would fetch what is not needed.
     posix_fadvise(log_, 0, 0, POSIX_FADV_RANDOM);

@@ -38,9 +38,11 @@ class LogFiles {
   public:
     // The descriptors are duplicated. With `direct`, the log is read and written past the page cache where it can be.
     LogFiles(int log, int head, bool writable, bool direct, bool journal);
-    ~LogFiles();
+    ~LogFiles() { close(); }
     LogFiles(const LogFiles&) = delete;
     LogFiles& operator=(const LogFiles&) = delete;
+
+    void close();  // a call that comes later fails with EBADF
 
     // Reads until `bytes` are there or the file ends; returns how many it read. Pointer, position and size of reads and
     // writes of the log are multiples of alignment().
@@ -52,7 +54,7 @@ class LogFiles {
     void allocate(LogFile file, int64_t at, int64_t bytes);
     int64_t size(LogFile file) const;
 
-    bool direct() const { return direct_ >= 0; }
+    bool direct() const { return fallback_.empty(); }
     // The log past the page cache, for reads that do not pass here; -1 if there is none, or reads are to fail.
     int direct_file() const { return failing_.load(std::memory_order_relaxed) ? -1 : direct_; }
     const std::string& fallback() const { return fallback_; }  // the reason why it is not, empty if it is

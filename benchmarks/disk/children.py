@@ -84,8 +84,9 @@ class Child:
         theirs.close()
         self.limited: str | None = None
         self._group: MemoryGroup | None = None
+        self._memory = start.one.memory(start.shape, start.limits)
         try:
-            self._group = MemoryGroup(f"speedswap-bench-{self._process.pid}", start.limits.memory)
+            self._group = MemoryGroup(f"speedswap-bench-{self._process.pid}", self._memory)
         except OSError as error:
             self.limited = f"{type(error).__name__}: {error}"
 
@@ -137,7 +138,7 @@ class Child:
             self._process.join(_ENDS_IN_SECONDS)
             raise BenchmarkError(
                 f"the process of {self.start.one.name} ended with status {self._process.exitcode} in {what!r}; -9 is "
-                f"what the system does to one that needs more than its {self.start.limits.memory / 2**20:.0f} MiB"
+                f"what the system does to one that needs more than its {self._memory / 2**20:.0f} MiB"
             ) from None
         if not done:
             raise found
@@ -191,16 +192,16 @@ class Runner:
             start.one.make.fill(start.folder, start.shape, _blocks(start.shape))
         filled = time.perf_counter()
         dropped = drop_caches((path for path in start.folder.rglob("*") if path.is_file()), everything=start.drop)
+        self._rehearse()
         if group is not None:
             group.enter()
-        self._rehearse()
         self._before = resident_bytes()
         opening = time.perf_counter()
         self._store = start.one.make(start.folder, start.shape, start.limits)
         opened = time.perf_counter()
         if not start.fill:
             self._step = int(self._store.table.attributes["step"])  # type: ignore[attr-defined]  # only ours is reopened
-            self._history = History.replayed(start.shape, start.spans, self._step)
+            self._history.replay(start.spans, self._step)
         return {"fill": filled - begin, "open": opened - opening, "everything": dropped}
 
     def _rehearse(self) -> None:

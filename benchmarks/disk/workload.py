@@ -79,14 +79,11 @@ class History:
         self.last = torch.zeros(shape.rows, dtype=torch.int32)
         self._expected = torch.zeros(shape.lookups, shape.dim)
 
-    @classmethod
-    def replayed(cls, shape: Shape, spans: Iterable[Span], until: int) -> History:
-        """Return the history after step ``until`` of a run whose steps are known."""
-        history = cls(shape)
+    def replay(self, spans: Iterable[Span], until: int) -> None:
+        """Go on to step ``until`` of a run whose steps are known."""
         for span in spans:
             for step in range(span.first, min(span.last, until) + 1):
-                history.last[draw(shape._replace(lookups=span.lookups), step, span.kind)] = step
-        return history
+                self.last[draw(self.shape._replace(lookups=span.lookups), step, span.kind)] = step
 
     def check(self, who: str, rows: Tensor, found: Tensor) -> None:
         """Check the contents of at most ``lookups`` rows.

@@ -76,7 +76,8 @@ def test_a_store_that_loses_or_tears_rows_is_found(store, tmp_path):
 
 def test_a_replayed_history_is_that_of_the_steps():
     spans = [Span(1, 3, "uniform", 256), Span(4, 9, "zipf", 64)]
-    history = History.replayed(SHAPE, spans, until=6)
+    history = History(SHAPE)
+    history.replay(spans, until=6)
     row = int(draw(SHAPE._replace(lookups=64), 6, "zipf")[0])
     assert history.last[row] == 6
     assert history.last.max() == 6

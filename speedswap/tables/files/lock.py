@@ -39,6 +39,7 @@ class WriterLock:
         TableFormatError: LOCK or OWNER is not a regular file.
         FileNotFoundError: the directory has been removed.
         TableFullError: LOCK is not there, and the disk has no room for it.
+        OSError: the file system is read-only, or has no locks; the remedy is mode ``r``.
     """
 
     def __init__(self, directory: OpenDirectory, *, say: bool = True) -> None:
@@ -140,6 +141,13 @@ def _open(directory: OpenDirectory) -> int:
                     return directory.create(_LOCK)
             except FileExistsError:
                 continue
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise type(error)(
+                error.errno,
+                f"table {str(directory.path)!r} cannot be written ({error.strerror}); open it with mode='r'",
+            ) from error
 
 
 def _owner(directory: OpenDirectory) -> str:

@@ -64,12 +64,14 @@ class ManifestFile(NamedTuple):
     def write(cls, directory: OpenDirectory, body: bytes) -> ManifestFile:
         """Replace a directory's MANIFEST: write another beside it, sync, rename it over the old one, sync the names."""
         temporary = f"{MANIFEST}.{secrets.token_hex(8)}.tmp"
-        file = OpenFile(directory.create(temporary))
+        written = OpenFile(directory.create(temporary))
         try:
             rest = memoryview(b"%08x\n" % zlib.crc32(body) + body)
             while rest:
-                rest = rest[os.write(file.fd, rest) :]
-            os.fsync(file.fd)
+                rest = rest[os.write(written.fd, rest) :]
+            os.fsync(written.fd)
+            file = OpenFile(directory.open(temporary))  # to be read: the file system may be made read-only meanwhile
+            written.close()
             directory.rename(temporary, MANIFEST)
         except BaseException:
             directory.remove(temporary)

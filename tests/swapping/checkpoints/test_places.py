@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -74,6 +75,33 @@ def test_a_link_to_a_checkpoint_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(saved.path)
     speedswap.load_checkpoint(tmp_path / "latest", *trained)
     assert torch.equal(trained[0][0].read(), expected)
+
+
+@pytest.mark.parametrize("stored", ["beside it", "in it"])
+def test_a_checkpoint_on_a_read_only_file_system_is_loaded(stored: str, small_disk: Path, tmp_path: Path) -> None:
+    """A table of its own beside it trains on; one that lies there too is read, or copied."""
+    place = tmp_path / "table" if stored == "beside it" else small_disk / "table"
+    model, optimizer = training(place)
+    step(model, optimizer, 3)
+    expected = step(model, optimizer, 6)
+    speedswap.save_checkpoint(small_disk / "saved", model, optimizer, step=2)
+    if stored == "in it":
+        model[0].table.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    if stored == "in it":
+        with pytest.raises(OSError, match=r"cannot be written \(Read-only file system\); open it with mode='r'"):
+            speedswap.Table.open(place)
+        model, optimizer = training(table=speedswap.Table.create(50, 4))
+    else:
+        step(model, optimizer, 9)
+    assert speedswap.load_checkpoint(small_disk / "saved", model, optimizer).step == 2
+    assert torch.equal(model[0].read(), expected)
+    if stored == "in it":
+        with speedswap.Table.open(place, mode="r") as table:
+            assert torch.equal(table.read(), expected)
+    with pytest.raises(OSError, match="Read-only file system"):
+        speedswap.save_checkpoint(small_disk / "saved", model, optimizer, step=3)
+    assert not torch.equal(step(model, optimizer, 9), expected)
 
 
 def test_an_old_checkpoint_that_was_moved_is_removed_as_the_link_that_is_there(tmp_path: Path) -> None:
