@@ -176,7 +176,7 @@ def test_a_table_that_was_removed_is_not_read_any_more(tmp_path: Path) -> None:
 
 def test_a_reader_can_open_a_table_at_any_moment_of_its_replacement(tmp_path: Path) -> None:
     """A table stays complete at its path while another process saves over it again and again."""
-    tables = [Table.create(ROWS, DIM, init=init.constant(value)) for value in (1.0, 2.0)]
+    tables = [Table.create(ROWS, DIM, storage="pageable", init=init.constant(value)) for value in (1.0, 2.0)]
     tables[0].save(tmp_path / "t")
 
     def saves(connection: Connection) -> None:

@@ -26,7 +26,8 @@ LATE = Column("late", (2,), torch.float32, init.constant(4.0))
 
 
 def table_of(value: float, path: Path | None = None) -> Table:
-    return Table.create(ROWS, DIM, path=path, init=init.constant(value))
+    """Make a table that forked children see, in files or in memory."""
+    return Table.create(ROWS, DIM, path=path, storage="auto" if path else "pageable", init=init.constant(value))
 
 
 def holds(table: Table, value: float, column: str = "weight") -> bool:
