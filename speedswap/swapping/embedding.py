@@ -176,5 +176,5 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         Raises:
             IdError, LostUpdateError, RanksError: as for the class.
         """
-        weight, local = self._gather(self._rows_of(input))
+        weight, local = self._of_one_commit(lambda: self._gather(self._rows_of(input)))
         return look_up(weight, local)

@@ -141,11 +141,12 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         keyed = None if isinstance(input, Tensor) else keyed_bags(input, offsets, per_sample_weights)
         bags = keyed.bags if keyed else bags_of(input, offsets, per_sample_weights, self.include_last_offset)
         self._check_weights(bags)
-        bags = bags._replace(ids=self._rows_of(bags.ids))
+        num_keys = keyed.num_keys or 1 if keyed else 1
+        pooled = self._of_one_commit(lambda: self._pooled(bags._replace(ids=self._rows_of(bags.ids)), num_keys))
         if keyed is None:
-            return self._pooled(bags, 1)
+            return pooled
         # The view changes nothing unless there are no keys, and so no bags to lay out.
-        return self._pooled(bags, keyed.num_keys or 1).view(keyed.stride, keyed.num_keys * self.embedding_dim)
+        return pooled.view(keyed.stride, keyed.num_keys * self.embedding_dim)
 
     def _check_weights(self, bags: Bags) -> None:
         if bags.weights is None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from speedswap.errors import TableBusyError
 from speedswap.swapping.prefetched import Given
 from speedswap.swapping.sharded_step import ShardedStep
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
@@ -19,7 +21,20 @@ from speedswap.tables.ranks import ShardedIdMap
 if TYPE_CHECKING:
     from speedswap.swapping.row_step import RowStep
 
-__all__ = ["AskedLookup", "KeyedLookup", "KeyedRows", "ask_all", "find_all", "require_map", "take_all", "together"]
+__all__ = [
+    "AskedLookup",
+    "KeyedLookup",
+    "KeyedRows",
+    "ask_all",
+    "find_all",
+    "of_one_commit",
+    "require_map",
+    "take_all",
+    "together",
+]
+
+_Found = TypeVar("_Found")
+_TRIES = 100
 
 
 class AskedLookup:
@@ -80,6 +95,17 @@ class KeyedRows:
         """True if ranks own the keys; these are not asked for ahead of their turn."""
         return isinstance(self.id_map, ShardedIdMap)
 
+    @property
+    def is_followed(self) -> bool:
+        """True if keys get other rows as another process trains, whose commits are read here."""
+        return self.id_map.evict is not None and self.id_map.frozen
+
+    def follow(self) -> int:
+        """Bring map and rows up to date with another process that trains them; return the map's version."""
+        with self._table.lock:
+            self._table.check_open()
+            return self.id_map.version
+
     def ask(self, given: Any, device: torch.device) -> AskedLookup:
         """Add the keys of a training lookup ahead of its turn."""
         return ask_all([KeyedLookup(self, given, device)])[0]
@@ -109,16 +135,19 @@ class KeyedRows:
     def _take_turn(self, lookup: AskedLookup, device: torch.device) -> Tensor:
         self._turn.remove(lookup)
         self._asked = [each for each in self._asked if each is not lookup.asked]
-        self.renew(self.id_map.begin(lookup.asked), device)
+        with self._table.lock:  # no commit has the key without its row's new values
+            self.renew(self.id_map.begin(lookup.asked), device)
         return lookup.rows.to(device)
 
     def _take_asked(self, asked: AskedAhead, device: torch.device) -> Tensor:
-        self.renew(self.id_map.begin(asked), device)
+        with self._table.lock:
+            self.renew(self.id_map.begin(asked), device)
         return asked.rows.to(device)
 
     def _add(self, keys: Keys, device: torch.device) -> Tensor:
-        rows, renewed = self.id_map.add(keys)
-        self.renew(renewed, device)
+        with self._table.lock:
+            rows, renewed = self.id_map.add(keys)
+            self.renew(renewed, device)
         return rows.to(device)
 
     def begin(self, lookups: Sequence[AskedLookup]) -> None:
@@ -210,6 +239,9 @@ def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
     if over_ranks := _over_ranks(lookups):
         found = ShardedIdMap.look_up_all(over_ranks, [each.given for each in lookups])
     else:
+        for each in lookups:
+            if each.table.id_map.frozen:
+                each.table.follow()
         found = [each.table.id_map.lookup(each.given) for each in lookups]
     return [rows.to(each.device) for rows, each in zip(found, lookups, strict=True)]
 
@@ -262,6 +294,29 @@ def _take_over_ranks(maps: Sequence[ShardedIdMap], lookups: Sequence[KeyedLookup
                 id_map.renew_later(own.renewed)
             raise
     return [own.rows.to(each.device) for each, own in zip(lookups, added, strict=True)]
+
+
+def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) -> _Found:
+    """Return what a lookup of keys, and then of their rows, finds in tables of which both are of one moment.
+
+    Another process may give a key's row to another key between the two; then the lookup is repeated.
+
+    Raises:
+        TableBusyError: it happened each of many times.
+    """
+    followed = [each for each in tables if each.is_followed]
+    if not followed:
+        return look_up()
+    for _ in range(_TRIES):
+        before = [each.follow() for each in followed]
+        found = look_up()
+        if [each.follow() for each in followed] == before:
+            return found
+    raise TableBusyError(
+        errno.EBUSY,
+        f"the keys of a lookup got other rows by another process each of {_TRIES} times that they were looked up; "
+        "look up fewer at once, or let the training commit less often (commit_seconds)",
+    )
 
 
 def require_map(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> None:

@@ -22,7 +22,7 @@ from speedswap.errors import LostUpdateError, WeightError
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
-from speedswap.swapping.keyed import KeyedRows, require_map
+from speedswap.swapping.keyed import KeyedRows, of_one_commit, require_map
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TableModule"]
 
+_Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableModule")
 _REDUCTIONS = ("mean", "sum")
 
@@ -330,6 +331,10 @@ class TableModule(nn.Module):
     def _adds(self) -> bool:
         """Return whether a lookup now is a training one, which gives new keys their rows."""
         return self.training and self.weight.requires_grad and torch.is_grad_enabled()
+
+    def _of_one_commit(self, look_up: Callable[[], _Found]) -> _Found:
+        """Return what a lookup of ids or keys finds, with keys and rows of one moment."""
+        return look_up() if self._keyed is None else of_one_commit([self._keyed], look_up)
 
     def _rows_of(self, keys: Any) -> Tensor:
         """Return the rows of keys, where a lookup of them needs them; ids are rows already where there is no map."""

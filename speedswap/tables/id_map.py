@@ -25,6 +25,10 @@ __all__ = ["IdMap"]
 
 _EVICTS = (None, "lru", "lfu")
 _MOST_ROWS = 2**31 - 1
+_OF_FILES = (
+    *("capacity", "keys", "admit_after", "evict", "num_rows", "part"),
+    *("_map", "_token", "_stale", "_free_rows_are_stale", "_is_frozen"),
+)
 
 
 class IdMap(Locked):
@@ -496,6 +500,14 @@ class IdMap(Locked):
             self._stale = saved.stale.clone()
             self._free_rows_are_stale = saved.free_rows_are_stale
         self.version += 1
+
+    def become(self, found: IdMap) -> None:
+        """Take over all that a map has, which was read of this one's table as another process has saved it since."""
+        with self.lock:
+            self._ahead, self._is_changing = BatchesAhead(self._add_ahead), False  # as a fork may have found them
+            for name in _OF_FILES:
+                setattr(self, name, getattr(found, name))
+            self.version += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
         return type(self).from_bytes(self.to_bytes())

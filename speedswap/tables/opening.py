@@ -20,6 +20,7 @@ from speedswap.tables.store import RowStore
 __all__ = ["convert", "create_store", "open_store", "save_copy", "save_store"]
 
 _SAVE_BYTES = 64 * 2**20
+_TRIES = 100
 
 
 def create_store(
@@ -70,20 +71,40 @@ def open_store(
     """Open a store in files; arguments and errors are those of :meth:`Table.open`."""
     if mode not in ("r", "r+"):
         raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
+    if commit is not None and (isinstance(commit, bool) or not isinstance(commit, int) or commit < 0):
+        raise ValueError(f"commit is {commit!r}; give the number of a commit that is kept, or None for the last one")
     disk.require()
     if (sharded := _opened_shards(Path(path), mode, disk)) is not None:
-        return sharded
-    directory, manifest, contents = TableDirectory.open(Path(path), writable=mode == "r+")
-    if not isinstance(manifest, LogManifest):
-        assert isinstance(manifest, Manifest)
-        assert not isinstance(contents, LogFiles)
-        return LocalStore.opened(directory, manifest, contents)
-    assert isinstance(contents, LogFiles)
-    try:
-        return LogStore(directory, manifest, contents, disk, commit)
-    except BaseException:
-        directory.release()
-        raise
+        return _of_last_commit(sharded, commit)
+    for last in (*[False] * _TRIES, True):
+        directory, manifest, contents = TableDirectory.open(Path(path), writable=mode == "r+")
+        if not isinstance(manifest, LogManifest):
+            assert isinstance(manifest, Manifest)
+            assert not isinstance(contents, LogFiles)
+            return _of_last_commit(LocalStore.opened(directory, manifest, contents), commit)
+        assert isinstance(contents, LogFiles)
+        try:
+            return LogStore(directory, manifest, contents, disk, commit)
+        except TableFormatError:
+            directory.release()
+            if last or directory.writable or not directory.has_changed:
+                raise  # else a writer has added columns just now
+        except BaseException:
+            directory.release()
+            raise
+    raise AssertionError
+
+
+def _of_last_commit(store: RowStore, commit: int | None) -> RowStore:
+    """Return a store without commits of its own.
+
+    Raises:
+        ValueError: it was to be opened at one.
+    """
+    if commit is not None:
+        store.close()
+        raise ValueError(f"commit is {commit}, but table {store.name!r} keeps no commits; leave it out")
+    return store
 
 
 def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:

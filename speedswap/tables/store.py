@@ -76,6 +76,7 @@ class RowStore(ABC):
         attributes_lag: whether the attributes may be of an earlier step than the rows, as they were found.
         version: goes up whenever rows or columns may have changed, through any table over these rows.
         reads_copies: whether :meth:`read` returns memory of its own, never a view of the store's.
+        stays_at: the commit that is read, of a store that was opened to read one and does not follow later ones.
         is_shared: whether the ranks of a job hold the rows together: all of them make a call about rows, each with rows
             of its own or none.
     """
@@ -92,6 +93,7 @@ class RowStore(ABC):
     changes: ChangedRows | None = None  # since `track_changes` was last called
     is_viewed: bool = False  # rows may change without a call, through a tensor over their memory
     reads_copies: bool = False
+    stays_at: int | None = None
     is_shared: bool = False
 
     @cached_property
@@ -437,6 +439,7 @@ class WrappedStore(RowStore):
     version: Any = property(attrgetter("inner.version"), _set_inner("version"))
     changes: Any = property(attrgetter("inner.changes"), _set_inner("changes"))
     is_viewed: Any = property(attrgetter("inner.is_viewed"), _set_inner("is_viewed"))
+    stays_at: Any = property(attrgetter("inner.stays_at"))
     columns = property(attrgetter("inner.columns"))
     id_maps: Any = property(attrgetter("inner.id_maps"))
     map_of: Any = _of_inner("map_of")

@@ -22,6 +22,7 @@ from speedswap.swapping.collections.modules import rows_of
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.tables import TableInGroup, TablesByName
 from speedswap.swapping.graphs import outside_transforms
+from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Table
@@ -36,6 +37,7 @@ __all__ = ["TableCollection"]
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
 _DISK = ("cache_bytes", "commit_every", "commit_seconds")  # settings of tables that are opened
+_Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
 
 
@@ -271,6 +273,10 @@ class TableCollection(nn.Module, Generic[Config]):
     def _given(self, features: Any) -> Given:
         """Read what forward was called with."""
         return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
+
+    def _of_one_commit(self, look_up: Callable[[], _Found]) -> _Found:
+        """Return what a lookup finds, with keys and rows of one moment."""
+        return of_one_commit((keyed for group in self._groups() for keyed in group.keyed.values()), look_up)
 
     def _groups(self) -> list[TableGroup]:
         return list(self.groups)  # type: ignore[arg-type]

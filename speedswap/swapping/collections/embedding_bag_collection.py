@@ -131,6 +131,9 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
     @outside_graphs
     def forward(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
         """Pool all features; the arguments' shapes and the errors are those of the class."""
+        return self._of_one_commit(lambda: self._pooled(features))
+
+    def _pooled(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
         found = self._given(features)
         gathered = [self._gather(found, index) for index in range(len(self.groups))]
         layout = self._layout

@@ -114,6 +114,9 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
     @outside_graphs
     def forward(self, features: Mapping[str, Any] | Any) -> dict[str, JaggedTensor]:
         """Look all features up; the arguments' shapes and the errors are those of the class."""
+        return self._of_one_commit(lambda: self._looked_up(features))
+
+    def _looked_up(self, features: Mapping[str, Any] | Any) -> dict[str, JaggedTensor]:
         found = self._given(features)
         slots, stride = found.slots, found.stride
         counts = found.counts.tolist()

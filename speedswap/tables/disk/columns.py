@@ -94,6 +94,7 @@ class LogColumns(OpenedLog):
         try:
             self._files = new_log(self._directory, manifest)
             self._cache = cache = self._opened(manifest, newest=True)
+            self._commits.move()
             cache.set_aside(kept)  # of which all rows of a group come at once
             for rows, held in before.written_rows():
                 cache.put(rows, {name: held[name] for name in kept})
@@ -104,7 +105,7 @@ class LogColumns(OpenedLog):
             self._commits.finish(cache.log)
             if not self._options.scratch:
                 self._directory.write_manifest(manifest)
-            self._commits.moved(cache.log)
+            self._commits.start(cache.log)
         except BaseException:
             if self._cache is not before:
                 self._cache.log.close()

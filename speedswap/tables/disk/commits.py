@@ -15,7 +15,7 @@ from speedswap._interrupts import deferred_interrupts
 from speedswap.tables.disk.keys import NOTHING, LogKeys
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.log_head import HEAD_BYTES, KeyFiles, LogHead, names_of
+from speedswap.tables.files.log_head import HEAD_BYTES, KeyFiles, LogHead, names_of, read_head
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
 from speedswap.tables.id_map import IdMap
 
@@ -62,20 +62,30 @@ class LogCommits:
         self.changed = False
         self.begun = self.step_bytes = 0
         self._head = b""
-        self._kept: dict[int, set[str]] = {}  # files of id maps, by the commit that names them
+        self._kept: dict[int, set[str]] = {}  # files of id maps and heads, by the commit that names them
+        self._of_former_log: set[str] = set()  # such files, until another log has taken its place
+        self._may_have_strays = True
         self._steps, self._last = 0, time.monotonic()
         self.adopt(head)
 
     def start(self, log: kernels.RowLog) -> None:
-        """Note the commit that was opened."""
+        """Note the commit that is open, and those that are held."""
         self.begun = log.durable
         self._head = self._encoded(self.keys.files)
-        self._kept[self.begun] = self.keys.names
+        if self._directory.writable:
+            self._kept = {commit: self._files_of(log.held_head(commit)) for commit in log.held}
+            self._kept[self.begun] = self._files_of(log.head)
+        self._of_former_log.clear()
+        self._may_have_strays = True  # of a process that was killed
 
-    def moved(self, log: kernels.RowLog) -> None:
-        """Note that the rows are in another log, with commits of its own."""
+    def move(self) -> None:
+        """Note that the rows go to another log, with commits of its own; :meth:`start` says in which they are."""
+        self._of_former_log = set().union(*self._kept.values())
         self._kept.clear()
-        self.start(log)
+
+    def _files_of(self, body: bytes) -> set[str]:
+        """Return the names of the files that a commit needs, by its head as the log has it."""
+        return read_head(body, self._name, self._directory.read_bytes)[1]
 
     def adopt(self, head: LogHead) -> None:
         """Let a commit's head be the present one."""
@@ -127,13 +137,14 @@ class LogCommits:
         if log.appending:
             log.wait(self.begun)
         discarded = self._discard_keys(log)
+        self._may_have_strays = True  # should this commit not begin
         saving = self.keys.begin(nothing=self._options.scratch)
         body, names = self._encoded(saving.files), names_of(saving.files)
         head = body
         if len(body) > HEAD_BYTES:
             name, file = self.keys.new_file(saving)
             saving.writes.append((file, 0, torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
-            head, names = LogHead.elsewhere(name), names | {name}
+            head, names = LogHead.elsewhere(name, body), names | {name}
         writes = [(file.fd, at, raw) for file, at, raw in saving.writes]
         writes += [(file.fd, 0, NOTHING) for file in discarded]  # to be closed by another thread than this one
         with says_if_full(self._directory.files.path / "rows.log"), deferred_interrupts():
@@ -141,8 +152,18 @@ class LogCommits:
             self.keys.accept(saving)
             self._head, self.changed = body, False
             self._kept[self.begun] = names
+            self._may_have_strays = False
             self._steps, self._last = 0, time.monotonic()
         return self.begun
+
+    @staticmethod
+    def can_go_on(log: kernels.RowLog) -> bool:
+        """Return whether a commit that failed did so before it began."""
+        try:
+            log.wait(log.durable)
+        except OSError:
+            return False
+        return True
 
     def _is_tight(self, log: kernels.RowLog, needed: int) -> bool:
         """Return whether the disk may have no room for so many bytes."""
@@ -186,9 +207,10 @@ class LogCommits:
         return LogHead(self.layout, self.writes, self.note_attributes(), key_files).encode(self._name)
 
     def _discard_keys(self, log: kernels.RowLog) -> list[OpenFile]:
-        """Remove id maps that no commit names that can still be opened; return them open."""
+        """Remove files that no commit names that can still be opened; return them open."""
+        if not self._may_have_strays and not any(self._kept.values()):
+            return []
         held, durable = log.held, log.durable
-        if not any(self._kept.values()) or any(commit not in self._kept for commit in held):
-            return []  # those of a commit that was found held are not known
         self._kept = {commit: files for commit, files in self._kept.items() if commit >= durable or commit in held}
-        return self._directory.discard_keys(keep=self.keys.names.union(*self._kept.values()))
+        self._may_have_strays = False
+        return self._directory.discard_keys(keep=self.keys.names.union(self._of_former_log, *self._kept.values()))

@@ -20,6 +20,7 @@ from speedswap.tables.key_sweep import Sweep
 __all__ = ["NOTHING", "LogKeys", "Saving"]
 
 _MOST_FILES = 16
+_MOST_OPEN = 64  # files that a commit leaves to the background: it holds them open
 _MOST_AHEAD = 2**20  # bytes of room that a file gets beyond its present end, so that not every step asks for some
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -32,14 +33,14 @@ class _Saved(NamedTuple):
     Attributes:
         version: of the map.
         sweep: its state.
-        file: the last file, if this process appends to it.
+        file: the name of the last file, if this process appends to it.
         room: the bytes that are allocated for it.
         first: the place of the file in which the sweep began, among the map's files.
     """
 
     version: int
     sweep: Sweep
-    file: OpenFile | None = None
+    file: str | None = None
     room: int = 0
     first: int = 0
 
@@ -99,9 +100,21 @@ class LogKeys:
                 raise TableFormatError(
                     f"{what} is damaged: it has rows 0 to {found.capacity}, but the table {num_embeddings} rows"
                 )
-            self._id_maps[name] = found
+            if name in self._id_maps:  # modules have this one
+                self._id_maps[name].become(found)
+            else:
+                self._id_maps[name] = found
             self._read[name] = files
-            self._saved[name] = _Saved(found.version, found.state)
+            self._saved[name] = _Saved(self._id_maps[name].version, self._id_maps[name].state)
+
+    def forget_files(self) -> None:
+        """Note that other files may have the names of those that were read."""
+        self._read.clear()
+
+    def keep_own(self) -> None:
+        """Note that the maps are as their files have them, where they have not changed since the last commit."""
+        own = {name for name, id_map in self._id_maps.items() if self._is_saved(name, id_map)}
+        self._read = {name: files for name, files in self.files.items() if name in own}
 
     def _read_files(self, files: KeyFiles) -> SavedMap:
         found, what = [], ""
@@ -160,23 +173,37 @@ class LogKeys:
             (new, file), begin, room, first = self.new_file(saving), 0, 0, len(files)
             files = (*files, (new, 0))
         else:
-            file, begin, room, first = before.file, files[-1][1] or 0, before.room, before.first
+            file, begin = self._directory.open_keys(before.file), files[-1][1] or 0
+            room, first = before.room, before.first
         end = begin + len(raw)
-        if end > room:
-            room = end + min(begin, _MOST_AHEAD)
-            with says_if_full(self._directory.files.path / files[-1][0]):
+        with says_if_full(self._directory.files.path / files[-1][0]):
+            if end > room:
+                room = end + min(begin, _MOST_AHEAD)
                 os.posix_fallocate(file.fd, begin, room - begin)
-        saving.writes.append((file, begin, raw))
+            if len(saving.writes) < _MOST_OPEN:
+                saving.writes.append((file, begin, raw))
+            else:
+                _write(file, begin, raw)
         files = (*files[:-1], (files[-1][0], end))
         if sweep.is_complete:
             saving.files[name] = files[first:]
             saving.saved[name] = _Saved(version, sweep)
         else:
             saving.files[name] = files
-            saving.saved[name] = _Saved(version, sweep, file, room, first)
+            saving.saved[name] = _Saved(version, sweep, files[-1][0], room, first)
 
     def new_file(self, saving: Saving) -> tuple[str, OpenFile]:
         """Make a file whose name is durable before the commit; return the name and the file."""
         if all(file is not self._directory.files for file, _, _ in saving.writes):
             saving.writes.append((self._directory.files, 0, NOTHING))
         return self._directory.create_keys()
+
+
+def _write(file: OpenFile, begin: int, raw: Tensor) -> None:
+    """Write bytes to a file, durably, and close it."""
+    rest = raw.numpy().data
+    while rest:
+        written = os.pwrite(file.fd, rest, begin)
+        rest, begin = rest[written:], begin + written
+    os.fsync(file.fd)
+    file.close()

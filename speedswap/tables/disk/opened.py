@@ -18,7 +18,7 @@ from speedswap.tables.disk.layout import LogLayout, collapsed
 from speedswap.tables.disk.options import DiskOptions, promise
 from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.inspection import Checked
-from speedswap.tables.files.log_head import LogHead
+from speedswap.tables.files.log_head import LogHead, read_head
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.manifest_file import AnyManifest
 from speedswap.tables.files.open_directory import OpenFile
@@ -40,7 +40,7 @@ class OpenedLog(RowStore):
         manifest: what they describe.
         files: the log, and the heads of its commits.
         options: cache and commits.
-        commit: the commit to open; the last by default.
+        commit: the commit to open; the last by default. A store that only reads stays at it.
     """
 
     storage = "memmap"
@@ -64,9 +64,11 @@ class OpenedLog(RowStore):
         self._closed = False
         self._owner_pid = os.getpid()
         self._reads = not directory.writable
+        self.stays_at = commit if self._reads else None
         self._cache = self._opened(manifest, commit)
         self._adopted = self._cache.log.durable
-        self._commits = LogCommits(directory, self.name, self._head_of(self._cache), self._options, self.id_maps)
+        head = self._head_of(self._cache)
+        self._commits = LogCommits(directory, self.name, head, self._options, self.id_maps)
         self._commits.start(self._cache.log)
         self._read_id_maps()
         self.attributes, self.live_attributes = self._commits.attributes, self._commits.live
@@ -85,13 +87,16 @@ class OpenedLog(RowStore):
 
     def _head_of(self, cache: LogCache) -> LogHead:
         """Return the head of the commit that was opened, or was made durable last."""
+        for _ in range(_TRIES):
+            try:
+                return self._parsed(cache.log.head)
+            except TableFormatError:  # or a writer has removed the file that it is in
+                if not self._reads or not cache.log.refresh():
+                    raise
         return self._parsed(cache.log.head)
 
     def _parsed(self, body: bytes) -> LogHead:
-        file = LogHead.file_of(body, self.name)
-        if file is not None:
-            body = self._directory.read_keys(file).numpy().tobytes()
-        return LogHead.parse(body, self.name)
+        return read_head(body, self.name, self._directory.read_bytes)[0]
 
     # ------------------------------------------------------------------ description
 
@@ -162,7 +167,7 @@ class OpenedLog(RowStore):
                 f"table {self.name!r} can only be read here: it was opened with mode='r', or by the process that this "
                 "one was forked from; open it with mode='r+' to write"
             )
-        return self._follow()
+        return self.stays_at is None and self._follow()
 
     # ------------------------------------------------------------------ other processes
 
@@ -185,11 +190,12 @@ class OpenedLog(RowStore):
         _of_parents.append(self._cache)
         self._reads, self._held = True, RowsHeld()
         deadline = time.monotonic() + _FORK_SECONDS
-        self._cache = self._opened(self._cache.manifest)
-        while self._cache.log.durable < self._commits.begun and time.monotonic() < deadline:
+        self._cache = self._opened(self._cache.manifest, self.stays_at)
+        while self.stays_at is None and self._cache.log.durable < self._commits.begun and time.monotonic() < deadline:
             time.sleep(0.01)  # the parent's commit is on its way
             self._cache.log.refresh()
         self._owner_pid = os.getpid()
+        self._commits.keys.keep_own()
         self._adopt()
 
     def _follow(self) -> bool:
@@ -200,21 +206,21 @@ class OpenedLog(RowStore):
                 # A read may have followed the writer already, to rows without their attributes.
                 if not self._cache.log.refresh() and self._cache.log.durable == self._adopted:
                     return False
-            except kernels.RowLogDamaged as error:  # or columns were added just now
-                found = self._directory.follow(self._require_same_table)
-                if found is None:
-                    raise self._cache.damage(error) from error
+            except kernels.RowLogDamaged:  # or columns were added just now, or when the manifest was read
+                found = self._directory.follow(self._require_same_table) or (self._described, self._files)
         self._held.stop()
         if found is not None or self._head_of(self._cache).layout != self._cache.layout.number:
             self._open_again(*(found or (self._described, self._files)))
         self._adopt()
-        self._read_id_maps()
         return True
 
     def _adopt(self) -> None:
-        """Take over the attributes of the commit that the log is at."""
-        self._adopted = self._cache.log.durable
+        """Take over attributes and id maps of the commit that the log is at; what fails is done by the next call."""
+        self._adopted = -1
+        commit = self._cache.log.durable
         self._commits.adopt(self._head_of(self._cache))
+        self._read_id_maps()
+        self._adopted = commit
 
     def _read_id_maps(self) -> None:
         """Read the id maps of the commit that is open; a writer may go on meanwhile and remove them."""
@@ -225,13 +231,15 @@ class OpenedLog(RowStore):
             except TableFormatError:
                 if last or not self._reads or not self._cache.log.refresh():
                     raise
-            self._adopt()
+            self._commits.adopt(self._head_of(self._cache))
 
     def _open_again(self, manifest: AnyManifest, files: object) -> None:
         if not isinstance(manifest, LogManifest) or not isinstance(files, LogFiles):
             raise TableFormatError(f"table {self.name!r} has become one of an older format; open it again")
         before, self._files = self._cache, files
         self._cache = self._opened(manifest)
+        self.seed = manifest.seed
+        self._commits.keys.forget_files()
         before.log.close()
 
     def _require_same_table(self, manifest: AnyManifest) -> None:

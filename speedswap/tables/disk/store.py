@@ -273,8 +273,16 @@ class LogStore(LogColumns):
         for last in () if self._closed else (self._held.stop, self.flush):
             try:
                 last()
-            except Exception as error:  # which does not keep the rest from being closed
-                failures.append(error)
+            except Exception as error:
+                if isinstance(error, (TableFullError, TypeError, ValueError)) and self._commits.can_go_on(self.log):
+                    raise  # nothing is lost: it can be closed once there is room, or its attributes are plain data
+                failures.append(error)  # which does not keep the rest from being closed
+        self._shut()
+        if failures:
+            raise failures[0]
+
+    def _shut(self) -> None:
+        """Close all files, whatever has not been committed."""
         self._closed = True
         self._cache.log.close()
         for file in self._files:  # else a removed table's room is not free before its object is
@@ -282,11 +290,11 @@ class LogStore(LogColumns):
         self._directory.release()
         if self._options.scratch and not self._reads:
             self._directory.remove()
-        if failures:
-            raise failures[0]
 
     def remove(self) -> None:
         self._directory.remove()
+        if not self._closed:  # a full disk kept it from being closed
+            self._shut()
 
 
 def _starts(held: HeldColumn) -> tuple[object, ...]:

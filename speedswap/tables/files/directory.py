@@ -34,6 +34,7 @@ _DATA = re.compile(r"data-([0-9]{1,9})\.bin")
 _KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
 _NUMBERS = 10**9
 _TRIES = 100
+_MOST_OPEN = 64
 _LOG_FILES = re.compile(r"rows(-[0-9]{1,10})?\.log|HEAD(-[0-9]{1,10})?")
 _log = logging.getLogger("speedswap")
 
@@ -291,7 +292,7 @@ class TableDirectory(Locked):
             TableClosedError: the table was removed or moved.
             TableFormatError: it is damaged.
         """
-        if self._manifest is not None and self._current() == self._manifest.seen:
+        if self._manifest is not None and not self.has_changed:
             return None
         with self.lock:
             self.writable = False
@@ -307,6 +308,11 @@ class TableDirectory(Locked):
                     f"the table at {str(self.path)!r} was removed, or moved away; open it where it is now"
                 ) from None
             return manifest, contents
+
+    @property
+    def has_changed(self) -> bool:
+        """True if the manifest at the table's place is not the one that was read last."""
+        return self._manifest is not None and self._current() != self._manifest.seen
 
     def _current(self) -> tuple[int, ...]:
         """Return the identity of the manifest at the table's place; an empty one if there is none."""
@@ -376,6 +382,10 @@ class TableDirectory(Locked):
         with says_if_full(path):
             return name, OpenFile(self.files.create(name))
 
+    def open_keys(self, name: str) -> OpenFile:
+        """Open a file for id maps, to append to it."""
+        return OpenFile(self._open_own(name, writing=True))
+
     def read_keys(self, name: str) -> Tensor:
         """Return the bytes of an id map that the manifest names, uint8: a mapping of its file, only to be read."""
         file = self._keys.pop(name, None) or OpenFile(self._open_named(name, os.O_RDONLY))
@@ -386,13 +396,18 @@ class TableDirectory(Locked):
             warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that are only to be read
             return torch.frombuffer(mmap.mmap(file.fd, nbytes, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
+    def read_bytes(self, name: str) -> bytes:
+        """Return the content of a small file that a commit names."""
+        return self.read_keys(name).numpy().tobytes()
+
     def discard_keys(self, *, keep: Collection[str]) -> list[OpenFile]:
-        """Remove id maps that the table does not use; return them open: the last to close a large file has to wait."""
-        removed = []
+        """Remove id maps that the table does not use; return some open: the last to close a large file has to wait."""
+        removed = list[OpenFile]()
         for name in self.files.names():
             if _KEYS.fullmatch(name) and name not in keep and self.files.is_regular(name):
                 with suppress(OSError):  # such as no descriptor that is left
-                    removed.append(OpenFile(self.files.open(name)))
+                    if len(removed) < _MOST_OPEN:
+                        removed.append(OpenFile(self.files.open(name)))
                 self.files.remove(name)
         return removed
 

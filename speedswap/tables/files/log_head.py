@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from speedswap.tables.files.damage import is_int, require, says_damaged
-from speedswap.tables.files.manifest import MAX_BYTES, is_keys_name, require_id_maps
+from speedswap.tables.files.manifest import MAX_BYTES, is_keys_name
 
-__all__ = ["HEAD_BYTES", "KeyFiles", "LogHead", "names_of"]
+__all__ = ["HEAD_BYTES", "KeyFiles", "LogHead", "names_of", "read_head"]
 
 HEAD_BYTES = 65_000  # of a commit's head, at most; more goes to a file that it names
 
@@ -75,19 +77,9 @@ class LogHead:
         return body
 
     @staticmethod
-    def elsewhere(file: str) -> bytes:
+    def elsewhere(file: str, body: bytes) -> bytes:
         """Return what stands for a head that is in a file."""
-        return json.dumps({"file": file}).encode()
-
-    @staticmethod
-    def file_of(body: bytes, table: str) -> str | None:
-        """Return the file that a head is in; None if it is here."""
-        if not body.startswith(b'{"file": '):
-            return None
-        with says_damaged(f"the HEAD of table {table!r}"):
-            files = json.loads(body)
-            require_id_maps(files)
-        return str(files["file"])
+        return json.dumps({"file": file, "crc32": zlib.crc32(body)}).encode()
 
     @classmethod
     def parse(cls, body: bytes, table: str) -> LogHead:
@@ -103,3 +95,28 @@ class LogHead:
             require(is_int(data["writes"], 0, 2**62), f"its writes are {data['writes']!r}")
             head = cls(data["layout"], data["writes"], data["attributes"], _id_maps(data["id_maps"]))
         return head
+
+
+def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[LogHead, set[str]]:
+    """Return a commit's head, and the names of all files that the commit needs beside the log.
+
+    Args:
+        body: the head, as the log has it.
+        table: its name, for messages.
+        read: returns the content of a file of the table.
+
+    Raises:
+        TableFormatError: it is damaged.
+    """
+    names = set[str]()
+    if body.startswith(b'{"file": '):
+        with says_damaged(f"the HEAD of table {table!r}"):
+            entry = json.loads(body)
+            require(is_keys_name(entry["file"]), f"it is in {entry['file']!r}")
+        body = read(entry["file"])
+        with says_damaged(f"the HEAD of table {table!r}, {entry['file']},", "; restore it from a copy"):
+            # Earlier versions wrote no checksum.
+            require(entry.get("crc32", zlib.crc32(body)) == zlib.crc32(body), "its checksum is wrong")
+        names.add(entry["file"])
+    head = LogHead.parse(body, table)
+    return head, names | names_of(head.id_maps)

@@ -42,7 +42,6 @@ class Table:
         num_embeddings: rows.
         storage: where they live.
         engine: how they go between host memory and a GPU.
-        seed: of the initial values.
         name: for messages.
         attributes: plain data kept with a table's files, such as an optimizer's step count.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
@@ -63,7 +62,6 @@ class Table:
         self.num_embeddings = store.num_embeddings
         self.storage = store.storage
         self.engine = store.engine
-        self.seed = store.seed
         self.name = store.name
         self.attributes = store.attributes
         self.live_attributes = store.live_attributes
@@ -106,6 +104,11 @@ class Table:
 
     def __len__(self) -> int:
         return self.num_embeddings
+
+    @property
+    def seed(self) -> int:
+        """The seed of the initial values."""
+        return self.store.seed
 
     @property
     def embedding_dim(self) -> int:
@@ -226,7 +229,7 @@ class Table:
                 "and open it with Table.open(path, mode='r') in the other process"
             )
         self.flush()  # another process sees what is committed
-        return (Table.open, (str(self.path), "r"))
+        return (_opened_to_read, (str(self.path), self.store.stays_at))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         if self.path is not None:
@@ -250,6 +253,11 @@ class Table:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
         if self.store.check(writing=writing):
             self.store.note_change(None)
+
+
+def _opened_to_read(path: str, commit: int | None) -> Table:
+    """Rebuild an unpickled table."""
+    return Table.open(path, "r", commit=commit)
 
 
 def _flush_at_end(store: RowStore, locked: Locked) -> None:

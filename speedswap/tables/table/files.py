@@ -101,7 +101,12 @@ def flush(table: Table) -> None:
 
 
 def close(table: Table) -> None:
-    """Flush, and release memory, file and lock. Closing twice is harmless, and completes an interrupted close."""
+    """Flush, and release memory, file and lock. Closing twice is harmless, and completes an interrupted close.
+
+    Raises:
+        TableFullError: the disk has no room for the last commit. The table stays open, to be closed once there is room.
+        TypeError, ValueError: :attr:`attributes` are not plain data, or too much of it. The table stays open.
+    """
     with table.lock:
         try:
             table.store.close()
