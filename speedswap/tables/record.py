@@ -13,7 +13,7 @@ import torch
 from speedswap import kernels
 from speedswap.tables.init import Initializer
 
-__all__ = ["ROUNDINGS", "STORED_DTYPES", "Column", "RecordLayout", "count"]
+__all__ = ["ROUNDINGS", "STORED_DTYPES", "Column", "RecordLayout", "count", "require_name", "seed_of", "whole_number"]
 
 # A record starts on a cache line if that costs at most an eighth of the table, else on the largest power of two below
 # it that does.
@@ -187,10 +187,34 @@ def count(argument: str, value: object) -> int:
     Raises:
         ValueError: it is not one.
     """
+    return whole_number(argument, value, 1, remedy="give a whole number of at least 1")
+
+
+def seed_of(value: object, argument: str = "seed") -> int:
+    """Return the seed of a table's initial values, as an int.
+
+    Raises:
+        ValueError: it is not a whole number of 64 bits.
+    """
+    return whole_number(argument, value, 0, 2**64 - 1, remedy="give a whole number from 0 to 2**64 - 1")
+
+
+def whole_number(argument: str, value: object, low: int, high: int | None = None, *, remedy: str) -> int:
+    """Return an argument that must be a whole number from ``low`` to ``high``, as an int.
+
+    Raises:
+        ValueError: it is not one.
+    """
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = low - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{argument} is {value!r}; give a whole number of at least 1")
+        number = low - 1
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{argument} is {value!r}; {remedy}")
     return number
+
+
+def require_name(name: object) -> None:
+    """Raise ValueError if a table cannot have this name; None stands for one by default."""
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"name is {name!r}; give a string, or None for the last part of path")

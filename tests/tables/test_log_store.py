@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import math
 import multiprocessing
 import os
 import pickle
+import re
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from children import exit_status
@@ -298,7 +302,7 @@ def test_a_zero_row_that_is_no_row_is_refused_before_it_is_written_down(make: Ca
     table = make()
     wrong = Column("late", (2,), torch.float32, initializers.zeros(), zero_row=ROWS)
     for change in (table.add_columns, table.reset_columns):
-        with pytest.raises(ValueError, match=f"zero_row is {ROWS}, but the table has rows 0 to {ROWS - 1}"):
+        with pytest.raises(ValueError, match=f"zero_row is {ROWS}; give one of the table's rows, 0 to {ROWS - 1}"):
             change([replace(wrong, name="weight") if change == table.reset_columns else wrong])
     table.close()
     with speedswap.Table.open(table.path) as opened:
@@ -499,6 +503,31 @@ def test_settings_of_a_disk_are_refused_elsewhere(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=wrong):
             speedswap.Table.create(5, 4, **settings)
     assert not (tmp_path / "table").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        *(({"cache_bytes": value}, "give at least 1, a whole number of bytes, or None") for value in ("1G", 1.5, True)),
+        *(({"commit_every": value}, "give at least 1 step, a whole number, or None") for value in (2.5, True, "3")),
+        *(({"commit_seconds": value}, "give a number, 0 or more, or None") for value in ("x", True, math.nan)),
+        ({"scratch": 1}, "give True or False"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(settings: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    """Before anything is made; and the table that is made with right ones can be opened."""
+    ((argument, value),) = settings.items()
+    message = re.escape(f"{argument} is {value!r}; {remedy}")
+    with pytest.raises(ValueError, match=message):
+        speedswap.Table.create(5, 4, path=tmp_path / "table", **settings)
+    assert not (tmp_path / "table").exists()
+    right = {"seed": np.int64(3), "cache_bytes": np.int64(SMALL), "commit_every": np.int32(2)}
+    speedswap.Table.create(5, 4, path=tmp_path / "table", commit_seconds=np.float32(9), **right).close()
+    if argument != "scratch":
+        with pytest.raises(ValueError, match=message):
+            speedswap.Table.open(tmp_path / "table", **settings)
+    with speedswap.Table.open(tmp_path / "table", cache_bytes=np.int64(SMALL), commit_seconds=Fraction(1, 2)) as table:
+        assert table.store.seed == 3
 
 
 # ---- processes and threads -------------------------------------------------------------------------------------------

@@ -214,10 +214,16 @@ def test_a_closed_table_says_so(storage: str, tmp_path: Path) -> None:
         ({"embedding_dim": -2}, "embedding_dim is -2"),
         ({"num_embeddings": 2.5}, "num_embeddings is 2.5"),
         ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; give a whole number from 0"),
+        ({"seed": 1.5}, r"seed is 1\.5; give a whole number from 0 to 2\*\*64 - 1"),
+        ({"seed": True}, "seed is True; give a whole number"),
+        ({"seed": "a"}, "seed is 'a'; give a whole number"),
+        ({"name": 5}, "name is 5; give a string"),
         ({"storage": "tape"}, "storage is 'tape'; choose one of auto, device, pinned, pageable, memmap, disk"),
         ({"storage": "memmap"}, "path is None; give the directory"),
         ({"storage": "pageable", "path": "here"}, "only 'memmap' tables live in a file"),
         ({"zero_row": 10}, "zero_row is 10"),
+        ({"zero_row": 1.5}, r"zero_row is 1\.5; give one of the table's rows, 0 to 9"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, object], message: str) -> None:

@@ -13,7 +13,7 @@ from speedswap._words import a_kind
 from speedswap.swapping.keyed import require_map
 from speedswap.tables import IdMap
 from speedswap.tables import init as initializers
-from speedswap.tables.record import count
+from speedswap.tables.record import count, seed_of
 
 __all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "checked", "output_names"]
 
@@ -93,8 +93,8 @@ class EmbeddingConfig:
             if not -rows <= self.padding_idx < rows:
                 raise ValueError(f"padding_idx of table {self.name!r} is {self.padding_idx}, but it has {rows} rows")
             object.__setattr__(self, "padding_idx", self.padding_idx % rows)
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed of table {self.name!r} is {self.seed}; give a whole number from 0 to 2**64 - 1")
+        if self.seed is not None:
+            object.__setattr__(self, "seed", seed_of(self.seed, f"seed of table {self.name!r}"))
         if self.stored_dtype == torch.int8 and self.trainable:
             raise ValueError(
                 f"stored_dtype of table {self.name!r} is torch.int8, which is for lookup; give trainable=False"

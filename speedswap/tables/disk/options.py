@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from typing import NamedTuple, Protocol, TypedDict
 
 from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.record import whole_number
 
 __all__ = ["DiskArguments", "DiskOptions", "cache_bytes_for", "promise"]
 
@@ -35,14 +37,20 @@ class DiskOptions(NamedTuple):
         """Return the settings.
 
         Raises:
-            ValueError: one is out of range.
+            ValueError: one is of another kind, or out of range.
         """
-        if self.cache_bytes is not None and self.cache_bytes < 1:
-            raise ValueError(f"cache_bytes is {self.cache_bytes}; give at least 1, or None for a share of free memory")
-        if self.commit_every is not None and self.commit_every < 1:
-            raise ValueError(f"commit_every is {self.commit_every}; give at least 1 step, or None to go by time alone")
-        if self.commit_seconds is not None and not (self.commit_seconds >= 0 and math.isfinite(self.commit_seconds)):
-            raise ValueError(f"commit_seconds is {self.commit_seconds}; give 0 or more, or None to go by steps alone")
+        if self.cache_bytes is not None:
+            remedy = "give at least 1, a whole number of bytes, or None for a share of free memory"
+            whole_number("cache_bytes", self.cache_bytes, 1, remedy=remedy)
+        if self.commit_every is not None:
+            remedy = "give at least 1 step, a whole number, or None to go by time alone"
+            whole_number("commit_every", self.commit_every, 1, remedy=remedy)
+        if self.commit_seconds is not None and not _is_duration(self.commit_seconds):
+            raise ValueError(
+                f"commit_seconds is {self.commit_seconds!r}; give a number, 0 or more, or None to go by steps alone"
+            )
+        if not isinstance(self.scratch, bool):
+            raise ValueError(f"scratch is {self.scratch!r}; give True or False")
         return self
 
     def require_none(self, storage: str) -> None:
@@ -50,6 +58,10 @@ class DiskOptions(NamedTuple):
         for name, value in self._asdict().items():
             if value != DiskOptions._field_defaults[name]:
                 raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only 'memmap' tables have it")
+
+
+def _is_duration(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
 
 
 class _Cached(Protocol):

@@ -22,7 +22,7 @@ from speedswap.tables.ranks.on_disk import on_disk
 from speedswap.tables.ranks.owned import OwnedRows
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.ranks.sharded import ShardedStore
-from speedswap.tables.record import Column, count
+from speedswap.tables.record import Column, count, require_name, seed_of
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def create_sharded(
     resolved = initializers.resolve(init)
     row_shape = (count("embedding_dim", embedding_dim),)
     weight = Column("weight", row_shape, dtype, resolved, zero_row, stored_dtype, rounding)
-    seed = group.agree_on_seed(seed)
+    require_name(name)
+    seed = group.agree_on_seed(seed_of(seed))
     alike = (num_embeddings, embedding_dim, dtype, zero_row, stored_dtype, rounding, resolved.to_json())
     options = DiskOptions(**disk).require()
     name = name or ("table" if path is None else Path(path).absolute().name)

@@ -16,7 +16,7 @@ from speedswap.tables.files.shards_manifest import part_of_ranks, remedy_for_par
 from speedswap.tables.formats import import_table
 from speedswap.tables.init import Initializer
 from speedswap.tables.opening import create_store, open_store
-from speedswap.tables.record import Column, count
+from speedswap.tables.record import Column, count, require_name, seed_of
 from speedswap.tables.table.whole_columns import require_zero_row
 
 if TYPE_CHECKING:
@@ -75,7 +75,8 @@ def create(
         scratch: a table on disk that is gone with its process: nothing is committed or synced.
 
     Raises:
-        ValueError: a number out of range, an unknown storage, engine or rounding, a path where none belongs.
+        ValueError: a number that is out of range or not whole, an unknown storage, engine or rounding, or a path where
+            none belongs.
         TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
         FileExistsError: ``path`` exists.
         TableBusyError: another process is making a table there.
@@ -84,9 +85,9 @@ def create(
     """
     num_embeddings = count("num_embeddings", num_embeddings)
     embedding_dim = count("embedding_dim", embedding_dim)
-    if not 0 <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; give a whole number from 0 to 2**64 - 1")
-    require_zero_row(zero_row, num_embeddings)
+    seed = seed_of(seed)
+    require_name(name)
+    zero_row = require_zero_row(zero_row, num_embeddings)
     if str(dtype).startswith("torch.q"):
         raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart")
     weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)

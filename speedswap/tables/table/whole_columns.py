@@ -14,7 +14,7 @@ from speedswap.errors import IdError
 from speedswap.tables import whole_table
 from speedswap.tables.block import fitting
 from speedswap.tables.initial import require_sources
-from speedswap.tables.record import Column
+from speedswap.tables.record import Column, whole_number
 
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
@@ -166,7 +166,13 @@ def column_of(table: Table, name: str) -> Column:
     return table.columns[name]
 
 
-def require_zero_row(zero_row: int | None, num_embeddings: int) -> None:
-    """Raise ValueError if a column's zero_row is not a row of the table."""
-    if zero_row is not None and not 0 <= zero_row < num_embeddings:
-        raise ValueError(f"zero_row is {zero_row}, but the table has rows 0 to {num_embeddings - 1}")
+def require_zero_row(zero_row: int | None, num_embeddings: int) -> int | None:
+    """Return a column's zero_row as an int, or None.
+
+    Raises:
+        ValueError: it is not a row of the table.
+    """
+    last = num_embeddings - 1
+    if zero_row is None:
+        return None
+    return whole_number("zero_row", zero_row, 0, last, remedy=f"give one of the table's rows, 0 to {last}, or None")

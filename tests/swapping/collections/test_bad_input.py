@@ -204,6 +204,7 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"feature_names": "item"}, "feature_names is 'item'"),
     ({"padding_idx": 5}, "padding_idx of table 'items' is 5"),
     ({"seed": -1}, "seed of table 'items' is -1"),
+    ({"seed": 1.5}, r"seed of table 'items' is 1\.5; give a whole number"),
     ({"group": "../elsewhere"}, "group is '../elsewhere'"),
     ({"pooling": "median"}, "pooling of table 'items' is 'median'"),
     ({"stored_dtype": torch.int8}, "trainable=False"),
