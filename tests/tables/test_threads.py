@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from children import run_script
 
 import speedswap
 from speedswap.errors import TableClosedError
+from speedswap.tables.disk.options import cache_bytes_for, promise
 
 STORAGES = ["pageable", "memmap"]
 
@@ -156,3 +158,33 @@ def test_a_table_closed_twice_at_once_is_closed_once(tmp_path: Path):
 def test_the_lock_is_made_with_the_table() -> None:
     """Threads that are the first to use it would make one each."""
     assert "locked" in vars(speedswap.Table.create(3, 2).store)
+
+
+class _Cache:
+    """A store that another thread finds while its cache is counted."""
+
+    def __init__(self, met: Callable[[], None] = lambda: None) -> None:
+        self._met = met
+
+    @property
+    def cache_bytes(self) -> int:
+        self._met()
+        return 1
+
+
+def test_a_table_is_made_while_another_thread_sums_up_the_caches() -> None:
+    """A default cache is a share of what is not promised to others, which go on being made meanwhile."""
+    later = _Cache()
+    maker = threading.Thread(target=promise, args=(later,))
+
+    def met() -> None:
+        if maker.ident is None:
+            maker.start()
+            maker.join(0.3)  # long enough to be added, unless it has to wait
+
+    first = _Cache(met)
+    promise(first)
+    assert cache_bytes_for(1, None) == 1
+    maker.join(60)
+    assert maker.ident is not None
+    assert not maker.is_alive()

@@ -7,6 +7,7 @@ import numbers
 import weakref
 from typing import NamedTuple, Protocol, TypedDict
 
+from speedswap._locks import Locked
 from speedswap.tables.memory.host import available_bytes
 from speedswap.tables.record import whole_number
 
@@ -70,6 +71,7 @@ class _Cached(Protocol):
 
 
 _open: weakref.WeakSet[_Cached] = weakref.WeakSet()
+_promises = Locked()  # the threads that count what these hold, or add to them
 
 
 def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
@@ -81,11 +83,13 @@ def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
             or 16 MiB.
     """
     if asked is None:
-        promised = sum(each.cache_bytes for each in _open)
+        with _promises.lock:
+            promised = sum(each.cache_bytes for each in _open)
         asked = max((available_bytes() - promised) // _SHARE, _LEAST_CACHE_BYTES)
     return min(asked, table_bytes)
 
 
 def promise(store: _Cached) -> None:
     """Count a store's cache among the promised memory, as long as the store is there."""
-    _open.add(store)
+    with _promises.lock:
+        _open.add(store)
