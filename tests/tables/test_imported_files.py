@@ -86,6 +86,18 @@ def test_parquet_of_other_programs(tmp_path, piece_bytes):
     assert table.read(3, 4, column="b").tolist() == [3]
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "binary", "large_binary"])
+def test_keys_of_parquet_may_be_strings_of_any_length(kind, tmp_path, piece_bytes):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    keys = pa.array([b"b", b"", b"aaa"]).cast(getattr(pa, kind)())
+    weight = pa.array([[1.0], [2.0], [3.0]], pa.list_(pa.float32(), 1))
+    parquet.write_table(pa.table({"key": keys, "weight": weight}), tmp_path / "rows.parquet")
+    table = Table.from_file(tmp_path / "rows.parquet")
+    assert table.id_map.lookup(["aaa", "b", ""]).tolist() == [3, 1, 2]
+    assert table.read().tolist() == [[0.0], [1.0], [2.0], [3.0]]
+
+
 def test_columns_of_an_optimizer_come_back_too(tmp_path):
     table = Table.create(10, 4, storage="pageable", init=init.normal(0.0, 1.0))
     table.add_columns(

@@ -141,6 +141,29 @@ def test_wrong_parquet_is_refused(tmp_path):
     assert not (tmp_path / "table").exists()
 
 
+def test_keys_of_a_type_that_is_not_read_are_refused_unless_dropped(tmp_path):
+    """Never lost without a word."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path, weight = tmp_path / "rows.parquet", pa.array([[1.0], [2.0]], pa.list_(pa.float32(), 1))
+    for keys, kind in (
+        (pa.array([5, 6], pa.uint64()), "uint64"),
+        (pa.array([b"a", b"b"], pa.binary(1)), r"fixed_size_binary\[1\]"),
+        (pa.array(["a", "b"], pa.string_view()), "string_view"),
+        (pa.array([5.0, 6.0]), "double"),
+    ):
+        parquet.write_table(pa.table({"key": keys, "weight": weight}), path)
+        for wanted in ("map", tmp_path / "words"):
+            with pytest.raises(TableFormatError, match=f"column 'key' is {kind}.*cast it to int64 or string, or give"):
+                Table.from_file(path, tmp_path / "table", keys=wanted)
+        assert sorted(tmp_path.iterdir()) == [path]
+        assert Table.from_file(path, keys="drop").read().tolist() == [[1.0], [2.0]]
+    parquet.write_table(pa.table({"key": pa.array([5.0, 6.0]), "value": weight}), path)
+    assert Table.from_file(path, columns=["key"]).read().tolist() == [[5.0], [6.0]]  # asked for as values
+    parquet.write_table(pa.table({"key": weight, "note": ["x", "y"]}), path)
+    assert Table.from_file(path).read().tolist() == [[1.0], [2.0]]  # vectors are no keys
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_damaged_files_are_read_or_refused_and_leave_nothing(suffix, tmp_path):
     """Bytes changed, cut out and put in, anywhere."""

@@ -50,6 +50,8 @@ def import_table(
     with ExitStack() as held:
         handle = held.enter_context(open_regular(source))
         rows = FORMATS[name].read(handle, str(source))
+        if keys != "drop":
+            rows.require_readable_keys(columns or ())
         wanted = _chosen(rows, columns, str(source))
         rows.choose(wanted)
         vocabulary = None if keys in _KEYS else Path(keys)

@@ -140,6 +140,14 @@ class _Groups(Incoming):
             return None
         return ColumnForm(torch.from_numpy(np.empty(0, kind.to_pandas_dtype())).dtype, tuple(shape))
 
+    def require_readable_keys(self, columns: Sequence[str]) -> None:
+        is_key = KEY in self._opened.schema_arrow.names and not self.key_kind and KEY not in columns
+        if is_key and not (KEY in self.columns and self.columns[KEY].row_shape):  # else lists of numbers: values
+            raise TableFormatError(
+                f"{self._what}: column {KEY!r} is {self._opened.schema_arrow.field(KEY).type}, which is not read as "
+                "keys; cast it to int64 or string, or give keys='drop' (--keys drop)"
+            )
+
     def choose(self, columns: Sequence[str]) -> None:
         nbytes = self.num_rows * sum(self.columns[name].row_bytes for name in columns)
         if nbytes > max(_HARMLESS_BYTES, _MOST_TIMES * self._size):
@@ -203,9 +211,11 @@ class _Groups(Incoming):
 
 
 def _key_kind(kind: Any) -> str | None:
+    """Return the kind of the keys in a column; None if it has a type that is not read as keys."""
     pa = _pyarrow()
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if any(is_kind(kind) for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)):
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if any(is_kind(kind) for is_kind in texts):
         return "exact"
     return "int64" if pa.types.is_integer(kind) and kind.bit_width <= 64 and not pa.types.is_uint64(kind) else None

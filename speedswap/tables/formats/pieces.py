@@ -123,6 +123,10 @@ class Incoming(ABC):
     columns: Mapping[str, ColumnForm]
     key_kind: str | None = None
 
+    def require_readable_keys(self, columns: Sequence[str]) -> None:
+        """Raise TableFormatError if rows have keys of a type that is not read, unless these are among ``columns``."""
+        return None
+
     def choose(self, columns: Sequence[str]) -> None:
         """Take the number of rows from some columns, where it depends on them.
 

@@ -176,9 +176,10 @@ def from_file(
         format: ``npy``, ``safetensors``, ``word2vec``, ``word2vec-binary`` or ``parquet``; by suffix by default.
         columns: names of tensors or columns in the file, as many as are to be read; the first becomes the weight.
             By default ``weight``, or the only one.
-        keys: for rows with keys, as in word2vec's formats and in a Parquet column ``key``: ``"map"`` keeps them as
-            the table's :attr:`id_map`, so that the first row is row 1, and row 0, zeros, that of other keys;
-            ``"drop"`` ignores them; a path makes a text file there, with a key per line, line i for row i.
+        keys: for rows with keys, as in word2vec's formats and in a Parquet column ``key`` of strings, bytes or
+            integers but uint64: ``"map"`` keeps them as the table's :attr:`id_map`, so that the first row is row 1,
+            and row 0, zeros, that of other keys; ``"drop"`` ignores them; a path makes a text file there, with a key
+            per line, line i for row i.
         allow_nan: True to take values that are not finite as they are.
         dtype: of the weights; the file's by default.
         storage, engine, seed, name, stored_dtype, rounding: as for :meth:`create`.
@@ -188,7 +189,8 @@ def from_file(
 
     Raises:
         TableFormatError: the file is damaged, too short, not of the format, or has a value that is not finite, rows
-            of different lengths or a key twice; it names the row. Nothing is left behind.
+            of different lengths or a key twice; it names the row. Or its keys are of a type that is not read.
+            Nothing is left behind.
         ValueError: ``columns``, ``format`` or ``keys`` do not fit the file.
         FileExistsError, TableFullError, TableTooLargeError: as for :meth:`create`.
         ModuleNotFoundError: pyarrow is missing.
