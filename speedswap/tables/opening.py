@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from speedswap.tables.store import RowStore
 
 __all__ = ["convert", "create_store", "open_store", "save_copy", "save_store"]
 
+_log = logging.getLogger("speedswap")
 _SAVE_BYTES = 64 * 2**20
 _TRIES = 100
 
@@ -143,6 +145,14 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
         target.flush()
     finally:
         target.log.close()
+    if source.attributes_lag:
+        _log.warning(
+            "table %r was not closed by the process that wrote it, and its attributes, such as an optimizer's step "
+            "count, may be of an earlier step than its rows; to train on with a state that goes together, load one "
+            "with load_state_dict: the new table at %s does not warn of it again",
+            source.name,
+            directory.path,
+        )
 
 
 def convert(path: str | os.PathLike[str]) -> bool:

@@ -114,7 +114,8 @@ class TableDirectory(Locked):
             )
         with ExitStack() as held:
             # Only a table is replaced, and only one that no process writes.
-            previous = cls._take(place)[0] if os.path.lexists(place.path) else None
+            # It is not noted as open: until it is replaced, OWNER says whether the last writer closed it.
+            previous = cls._take(place, say=False)[0] if os.path.lexists(place.path) else None
             if previous is not None:
                 held.callback(previous.release)
                 previous._refuse_foreign()
@@ -176,13 +177,13 @@ class TableDirectory(Locked):
             raise
 
     @classmethod
-    def _take(cls, place: Place) -> tuple[TableDirectory, AnyManifest]:
-        """Lock the table at a place, and read its manifest."""
+    def _take(cls, place: Place, *, say: bool = True) -> tuple[TableDirectory, AnyManifest]:
+        """Lock the table at a place, and read its manifest; note this process as its writer if ``say``."""
         for _ in range(_TRIES):
             files = place.open()
             try:
                 ManifestFile.load(files)  # before a LOCK is made in a directory that is not a table
-                lock = WriterLock(files)
+                lock = WriterLock(files, say=say)
             except (FileNotFoundError, TableFormatError):
                 if files.is_at(place.path):
                     raise
