@@ -19,6 +19,7 @@ from speedswap.errors import ConversionError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
+from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.memory.host import resolve_engine, resolve_storage
 
 if TYPE_CHECKING:
@@ -118,14 +119,17 @@ def convert(
         "reduction": reduction,
         **disk,
     }
-    resolve_engine(engine, storage, resolve_storage(storage, path))
+    kind = resolve_storage(storage, path)
+    resolve_engine(engine, storage, kind)
+    options = DiskOptions(**disk)
+    options.require() if kind == "memmap" else options.require_none(storage)
     found = _large(model, min_rows, skip)
     if not found:
         _warn_of_nothing(model, min_rows)
         return model
     places = {names[0]: _place(path, names[0]) for _, names in found}
-    for place in places.values():
-        if place is not None and place.exists():
+    for place in filter(None, places.values()):
+        if place.exists():
             raise FileExistsError(f"path is {os.fspath(path or '')!r}, where {place.name!r} exists; remove it first")
     _refuse(model, found, settings)
     _warn_of_sparse([names[0] or "the model" for module, names in found if module.sparse])
@@ -247,8 +251,9 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     if more:
         yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
     try:
+        in_memory = {name: value for name, value in settings.items() if name not in DiskOptions._fields}
         plain = {"storage": "pageable", "engine": "auto", "process_group": None}
-        trial = _with_rows(module, weight[:1], None, {**settings, **plain})
+        trial = _with_rows(module, weight[:1], None, {**in_memory, **plain})
     except (ValueError, TypeError) as error:
         yield str(error)
         return

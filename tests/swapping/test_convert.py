@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.errors import ConversionError, SpeedswapError, SpeedswapWarning, TableFullError
+from speedswap.errors import ConversionError, SpeedswapError, SpeedswapWarning, TableFormatError, TableFullError
 from speedswap.tables.disk.cache import LogCache
 
 ROWS, DIM = 50, 6
@@ -347,6 +347,19 @@ def test_a_place_that_is_taken_changes_nothing(tmp_path: Path) -> None:
         speedswap.convert(model, ROWS, path=tmp_path)
     assert type(model.users) is nn.Embedding
     assert [place.name for place in tmp_path.iterdir()] == ["bags.1"]
+
+
+def test_settings_of_the_disk_are_those_of_the_tables(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(ROWS, 4))
+    with pytest.raises(ValueError, match="cache_bytes is 999 but storage is 'auto'; only 'memmap' tables have it"):
+        speedswap.convert(model, ROWS, cache_bytes=999)
+    with pytest.raises(ValueError, match="commit_every is 0; give at least 1 step"):
+        speedswap.convert(model, ROWS, path=tmp_path, commit_every=0)
+    assert list(tmp_path.iterdir()) == []
+    assert type(model[0]) is nn.Embedding
+    speedswap.convert(model, ROWS, path=tmp_path, cache_bytes=999, scratch=True)
+    with pytest.raises(TableFormatError, match="scratch"):
+        speedswap.Table.open(tmp_path / "0", "r")
 
 
 def test_a_full_disk_leaves_the_rest_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
