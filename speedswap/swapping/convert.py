@@ -20,6 +20,7 @@ from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.memory.host import resolve_engine, resolve_storage
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def convert(
         return model
     places = {names[0]: _place(path, names[0]) for _, names in found}
     for place in filter(None, places.values()):
+        TableDirectory.discard_scratch(place)
         if place.exists():
             raise FileExistsError(f"path is {os.fspath(path or '')!r}, where {place.name!r} exists; remove it first")
     _refuse(model, found, settings)

@@ -493,6 +493,71 @@ def test_a_scratch_table_is_gone_with_its_process(tmp_path: Path) -> None:
         assert_same(kept, plain.table)
 
 
+@pytest.mark.parametrize("how", ["remove", "close", "remove twice"])
+def test_a_scratch_table_ends_once(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it is asked to, and without a word."""
+    with speedswap.Table.create(ROWS, 5, path=tmp_path / "table", scratch=True) as table:
+        table.close() if how == "close" else table.remove()
+        if how == "remove twice":
+            table.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert not caplog.text
+
+
+def killed_scratch(path: Path) -> None:
+    """Leave the files of a scratch table whose process was killed."""
+
+    def work() -> None:
+        table = speedswap.Table.create(ROWS, 5, path=path, scratch=True)
+        os._exit(int(not table.path))
+
+    assert exit_status(work) == 0
+    assert path.is_dir()
+
+
+def test_a_scratch_table_of_a_killed_process_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By the next table at its path, however that is made."""
+    path = tmp_path / "table"
+    killed_scratch(path)
+    with pytest.raises(TableFormatError, match=r"make a new one with Table\.create, or remove the directory"):
+        speedswap.Table.open(path)
+    with speedswap.Table.create(9, 3, path=path, init=initializers.constant(5.0)) as table:
+        table.flush()
+        assert (table.read() == 5.0).all()
+    assert f"removed {path}, a scratch table that a killed process has left behind" in caplog.text
+    with pytest.raises(FileExistsError, match=r"open it with Table\.open"):
+        speedswap.Table.create(9, 3, path=path, scratch=True)
+    assert [each.name for each in tmp_path.iterdir()] == ["table"]
+
+    killed_scratch(tmp_path / "0")
+    model = speedswap.convert(torch.nn.Sequential(torch.nn.Embedding(9, 3)), min_rows=1, path=tmp_path, scratch=True)
+    assert model[0].table.path == tmp_path / "0"
+    killed_scratch(tmp_path / "rows")
+    switcher = speedswap.ModelFactory(torch.nn.Embedding(2, 3), 9, 3, tmp_path / "rows", scratch=True)
+    switcher.zerosInit()
+    assert len(switcher.table) == 9
+
+
+def test_a_scratch_table_that_is_not_only_a_leftover_stays(tmp_path: Path) -> None:
+    path = tmp_path / "table"
+    with (
+        speedswap.Table.create(ROWS, 5, path=path, scratch=True, init=initializers.constant(5.0)) as table,
+        pytest.raises(FileExistsError, match=f"a scratch table that is open in process {os.getpid()}.*another path"),
+    ):
+        speedswap.Table.create(9, 3, path=path)
+    assert table.closed
+    killed_scratch(path)
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"'notes\.txt' is beside the table's own files"):
+        speedswap.Table.create(9, 3, path=path)
+    assert (path / "notes.txt").read_text() == "mine"
+    (path / "notes.txt").unlink()
+    killed_scratch(tmp_path / "other")
+    (tmp_path / "other").rename(tmp_path / ".table.speedswap-new")  # as one that was killed while it was made
+    speedswap.Table.create(9, 3, path=path).close()
+    assert [each.name for each in tmp_path.iterdir()] == ["table"]
+
+
 def test_settings_of_a_disk_are_refused_elsewhere(tmp_path: Path) -> None:
     for wrong, settings in (
         ("cache_bytes is 0", {"storage": "disk", "path": tmp_path / "table", "cache_bytes": 0}),

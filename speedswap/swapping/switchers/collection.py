@@ -22,6 +22,7 @@ from speedswap.swapping.switchers.files import ColumnArray
 from speedswap.tables import Table
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments, DiskOptions
+from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.init import Initializer
 from speedswap.tables.ranks import ShardedStore, create_sharded
 from speedswap.tables.whole_table import as_numpy
@@ -127,7 +128,10 @@ class Collection:
         Raises:
             FileExistsError: the collection's directory exists.
         """
-        if self.path is not None and self.path.exists() and self.process_group is None:  # else the ranks check theirs
+        if self.path is None or self.process_group is not None:  # the ranks check theirs
+            return self.path
+        TableDirectory.discard_scratch(self.path)
+        if self.path.exists():
             raise FileExistsError(
                 f"diskname is {str(self.path)!r}, which exists; open it with loadCupy({str(self.path)!r}), or give "
                 "another name"

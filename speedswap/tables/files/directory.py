@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from speedswap._locks import Locked
-from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.errors import TableBusyError, TableClosedError, TableFormatError
 from speedswap.tables.files.lock import WriterLock
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.manifest import MANIFEST, Manifest, SegmentEntry
@@ -79,14 +79,45 @@ class TableDirectory(Locked):
     def create(cls, path: Path) -> TableDirectory:
         """Make a directory, locked for writing, that stays hidden until :meth:`publish`.
 
+        A scratch table at ``path`` that has outlived its process is removed.
+
         Raises:
             FileExistsError: something is at ``path`` already.
             TableBusyError: another process is making a table there.
         """
         place = Place(path)
         place.recover()
+        cls.discard_scratch(path)
         place.refuse_existing()
         return cls(place, *place.begin())
+
+    @classmethod
+    def discard_scratch(cls, path: Path) -> None:
+        """Remove a scratch table that has outlived its process, if one is at a path; links are not followed.
+
+        Raises:
+            FileExistsError: its process is still there, or other files than its own are beside them.
+        """
+        place = Place(path)
+        try:
+            files = OpenDirectory(place.shown, follow=False)
+            if not _is_scratch(ManifestFile.load(files)[1]):
+                return
+            left, manifest = cls._take(place, say=False)
+        except TableBusyError:
+            raise FileExistsError(
+                f"path is {str(place.shown)!r}, a scratch table that is open in process {WriterLock.holder(files)}; "
+                "close it there, or give another path"
+            ) from None
+        except (OSError, TableFormatError):
+            return  # another kind of thing, or nothing
+        try:
+            if _is_scratch(manifest):
+                left._refuse_foreign()
+                place.discard(left.files)
+                _log.warning("removed %s, a scratch table that a killed process has left behind", place.shown)
+        finally:
+            left.release()
 
     def publish(self) -> None:
         """Let the table appear at its path, complete and durable.
@@ -220,7 +251,8 @@ class TableDirectory(Locked):
         if isinstance(manifest, LogManifest):
             if manifest.scratch:
                 raise TableFormatError(
-                    f"{self.path} was a scratch table, whose rows went with its process; remove the directory"
+                    f"{self.path} is a scratch table, whose rows go with the process that made it; make a new one with "
+                    "Table.create, or remove the directory"
                 )
             names = _log_names(manifest.log)
             return LogFiles(*(OpenFile(self._open_own(name, writing=self.writable)) for name in names))
@@ -469,8 +501,10 @@ class TableDirectory(Locked):
             self._writer_lock.release()
 
     def remove(self) -> None:
-        """Remove the directory with the table in it, and the directories made above it."""
+        """Remove the directory with the table in it, and the directories made above it; harmless if it is gone."""
         try:
+            if not self.exists:
+                return
             if self._writer_lock is None or not self._writer_lock.is_held:
                 self._writer_lock = WriterLock(self.files, say=False)
             self._place.discard(self.files)
@@ -479,6 +513,10 @@ class TableDirectory(Locked):
         finally:
             self.release()
         self._place.remove_parents()
+
+
+def _is_scratch(manifest: AnyManifest) -> bool:
+    return isinstance(manifest, LogManifest) and manifest.scratch
 
 
 def _log_names(number: int) -> tuple[str, str]:

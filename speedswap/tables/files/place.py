@@ -242,6 +242,8 @@ class Place:
     def discard(self, directory: OpenDirectory) -> None:
         """Remove a table's directory, whose lock is held, from the path or from where it is hidden."""
         if directory.is_at(self.path):  # out of sight first, so that no process finds half of it
+            if os.path.lexists(self._new):
+                self._discard_leftover(self._new)
             os.rename(self.path, self._new)
         if directory.is_at(self._new):
             _discard(directory, self._new)

@@ -72,7 +72,8 @@ def create(
         commit_every: optimizer steps after which a table on disk commits; by default time alone decides.
         commit_seconds: seconds after which it commits; None for steps alone. Direct calls of :meth:`scatter` count
             as steps. A killed process leaves the table as of its last commit.
-        scratch: a table on disk that is gone with its process: nothing is committed or synced.
+        scratch: a table on disk that is gone with its process: nothing is committed or synced. What is left of it at
+            ``path`` when its process is killed is removed by the next table that is made there.
 
     Raises:
         ValueError: a number that is out of range or not whole, an unknown storage, engine or rounding, or a path where
