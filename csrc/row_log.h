@@ -95,6 +95,22 @@ class Bringing {
     uint64_t generation_ = 0;
 };
 
+// Room in the log for groups that its holder is to change: no other write takes it, nor does the cleaner. Each group
+// that is written with it takes from it.
+class Room {
+  public:
+    ~Room() { release(); }
+
+    int64_t groups();  // that are left
+    void release();
+
+  private:
+    friend class RowLog;
+
+    std::shared_ptr<RowLog> log_;
+    int64_t groups_ = 0;
+};
+
 class RowLog : public std::enable_shared_from_this<RowLog> {
   public:
     // Writes commit 0, durably, to new files.
@@ -110,9 +126,10 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // False after a while, if a bringing of this many rows would still have to wait.
     bool wait_for_slots(int64_t count);
     // Before the bytes at these places change. ENOSPC: nothing happened.
-    void write(const int64_t* places, int64_t count);
-    // Makes sure that so many groups can be written, in any number of calls, before the disk is full.
-    void make_room(int64_t groups);
+    void write(const int64_t* places, int64_t count, Room* room = nullptr);
+    // Makes sure that so many groups can be written with this room, in any number of calls; `from` gives what it has of
+    // it. ENOSPC: nothing happened.
+    std::unique_ptr<Room> make_room(int64_t groups, Room* from = nullptr);
 
     // The commit is durable after `sides` are, which its contents may refer to.
     uint64_t begin_commit(std::string contents, bool hold, std::vector<SideWrite> sides = {});
@@ -140,6 +157,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     friend class Bringing;
     friend class LogScan;
     friend class ReadBatch;
+    friend class Room;
     using Lock = LogMonitor::Lock;
 
     struct Read {
@@ -193,12 +211,14 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     void make_dirty(uint32_t slot);
     void ensure_room(Lock& lock, int64_t groups, int64_t spare_segments);
     int64_t segments_for(int64_t groups) const;
+    int64_t left_in_segment() const;
     void grow(Lock& lock, int64_t segments);
     void wait_for_change(Lock& lock);
     uint64_t append_epoch() const { return epoch_ - (appending_ ? 1 : 0); }
     uint64_t last_read() const { return next_read_ - 1; }
     void reclaim();
     uint32_t dirty_bit(uint64_t epoch) const { return Slots::kDirty[epoch & 1]; }
+    int64_t left_in(const Room* room) const;
     static uint64_t mixed(uint32_t group, uint32_t address, uint64_t stamp);
     uint64_t mixed(uint32_t group, uint32_t address) const {
         return mixed(group, address, segments_[geometry_.segment(address)].stamp);
@@ -256,6 +276,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     int64_t touched_ = 0;
     int64_t dirty_ = 0;      // groups that have been changed and not appended
     int64_t old_dirty_ = 0;  // of those, the ones that the commit being appended needs
+    int64_t promised_ = 0;   // groups that rooms are for
     int64_t reserved_ = 0;   // groups that the cleaner is about to append
     uint64_t next_read_ = 1;
     std::set<uint64_t> reads_under_way_;

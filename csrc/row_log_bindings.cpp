@@ -47,6 +47,7 @@ class OfProcess {
 using PyRowLog = OfProcess<RowLog>;
 using PyBringing = OfProcess<Bringing>;
 using PyScan = OfProcess<LogScan>;
+using PyRoom = OfProcess<Room>;
 using MoveTuple = std::tuple<int64_t, int64_t, int64_t>;          // from, to, bytes
 using LayoutTuple = std::tuple<int64_t, std::vector<MoveTuple>>;  // group_bytes, moves
 
@@ -181,6 +182,9 @@ void bind_row_log(py::module_& module) {
         .def("filled", [](const PyBringing& bringing) { without_gil([&] { bringing->filled(); }); })
         .def("release", [](const PyBringing& bringing) { without_gil([&] { bringing->release(); }); });
     py::class_<PyScan>(module, "LogScan").def("next", &next_piece);
+    py::class_<PyRoom>(module, "Room")
+        .def_property_readonly("groups", [](const PyRoom& room) { return room->groups(); })
+        .def("release", [](const PyRoom& room) { without_gil([&] { room->release(); }); });
     py::class_<PyRowLog>(module, "RowLog")
         .def(py::init(&open), arg("log_fd"), arg("head_fd"), arg("num_groups"), arg("rows_per_group"), arg("layouts"),
              arg("segment_bytes"), arg("salt"), arg("cache_bytes"), arg("writable"), arg("commit"), arg("scratch"),
@@ -188,13 +192,18 @@ void bind_row_log(py::module_& module) {
         .def("bring", &bring, arg("rows"), arg("count"), arg("overwrite"), arg("ahead"), arg("seen"))
         .def(
             "write",
-            [](const PyRowLog& log, uintptr_t places, int64_t count) {
-                without_gil([&] { log->write(at<const int64_t>(places), count); });
+            [](const PyRowLog& log, uintptr_t places, int64_t count, const PyRoom* room) {
+                Room* const given = room == nullptr ? nullptr : &**room;
+                without_gil([&] { log->write(at<const int64_t>(places), count, given); });
             },
-            arg("places"), arg("count"))
+            arg("places"), arg("count"), arg("room").none(true))
         .def(
-            "make_room", [](const PyRowLog& log, int64_t groups) { without_gil([&] { log->make_room(groups); }); },
-            arg("groups"))
+            "make_room",
+            [](const PyRowLog& log, int64_t groups, const PyRoom* from) {
+                Room* const given = from == nullptr ? nullptr : &**from;
+                return without_gil([&] { return std::make_unique<PyRoom>(log->make_room(groups, given)); });
+            },
+            arg("groups"), arg("out_of").none(true))
         .def("begin_commit", &begin_commit, arg("head"), arg("hold"), arg("files"))
         .def(
             "wait", [](const PyRowLog& log, uint64_t commit) { wait_for([&] { return log->wait(commit, false); }); },

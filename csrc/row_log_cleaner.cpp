@@ -146,7 +146,7 @@ bool RowLog::move_live(Lock& lock, const Victim& victim) {
     for (const Victim::Record& record : victim.records) {
         const auto is_live = [&] { return slots_.address_of(record.group) == record.address && !record.damaged; };
         while (is_live() && point.segment < 0) {
-            if (segments_.num_unused() <= segments_for(dirty_)) return false;
+            if (segments_.num_unused() <= segments_for(dirty_ + promised_)) return false;
             if (!appends_.ready(point, append_epoch(), true)) wait_for_change(lock);
         }
         if (!is_live()) continue;

@@ -13,6 +13,7 @@ from speedswap.kernels import _C
 from speedswap.kernels._C import RowLogDamaged
 from speedswap.kernels.bringing import Bringing, int64s
 from speedswap.kernels.host import as_ids
+from speedswap.kernels.room import Room
 
 __all__ = ["RowLayout", "RowLog", "RowLogDamaged"]
 
@@ -126,22 +127,34 @@ class RowLog:
         bringing = self._log.bring(rows.data_ptr(), len(rows), overwrite, ahead, seen)
         return None if bringing is None else Bringing(bringing)
 
-    def write(self, places: Tensor) -> None:
+    def write(self, places: Tensor, room: Room | None = None) -> None:
         """Prepare places of a bringing for new bytes, which the caller writes next.
+
+        Args:
+            places: int64, shape (n,).
+            room: taken by the groups that have not changed since the last commit, as far as it goes.
 
         Raises:
             OSError: the disk is full (``errno.ENOSPC``); nothing has changed. A commit may make room.
         """
         places = as_ids(places)
-        self._log.write(places.data_ptr(), len(places))
+        self._log.write(places.data_ptr(), len(places), None if room is None else room.raw)
 
-    def make_room(self, groups: int) -> None:
+    def make_room(self, groups: int, out_of: Room | None = None) -> Room:
         """Make sure that so many groups can be written, in any number of calls, before the disk is full.
 
+        Args:
+            groups: a group counts as often as it may be evicted and written again.
+            out_of: gives of it what it has left, before more is made.
+
+        Returns:
+            The room, to be given to these calls. Other writes and the cleaner leave it alone until it is released or
+            garbage.
+
         Raises:
-            OSError: it is (``errno.ENOSPC``); nothing has changed.
+            OSError: the disk is full (``errno.ENOSPC``); nothing has changed.
         """
-        self._log.make_room(groups)
+        return Room(self._log.make_room(groups, None if out_of is None else out_of.raw))
 
     # ---- commits -----------------------------------------------------------------------------------------------------
 
