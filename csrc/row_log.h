@@ -71,9 +71,9 @@ class Bringing {
 
     ~Bringing() { release(); }
 
-    // Returns when every row is in its place, except the fresh groups: the caller fills them, then calls filled().
-    // A false `patient` returns false after a while instead of waiting on.
-    bool wait(bool patient = true);
+    // Returns true when every row is in its place, except the fresh groups: the caller fills them, then calls filled().
+    // False after a while, to be called again.
+    bool wait();
     const std::vector<int64_t>& places() const { return places_; }
     const std::vector<Fresh>& fresh() const { return fresh_; }
     void filled();
@@ -83,6 +83,8 @@ class Bringing {
   private:
     friend class RowLog;
     using Lock = LogMonitor::Lock;
+
+    RowLog& held_log() const;  // throws once it was released
 
     std::shared_ptr<RowLog> log_;
     std::vector<int64_t> places_;
@@ -133,7 +135,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
 
     // The commit is durable after `sides` are, which its contents may refer to.
     uint64_t begin_commit(std::string contents, bool hold, std::vector<SideWrite> sides = {});
-    bool wait(uint64_t commit, bool patient = true);
+    bool wait(uint64_t commit);  // false after a while, to be called again
     // False after a while, if the cleaner still finds something to do.
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
@@ -198,7 +200,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     void take_in(Read& read, const char* bytes);  // that place_of's read has read
     void wait_until_reads_go();
     void finish(ReadBatch& batch);
-    bool try_wait(Lock& lock, Bringing& bringing, bool patient);
+    bool try_wait(Lock& lock, Bringing& bringing);
     void adopt(Bringing& bringing, std::vector<Read>& reads);
     static bool any_damaged(const Bringing& bringing);
     void throw_read_error(const Bringing& bringing) const;

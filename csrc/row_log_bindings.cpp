@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <memory>
 #include <string>
 #include <system_error>
@@ -51,12 +50,6 @@ using PyRoom = OfProcess<Room>;
 using MoveTuple = std::tuple<int64_t, int64_t, int64_t>;          // from, to, bytes
 using LayoutTuple = std::tuple<int64_t, std::vector<MoveTuple>>;  // group_bytes, moves
 
-Buffer buffer_of(const void* bytes, size_t count) {
-    Buffer buffer{int64_t(count)};
-    if (count > 0) std::memcpy(buffer.data(), bytes, count);
-    return buffer;
-}
-
 // Waits without the interpreter's lock, and lets signals such as Ctrl-C end the wait.
 template <typename Wait>
 void wait_for(Wait&& is_over) {
@@ -88,7 +81,7 @@ py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwr
 
 // The places, and (slot, group, layout) of each fresh group.
 py::tuple wait(const PyBringing& bringing) {
-    wait_for([&] { return bringing->wait(false); });
+    wait_for([&] { return bringing->wait(); });
     const auto& places = bringing->places();
     const auto& fresh = bringing->fresh();
     static_assert(sizeof(Bringing::Fresh) == 3 * sizeof(int64_t));
@@ -206,7 +199,7 @@ void bind_row_log(py::module_& module) {
             arg("groups"), arg("out_of").none(true))
         .def("begin_commit", &begin_commit, arg("head"), arg("hold"), arg("files"))
         .def(
-            "wait", [](const PyRowLog& log, uint64_t commit) { wait_for([&] { return log->wait(commit, false); }); },
+            "wait", [](const PyRowLog& log, uint64_t commit) { wait_for([&] { return log->wait(commit); }); },
             arg("commit"))
         .def(
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },

@@ -9,17 +9,24 @@ namespace speedswap {
 
 // ---- a bringing ----------------------------------------------------------------------------------------------------
 
-bool Bringing::wait(bool patient) {
-    Lock lock = log_->enter();
-    return log_->try_wait(lock, *this, patient);
+bool Bringing::wait() {
+    RowLog& log = held_log();
+    Lock lock = log.enter();
+    return log.try_wait(lock, *this);
 }
 
 void Bringing::filled() {
-    Lock lock(log_->monitor_.mutex);
+    RowLog& log = held_log();
+    Lock lock(log.monitor_.mutex);
     for (const uint32_t slot : owned_)
-        log_->slots_.set_state(slot, Slots::kLoaded);
+        log.slots_.set_state(slot, Slots::kLoaded);
     owned_.clear();
-    log_->monitor_.changed.notify_all();
+    log.monitor_.changed.notify_all();
+}
+
+RowLog& Bringing::held_log() const {
+    if (!log_) throw std::logic_error("the bringing was released");
+    return *log_;
 }
 
 void Bringing::release() {
@@ -128,7 +135,7 @@ void RowLog::unpin(const Bringing& bringing) {
 
 // Reads of any bringing end by themselves, but slots to be filled end by their callers: so those are taken last, all at
 // once, when nothing is left to wait for.
-bool RowLog::try_wait(Lock& lock, Bringing& bringing, bool patient) {
+bool RowLog::try_wait(Lock& lock, Bringing& bringing) {
     for (;;) {
         if (monitor_.error) std::rethrow_exception(monitor_.error);
         auto& reads = bringing.reads_;
@@ -141,10 +148,7 @@ bool RowLog::try_wait(Lock& lock, Bringing& bringing, bool patient) {
                                   [&](uint32_t slot) { return slots_.state(slot) == Slots::kLoading; });
         }
         if (pending) {
-            if (patient)
-                monitor_.changed.wait(lock);
-            else if (monitor_.changed.wait_for(lock, LogMonitor::kWhile) == std::cv_status::timeout)
-                return false;
+            if (monitor_.changed.wait_for(lock, LogMonitor::kWhile) == std::cv_status::timeout) return false;
             continue;
         }
         if (bringing.generation_ != generation_ && !bringing.uncertain_.empty()) {

@@ -30,7 +30,6 @@ class Geometry {
     int newest() const { return num_layouts() - 1; }
     const RowLayout& layout(int number) const { return layouts_[size_t(number)]; }
     int64_t stride(int layout) const { return strides_[size_t(layout)]; }
-    uint32_t places() const { return places_; }
     uint32_t most_segments() const { return kAddresses / places_; }
 
     uint32_t segment(uint32_t address) const { return address / places_; }
