@@ -9,6 +9,7 @@
 // appended, in the background, nothing of the epoch after it is: every chunk up to the commit's last one counts.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -123,9 +124,11 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     void close();
 
     // Returns at once unless slots are lacking. nullptr if ahead of its step, and half of the slots would be pinned.
+    // Throws std::invalid_argument for more than most_rows().
     std::unique_ptr<Bringing> bring(const int64_t* rows, int64_t count, bool overwrite, bool ahead, bool seen);
-    static constexpr int64_t kMostRows = 1 << 22;  // in one bringing
-    // False after a while, if a bringing of this many rows would still have to wait.
+    // In one bringing.
+    int64_t most_rows() const { return std::min(most_outstanding(), kMostRows); }
+    // False after a while, if a bringing of this many rows would still have to wait; throws as bring().
     bool wait_for_slots(int64_t count);
     // Before the bytes at these places change. ENOSPC: nothing happened.
     void write(const int64_t* places, int64_t count, Room* room = nullptr);
@@ -185,7 +188,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     Lock enter();  // throws if closed or failed
 
     // row_log_bring.cpp
+    static constexpr int64_t kMostRows = 1 << 22;
     int64_t most_outstanding() const;
+    void require_fits(int64_t count) const;
     void pin(Lock& lock, Bringing& bringing, const int64_t* rows, int64_t count, bool seen);
     uint32_t pin_missing(Lock& lock, Bringing& bringing, uint32_t group, std::vector<Read>& reads);
     void release(Bringing& bringing);

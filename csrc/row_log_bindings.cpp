@@ -72,7 +72,7 @@ std::unique_ptr<PyRowLog> open(int log_fd, int head_fd, int64_t num_groups, int6
 }
 
 py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwrite, bool ahead, bool seen) {
-    if (!ahead && count <= log->num_slots()) wait_for([&] { return log->wait_for_slots(count); });
+    if (!ahead) wait_for([&] { return log->wait_for_slots(count); });
     std::shared_ptr<Bringing> bringing =
         without_gil([&] { return log->bring(at<const int64_t>(rows), count, overwrite, ahead, seen); });
     if (!bringing) return py::none();
@@ -227,6 +227,7 @@ void bind_row_log(py::module_& module) {
         .def_property_readonly("appending", [](const PyRowLog& log) { return log->appending(); })
         .def_property_readonly("cache_pointer", [](const PyRowLog& log) { return uintptr_t(log->cache()); })
         .def_property_readonly("num_slots", [](const PyRowLog& log) { return log->num_slots(); })
+        .def_property_readonly("most_rows", [](const PyRowLog& log) { return log->most_rows(); })
         .def_property_readonly("direct", [](const PyRowLog& log) { return log->files().direct(); })
         .def_property_readonly("fallback", [](const PyRowLog& log) { return log->files().fallback(); })
         .def_property_readonly("alignment", [](const PyRowLog& log) { return log->files().alignment(); })

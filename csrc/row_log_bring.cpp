@@ -41,8 +41,7 @@ void Bringing::release() {
 // ---- pins ----------------------------------------------------------------------------------------------------------
 
 std::unique_ptr<Bringing> RowLog::bring(const int64_t* rows, int64_t count, bool overwrite, bool ahead, bool seen) {
-    if (count > most_outstanding() || count > kMostRows)
-        throw std::invalid_argument("a bringing has more rows than the cache can hold at once");
+    require_fits(count);
     auto bringing = std::make_unique<Bringing>();  // destroyed after the lock
     Lock lock = enter();
     if (ahead && outstanding_ + count > most_outstanding() / 2) return nullptr;
@@ -65,7 +64,14 @@ int64_t RowLog::most_outstanding() const {
     return everything_fits ? int64_t(Slots::kPins) : std::min<int64_t>(slots_.num_slots(), Slots::kPins);
 }
 
+void RowLog::require_fits(int64_t count) const {
+    if (count > most_rows())
+        throw std::invalid_argument("a bringing has " + std::to_string(count) +
+                                    " rows, more rows than the cache can hold at once: " + std::to_string(most_rows()));
+}
+
 bool RowLog::wait_for_slots(int64_t count) {
+    require_fits(count);
     Lock lock = enter();
     return monitor_.wait_for_a_while(lock, [&] { return outstanding_ + count <= most_outstanding(); });
 }

@@ -115,7 +115,7 @@ class RowLog:
         """Begin to bring rows into the cache, and pin them there.
 
         Args:
-            rows: int64, shape (n,), in range; duplicates are allowed. At most ``num_slots``.
+            rows: int64, shape (n,), in range; duplicates are allowed. At most :attr:`most_rows`.
             overwrite: True if the caller overwrites every byte of their groups: they are not read.
             ahead: True for a step to come: it never takes more than half of the cache.
             seen: False if this is not a use that should keep the rows in the cache longer.
@@ -286,6 +286,11 @@ class RowLog:
     def num_slots(self) -> int:
         """Groups that the cache holds."""
         return self._log.num_slots
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that can be brought at once: never more than 2**22, nor than the cache holds of any."""
+        return self._log.most_rows
 
     @property
     def direct(self) -> bool:

@@ -89,7 +89,7 @@ class LogCache:
             self.log.cache_pointer, layout.stride, self.log.num_slots * manifest.group_rows, _CPU, False, self.log
         )
         self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
-        self._most_rows = max(1, self.log.num_slots // _PIECES)
+        self._most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
         self._fields: dict[tuple[str, ...], dict[str, kernels.WantedColumn]] = {}
         self._reserved: kernels.Room | None = None
 
@@ -253,7 +253,8 @@ class LogCache:
 
     def bring_ahead(self, rows: Tensor) -> kernels.Bringing | None:
         """Begin to bring rows for a step to come; return None if they would take more than half of the cache."""
-        return self.log.bring(rows, ahead=True) if len(rows) <= self.log.num_slots // 2 else None
+        most = min(self.log.num_slots // 2, self.log.most_rows)
+        return self.log.bring(rows, ahead=True) if len(rows) <= most else None
 
     def settled(self, bringing: kernels.Bringing) -> Tensor:
         """Wait for rows that are being brought, give values to those that have none, and return their places."""
