@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -397,3 +398,18 @@ def test_more_rows_than_can_be_brought_at_once_are_refused_at_once(tmp_path: Pat
             log.log.bring(torch.zeros(count, dtype=torch.int64))
     log.check(torch.zeros(2**22, dtype=torch.int64)[:100])
     log.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a file system that does not say how it aligns reads")
+def test_an_empty_log_is_not_taken_for_one_that_permits_any_alignment() -> None:
+    """A read at the end of a file returns before its alignment is looked at."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        log = Log(Path(folder), 100, 600)
+        if not log.log.direct:
+            pytest.skip("the file system has no O_DIRECT")
+        assert log.log.alignment == 4096
+        log.put(torch.arange(16), 3)
+        log.commit()
+        log.reopen()
+        log.check_all()
+        log.close()
