@@ -41,9 +41,7 @@ void RowLog::create(int log, int head, uint64_t salt, const std::string& content
 }
 
 std::shared_ptr<RowLog> RowLog::open(int log, int head, RowLogOptions options) {
-    const std::shared_ptr<RowLog> opened(new RowLog(log, head, std::move(options)));
-    opened->recover();
-    return opened;
+    return std::shared_ptr<RowLog>(new RowLog(log, head, std::move(options)));
 }
 
 RowLog::RowLog(int log, int head, RowLogOptions options)

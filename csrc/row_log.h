@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -43,6 +44,7 @@ enum LogFault : uint32_t {
     kIgnoreReads = 256,    // writes segments again while they are read
     kHeldReads = 512,      // not a fault: reads wait for let_reads_go
     kNoSideSync = 1024,
+    kSlowWalks = 2048,  // not a fault: a reader's walk lasts until the next commit, or a while
 };
 
 struct RowLogOptions {
@@ -118,8 +120,11 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
   public:
     // Writes commit 0, durably, to new files.
     static void create(int log, int head, uint64_t salt, const std::string& contents);
-    // Opens what the files say; throws RowLogDamaged, std::system_error, std::invalid_argument.
+    // recover() comes first, until it has returned true. Throws std::invalid_argument.
     static std::shared_ptr<RowLog> open(int log, int head, RowLogOptions options);
+    // Reads what the files say. False if a writer elsewhere went on meanwhile, to be called again; the 100th time in a
+    // row that is a std::system_error of EBUSY. Throws RowLogDamaged, std::system_error, std::invalid_argument.
+    bool recover();
     ~RowLog() { close(); }
     void close();
 
@@ -143,8 +148,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
     void let_reads_go();
-    // Follows a writer elsewhere to its last commit; false if that is the present one.
-    bool refresh();
+    // Follows a writer elsewhere to its last commit; false if that is the present one. Nothing if the writer went on
+    // meanwhile, to be called again, as recover().
+    std::optional<bool> refresh();
 
     bool appending();
     bool crowded();  // emptied segments wait for a commit, and the file is large for its rows
@@ -256,8 +262,8 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
 
     // row_log_recovery.cpp
     struct Recovered;
-    void recover();
     Recovered recovered();
+    bool has_gone_on(uint64_t commit);
     void apply(Recovered& found, std::vector<FoundSegment> log) const;
     static void check(const Head& head, const Recovered& found);
     void take_over(Recovered found);
@@ -311,6 +317,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     int scans_ = 0;                 // under way: the cleaner pauses
 
     std::mutex refreshing_;
+    int walks_in_vain_ = 0;  // in a row; guarded by `refreshing_`
 };
 
 }  // namespace speedswap

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -68,7 +69,15 @@ std::unique_ptr<PyRowLog> open(int log_fd, int head_fd, int64_t num_groups, int6
         for (const auto& [from, to, bytes] : moves)
             options.layouts.back().moves.push_back({from, to, bytes});
     }
-    return without_gil([&] { return std::make_unique<PyRowLog>(RowLog::open(log_fd, head_fd, std::move(options))); });
+    auto log = without_gil([&] { return RowLog::open(log_fd, head_fd, std::move(options)); });
+    wait_for([&] { return log->recover(); });
+    return std::make_unique<PyRowLog>(std::move(log));
+}
+
+bool refresh(const PyRowLog& log) {
+    std::optional<bool> follows;
+    wait_for([&] { return (follows = log->refresh()).has_value(); });
+    return *follows;
 }
 
 py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwrite, bool ahead, bool seen) {
@@ -204,7 +213,7 @@ void bind_row_log(py::module_& module) {
         .def(
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
             arg("commit"))
-        .def("refresh", [](const PyRowLog& log) { return without_gil([&] { return log->refresh(); }); })
+        .def("refresh", &refresh)
         .def(
             "scan",
             [](const PyRowLog& log, int64_t groups_per_piece) {

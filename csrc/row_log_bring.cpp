@@ -54,6 +54,8 @@ std::unique_ptr<Bringing> RowLog::bring(const int64_t* rows, int64_t count, bool
     outstanding_ += count;
     brought_ += count;
     pin(lock, *bringing, rows, count, seen);
+    while (bringing->generation_ != generation_)
+        bring_again(lock, *bringing);  // some of the pins may be of the commit before
     prefaulter_.used(slots_.bytes_used());
     return bringing;
 }
@@ -164,9 +166,10 @@ bool RowLog::try_wait(Lock& lock, Bringing& bringing) {
         if (!options_.writable && any_damaged(bringing)) {
             // A writer may have gone on, and written over what the index of an older commit names.
             lock.unlock();
-            const bool follows = refresh();
+            const std::optional<bool> follows = refresh();
             lock.lock();
-            if (follows || bringing.generation_ != generation_) continue;
+            if (!follows) return false;
+            if (*follows || bringing.generation_ != generation_) continue;
         }
         throw_read_error(bringing);
         reads.clear();

@@ -56,6 +56,7 @@ bool RowLog::crowded() {
 
 bool RowLog::wait_for_cleaner() {
     Lock lock = enter();
+    if (!options_.writable) return true;
     start_threads();
     cleanable_.notify_one();
     return monitor_.wait_for_a_while(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels._C import RowLogDamaged
-from speedswap.kernels.bringing import Bringing, int64s
+from speedswap.kernels.bringing import Bringing, int64s, says_if_busy
 from speedswap.kernels.host import as_ids
 from speedswap.kernels.room import Room
 
@@ -52,6 +52,7 @@ class RowLog:
     Raises:
         OSError: a read failed.
         RowLogDamaged: the files are damaged, or belong to another table.
+        TableBusyError: a writer elsewhere wrote over the log each of 100 times that it was read.
         ValueError: an argument is out of range.
 
     >>> import tempfile, torch
@@ -85,22 +86,23 @@ class RowLog:
         journal: bool = False,
         faults: int = 0,
     ) -> None:
-        self._log = _C.RowLog(
-            log_fd,
-            head_fd,
-            num_groups=num_groups,
-            rows_per_group=rows_per_group,
-            layouts=[(group_bytes, list(moves)) for group_bytes, moves in layouts],
-            segment_bytes=segment_bytes,
-            salt=salt,
-            cache_bytes=cache_bytes,
-            writable=writable,
-            commit=-1 if commit is None else commit,
-            scratch=scratch,
-            direct=direct,
-            journal=journal,
-            faults=faults,
-        )
+        with says_if_busy():
+            self._log = _C.RowLog(
+                log_fd,
+                head_fd,
+                num_groups=num_groups,
+                rows_per_group=rows_per_group,
+                layouts=[(group_bytes, list(moves)) for group_bytes, moves in layouts],
+                segment_bytes=segment_bytes,
+                salt=salt,
+                cache_bytes=cache_bytes,
+                writable=writable,
+                commit=-1 if commit is None else commit,
+                scratch=scratch,
+                direct=direct,
+                journal=journal,
+                faults=faults,
+            )
 
     @staticmethod
     def create(log_fd: int, head_fd: int, *, salt: int, head: bytes = b"") -> None:
@@ -228,8 +230,12 @@ class RowLog:
 
         Returns:
             False if that is the present one, or if this log is the writer or was opened at a commit.
+
+        Raises:
+            TableBusyError: the writer wrote over the log each of 100 times that it was read.
         """
-        return self._log.refresh()
+        with says_if_busy():
+            return self._log.refresh()
 
     # ---- all groups --------------------------------------------------------------------------------------------------
 
@@ -255,7 +261,7 @@ class RowLog:
             OSError: a read failed; ``errno.ESTALE`` if another process wrote over it meanwhile.
         """
         scan = self._log.scan(groups_per_piece)
-        while (piece := scan.next()) is not None:
+        while (piece := _next(scan)) is not None:
             groups, records = int64s(piece[0]), torch.frombuffer(piece[1], dtype=torch.uint8)
             group_bytes = len(records) // groups_per_piece
             yield groups, records.view(groups_per_piece, group_bytes)[: len(groups)], piece[2]
@@ -336,3 +342,8 @@ class RowLog:
             times: calls that fail.
         """
         self._log.fail(op, after, errno, times)
+
+
+def _next(scan: _C.LogScan) -> tuple[_C.Buffer, _C.Buffer, int] | None:
+    with says_if_busy():
+        return scan.next()
