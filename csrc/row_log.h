@@ -178,6 +178,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
         uint64_t stamp;
     };
     static constexpr int kDamaged = -1;
+    struct PlannedReads;
 
     // Where a record is: a read of the log, and the record with its checksum in that.
     struct Place {
@@ -205,6 +206,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // What the newest layout keeps of a record.
     void copy_kept(char* to, const char* record, int layout) const;
     void start_reads(Lock& lock, Bringing& bringing, std::vector<Read>& reads);  // not under the lock all the time
+    void end_reads(ReadBatch& batch);
     bool suits_queue() const;
     Place place_of(const Read& read) const;
     void read_group(Read& read);

@@ -80,7 +80,8 @@ bool RowLog::wait_for_slots(int64_t count) {
 
 void RowLog::pin(Lock& lock, Bringing& bringing, const int64_t* rows, int64_t count, bool seen) {
     constexpr int64_t kIndexAhead = 32, kBitsAhead = 16, kReadsAtOnce = 512;
-    std::vector<Read> reads;
+    PlannedReads planned(*this);
+    std::vector<Read>& reads = planned.reads;
     for (int64_t i = 0; i < count; ++i) {
         if (i + kIndexAhead < count) __builtin_prefetch(&slots_.index[group_of(rows[i + kIndexAhead])]);
         if (i + kBitsAhead < count) {
@@ -173,10 +174,10 @@ bool RowLog::try_wait(Lock& lock, Bringing& bringing) {
         }
         throw_read_error(bringing);
         reads.clear();
-        std::vector<Read> more;
-        adopt(bringing, more);
+        PlannedReads more(*this);
+        adopt(bringing, more.reads);
         if (bringing.uncertain_.empty()) return true;
-        start_reads(lock, bringing, more);
+        start_reads(lock, bringing, more.reads);
     }
 }
 
@@ -193,8 +194,8 @@ void RowLog::adopt(Bringing& bringing, std::vector<Read>& reads) {
             const int layout = state == Slots::kHalf ? segments_[geometry_.segment(slots_.address[slot])].layout : -1;
             bringing.fresh_.push_back({int64_t(slot), int64_t(slots_.group[slot]), layout});
         }
-        slots_.set_state(slot, Slots::kLoading);
         bringing.owned_.push_back(slot);
+        slots_.set_state(slot, Slots::kLoading);
     }
     uncertain.clear();
 }
