@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
 #include <vector>
@@ -80,6 +81,12 @@ Buffer::~Buffer() {
         store().bytes -= spares.front().capacity;
         spares.erase(spares.begin());
     }
+}
+
+Buffer buffer_of(const void* bytes, size_t count) {
+    Buffer buffer{int64_t(count)};
+    if (count > 0) std::memcpy(buffer.data(), bytes, count);
+    return buffer;
 }
 
 }  // namespace speedswap

@@ -1,6 +1,7 @@
 // Reusable memory.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <utility>
 
@@ -40,5 +41,8 @@ class Buffer {
     int64_t bytes_ = 0;
     int64_t capacity_ = 0;
 };
+
+// A copy.
+Buffer buffer_of(const void* bytes, size_t count);
 
 }  // namespace speedswap

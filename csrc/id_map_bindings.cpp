@@ -25,12 +25,6 @@ Keys keys_of(const KeysTuple& tuple) {
     return {at<const uint64_t>(numbers), count, at<const char>(text), at<const int64_t>(offsets)};
 }
 
-Buffer buffer_of(const void* bytes, size_t count) {
-    Buffer buffer{int64_t(count)};
-    std::memcpy(buffer.data(), bytes, count);
-    return buffer;
-}
-
 // False where the map is full.
 bool add(IdMap& map, const KeysTuple& tuple, uintptr_t rows, IdMap::Undo* undo, int threads) {
     const Keys keys = keys_of(tuple);

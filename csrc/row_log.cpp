@@ -41,9 +41,7 @@ void RowLog::create(int log, int head, uint64_t salt, const std::string& content
 }
 
 std::shared_ptr<RowLog> RowLog::open(int log, int head, RowLogOptions options) {
-    const std::shared_ptr<RowLog> opened(new RowLog(log, head, std::move(options)));
-    opened->recover();
-    return opened;
+    return std::shared_ptr<RowLog>(new RowLog(log, head, std::move(options)));
 }
 
 RowLog::RowLog(int log, int head, RowLogOptions options)
@@ -115,12 +113,12 @@ bool RowLog::append(uint32_t slot, bool patient) {
     return true;
 }
 
-void RowLog::write(const int64_t* places, int64_t count) {
+void RowLog::write(const int64_t* places, int64_t count, Room* room) {
     Lock lock = enter();
     if (!options_.writable) throw std::logic_error("the row log is open for reading");
     const auto slot_of = [&](int64_t i) { return uint32_t(places[i] >> group_shift_); };
     constexpr int64_t kAhead = 16;
-    int64_t changed = 0;
+    int64_t changed = -left_in(room);
     for (int64_t i = 0; i < count; ++i) {
         if (i + kAhead < count) __builtin_prefetch(&slots_.bits[slot_of(i + kAhead)]);
         changed += (slots_.bits[slot_of(i)] & dirty_bit(epoch_)) == 0;
@@ -134,7 +132,13 @@ void RowLog::write(const int64_t* places, int64_t count) {
         // What the commit being appended has of it goes first.
         while (appending_ && (slots_.bits[slot] & dirty_bit(epoch_ - 1)) && !append(slot))
             wait_for_change(lock);
-        if (!(slots_.bits[slot] & dirty_bit(epoch_))) make_dirty(slot);
+        if (!(slots_.bits[slot] & dirty_bit(epoch_))) {
+            make_dirty(slot);
+            if (left_in(room) > 0) {
+                --room->groups_;
+                --promised_;
+            }
+        }
         if (slots_.state(slot) != Slots::kLoaded) {
             slots_.set_state(slot, Slots::kLoaded);
             filled = true;
@@ -143,9 +147,44 @@ void RowLog::write(const int64_t* places, int64_t count) {
     if (filled) monitor_.changed.notify_all();
 }
 
-void RowLog::make_room(int64_t groups) {
+std::unique_ptr<Room> RowLog::make_room(int64_t groups, Room* from) {
+    if (groups < 0) throw std::invalid_argument("groups must be 0 or more");
+    auto room = std::make_unique<Room>();  // destroyed after the lock
     Lock lock = enter();
-    ensure_room(lock, groups, kSpareSegments);
+    if (!options_.writable) throw std::logic_error("the row log is open for reading");
+    if (groups > left_in(from)) ensure_room(lock, groups - left_in(from), kSpareSegments);
+    const int64_t given = std::min(groups, left_in(from));
+    if (given > 0) from->groups_ -= given;
+    room->log_ = shared_from_this();
+    room->groups_ = groups;
+    promised_ += groups - given;
+    return room;
+}
+
+int64_t RowLog::left_in(const Room* room) const {
+    if (room == nullptr || !room->log_) return 0;
+    if (room->log_.get() != this) throw std::invalid_argument("the room is of another row log");
+    return room->groups_;
+}
+
+int64_t Room::groups() {
+    if (!log_) return 0;
+    const RowLog::Lock lock = log_->monitor_.enter();
+    return groups_;
+}
+
+void Room::release() {
+    if (!log_) return;
+    {
+        const RowLog::Lock lock = log_->monitor_.enter();
+        if (groups_ > 0) {
+            log_->promised_ -= groups_;
+            log_->cleaner_blocked_ = false;
+            log_->cleanable_.notify_one();
+        }
+        groups_ = 0;
+    }
+    log_.reset();
 }
 
 void RowLog::make_dirty(uint32_t slot) {
@@ -177,11 +216,11 @@ uint64_t RowLog::mixed(uint32_t group, uint32_t address, uint64_t stamp) {
 
 // ---- room ----------------------------------------------------------------------------------------------------------
 
-// Makes sure that this many more dirty groups, and all those there are, can be appended: what is allocated cannot run
-// out of disk. The lock is released while the file grows.
+// Makes sure that this many more dirty groups, all those there are, and those that rooms are for can be appended: what
+// is allocated cannot run out of disk. The lock is released while the file grows.
 void RowLog::ensure_room(Lock& lock, int64_t groups, int64_t spare_segments) {
     for (bool reclaimed = false;;) {
-        const int64_t segments = segments_for(dirty_ + groups + reserved_) + spare_segments;
+        const int64_t segments = segments_for(dirty_ + promised_ + groups + reserved_) + spare_segments;
         if (segments <= segments_.num_unused()) return;
         if (!reclaimed)
             reclaim();
@@ -191,10 +230,17 @@ void RowLog::ensure_room(Lock& lock, int64_t groups, int64_t spare_segments) {
     }
 }
 
-// Unused ones that this many groups need behind the chunk that has begun.
+// Unused ones that this many groups need behind the segment that has begun.
 int64_t RowLog::segments_for(int64_t groups) const {
-    const int64_t begun = changed_point_.segment >= 0 ? changed_point_.most - changed_point_.count : 0;
-    return (std::max<int64_t>(groups - begun, 0) + geometry_.capacity() - 1) / geometry_.capacity();
+    const int64_t more = std::max<int64_t>(groups - left_in_segment(), 0);
+    return (more + geometry_.capacity() - 1) / geometry_.capacity();
+}
+
+int64_t RowLog::left_in_segment() const {
+    const Appends::Point& point = changed_point_;
+    if (point.segment < 0) return 0;
+    return point.most - point.count +
+           geometry_.capacity_from(geometry_.chunk_end(point.first_place, point.most, point.layout), point.layout);
 }
 
 void RowLog::grow(Lock& lock, int64_t segments) {

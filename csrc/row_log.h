@@ -9,10 +9,12 @@
 // appended, in the background, nothing of the epoch after it is: every chunk up to the commit's last one counts.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -42,6 +44,7 @@ enum LogFault : uint32_t {
     kIgnoreReads = 256,    // writes segments again while they are read
     kHeldReads = 512,      // not a fault: reads wait for let_reads_go
     kNoSideSync = 1024,
+    kSlowWalks = 2048,  // not a fault: a reader's walk lasts until the next commit, or a while
 };
 
 struct RowLogOptions {
@@ -71,9 +74,9 @@ class Bringing {
 
     ~Bringing() { release(); }
 
-    // Returns when every row is in its place, except the fresh groups: the caller fills them, then calls filled().
-    // A false `patient` returns false after a while instead of waiting on.
-    bool wait(bool patient = true);
+    // Returns true when every row is in its place, except the fresh groups: the caller fills them, then calls filled().
+    // False after a while, to be called again.
+    bool wait();
     const std::vector<int64_t>& places() const { return places_; }
     const std::vector<Fresh>& fresh() const { return fresh_; }
     void filled();
@@ -83,6 +86,8 @@ class Bringing {
   private:
     friend class RowLog;
     using Lock = LogMonitor::Lock;
+
+    RowLog& held_log() const;  // throws once it was released
 
     std::shared_ptr<RowLog> log_;
     std::vector<int64_t> places_;
@@ -95,34 +100,57 @@ class Bringing {
     uint64_t generation_ = 0;
 };
 
+// Room in the log for groups that its holder is to change: no other write takes it, nor does the cleaner. Each group
+// that is written with it takes from it.
+class Room {
+  public:
+    ~Room() { release(); }
+
+    int64_t groups();  // that are left
+    void release();
+
+  private:
+    friend class RowLog;
+
+    std::shared_ptr<RowLog> log_;
+    int64_t groups_ = 0;
+};
+
 class RowLog : public std::enable_shared_from_this<RowLog> {
   public:
     // Writes commit 0, durably, to new files.
     static void create(int log, int head, uint64_t salt, const std::string& contents);
-    // Opens what the files say; throws RowLogDamaged, std::system_error, std::invalid_argument.
+    // recover() comes first, until it has returned true. Throws std::invalid_argument.
     static std::shared_ptr<RowLog> open(int log, int head, RowLogOptions options);
+    // Reads what the files say. False if a writer elsewhere went on meanwhile, to be called again; the 100th time in a
+    // row that is a std::system_error of EBUSY. Throws RowLogDamaged, std::system_error, std::invalid_argument.
+    bool recover();
     ~RowLog() { close(); }
     void close();
 
     // Returns at once unless slots are lacking. nullptr if ahead of its step, and half of the slots would be pinned.
+    // Throws std::invalid_argument for more than most_rows().
     std::unique_ptr<Bringing> bring(const int64_t* rows, int64_t count, bool overwrite, bool ahead, bool seen);
-    static constexpr int64_t kMostRows = 1 << 22;  // in one bringing
-    // False after a while, if a bringing of this many rows would still have to wait.
+    // In one bringing.
+    int64_t most_rows() const { return std::min(most_outstanding(), kMostRows); }
+    // False after a while, if a bringing of this many rows would still have to wait; throws as bring().
     bool wait_for_slots(int64_t count);
     // Before the bytes at these places change. ENOSPC: nothing happened.
-    void write(const int64_t* places, int64_t count);
-    // Makes sure that so many groups can be written, in any number of calls, before the disk is full.
-    void make_room(int64_t groups);
+    void write(const int64_t* places, int64_t count, Room* room = nullptr);
+    // Makes sure that so many groups can be written with this room, in any number of calls; `from` gives what it has of
+    // it. ENOSPC: nothing happened.
+    std::unique_ptr<Room> make_room(int64_t groups, Room* from = nullptr);
 
     // The commit is durable after `sides` are, which its contents may refer to.
     uint64_t begin_commit(std::string contents, bool hold, std::vector<SideWrite> sides = {});
-    bool wait(uint64_t commit, bool patient = true);
+    bool wait(uint64_t commit);  // false after a while, to be called again
     // False after a while, if the cleaner still finds something to do.
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
     void let_reads_go();
-    // Follows a writer elsewhere to its last commit; false if that is the present one.
-    bool refresh();
+    // Follows a writer elsewhere to its last commit; false if that is the present one. Nothing if the writer went on
+    // meanwhile, to be called again, as recover().
+    std::optional<bool> refresh();
 
     bool appending();
     bool crowded();  // emptied segments wait for a commit, and the file is large for its rows
@@ -140,6 +168,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     friend class Bringing;
     friend class LogScan;
     friend class ReadBatch;
+    friend class Room;
     using Lock = LogMonitor::Lock;
 
     struct Read {
@@ -149,6 +178,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
         uint64_t stamp;
     };
     static constexpr int kDamaged = -1;
+    struct PlannedReads;
 
     // Where a record is: a read of the log, and the record with its checksum in that.
     struct Place {
@@ -165,7 +195,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     Lock enter();  // throws if closed or failed
 
     // row_log_bring.cpp
+    static constexpr int64_t kMostRows = 1 << 22;
     int64_t most_outstanding() const;
+    void require_fits(int64_t count) const;
     void pin(Lock& lock, Bringing& bringing, const int64_t* rows, int64_t count, bool seen);
     uint32_t pin_missing(Lock& lock, Bringing& bringing, uint32_t group, std::vector<Read>& reads);
     void release(Bringing& bringing);
@@ -174,13 +206,14 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // What the newest layout keeps of a record.
     void copy_kept(char* to, const char* record, int layout) const;
     void start_reads(Lock& lock, Bringing& bringing, std::vector<Read>& reads);  // not under the lock all the time
+    void end_reads(ReadBatch& batch);
     bool suits_queue() const;
     Place place_of(const Read& read) const;
     void read_group(Read& read);
     void take_in(Read& read, const char* bytes);  // that place_of's read has read
     void wait_until_reads_go();
     void finish(ReadBatch& batch);
-    bool try_wait(Lock& lock, Bringing& bringing, bool patient);
+    bool try_wait(Lock& lock, Bringing& bringing);
     void adopt(Bringing& bringing, std::vector<Read>& reads);
     static bool any_damaged(const Bringing& bringing);
     void throw_read_error(const Bringing& bringing) const;
@@ -193,12 +226,14 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     void make_dirty(uint32_t slot);
     void ensure_room(Lock& lock, int64_t groups, int64_t spare_segments);
     int64_t segments_for(int64_t groups) const;
+    int64_t left_in_segment() const;
     void grow(Lock& lock, int64_t segments);
     void wait_for_change(Lock& lock);
     uint64_t append_epoch() const { return epoch_ - (appending_ ? 1 : 0); }
     uint64_t last_read() const { return next_read_ - 1; }
     void reclaim();
     uint32_t dirty_bit(uint64_t epoch) const { return Slots::kDirty[epoch & 1]; }
+    int64_t left_in(const Room* room) const;
     static uint64_t mixed(uint32_t group, uint32_t address, uint64_t stamp);
     uint64_t mixed(uint32_t group, uint32_t address) const {
         return mixed(group, address, segments_[geometry_.segment(address)].stamp);
@@ -229,8 +264,8 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
 
     // row_log_recovery.cpp
     struct Recovered;
-    void recover();
     Recovered recovered();
+    bool has_gone_on(uint64_t commit);
     void apply(Recovered& found, std::vector<FoundSegment> log) const;
     static void check(const Head& head, const Recovered& found);
     void take_over(Recovered found);
@@ -256,6 +291,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     int64_t touched_ = 0;
     int64_t dirty_ = 0;      // groups that have been changed and not appended
     int64_t old_dirty_ = 0;  // of those, the ones that the commit being appended needs
+    int64_t promised_ = 0;   // groups that rooms are for
     int64_t reserved_ = 0;   // groups that the cleaner is about to append
     uint64_t next_read_ = 1;
     std::set<uint64_t> reads_under_way_;
@@ -283,6 +319,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     int scans_ = 0;                 // under way: the cleaner pauses
 
     std::mutex refreshing_;
+    int walks_in_vain_ = 0;  // in a row; guarded by `refreshing_`
 };
 
 }  // namespace speedswap

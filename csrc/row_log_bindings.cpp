@@ -4,8 +4,8 @@
 #include <pybind11/stl.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -47,14 +47,9 @@ class OfProcess {
 using PyRowLog = OfProcess<RowLog>;
 using PyBringing = OfProcess<Bringing>;
 using PyScan = OfProcess<LogScan>;
+using PyRoom = OfProcess<Room>;
 using MoveTuple = std::tuple<int64_t, int64_t, int64_t>;          // from, to, bytes
 using LayoutTuple = std::tuple<int64_t, std::vector<MoveTuple>>;  // group_bytes, moves
-
-Buffer buffer_of(const void* bytes, size_t count) {
-    Buffer buffer{int64_t(count)};
-    if (count > 0) std::memcpy(buffer.data(), bytes, count);
-    return buffer;
-}
 
 // Waits without the interpreter's lock, and lets signals such as Ctrl-C end the wait.
 template <typename Wait>
@@ -74,11 +69,19 @@ std::unique_ptr<PyRowLog> open(int log_fd, int head_fd, int64_t num_groups, int6
         for (const auto& [from, to, bytes] : moves)
             options.layouts.back().moves.push_back({from, to, bytes});
     }
-    return without_gil([&] { return std::make_unique<PyRowLog>(RowLog::open(log_fd, head_fd, std::move(options))); });
+    auto log = without_gil([&] { return RowLog::open(log_fd, head_fd, std::move(options)); });
+    wait_for([&] { return log->recover(); });
+    return std::make_unique<PyRowLog>(std::move(log));
+}
+
+bool refresh(const PyRowLog& log) {
+    std::optional<bool> follows;
+    wait_for([&] { return (follows = log->refresh()).has_value(); });
+    return *follows;
 }
 
 py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwrite, bool ahead, bool seen) {
-    if (!ahead && count <= log->num_slots()) wait_for([&] { return log->wait_for_slots(count); });
+    if (!ahead) wait_for([&] { return log->wait_for_slots(count); });
     std::shared_ptr<Bringing> bringing =
         without_gil([&] { return log->bring(at<const int64_t>(rows), count, overwrite, ahead, seen); });
     if (!bringing) return py::none();
@@ -87,7 +90,7 @@ py::object bring(const PyRowLog& log, uintptr_t rows, int64_t count, bool overwr
 
 // The places, and (slot, group, layout) of each fresh group.
 py::tuple wait(const PyBringing& bringing) {
-    wait_for([&] { return bringing->wait(false); });
+    wait_for([&] { return bringing->wait(); });
     const auto& places = bringing->places();
     const auto& fresh = bringing->fresh();
     static_assert(sizeof(Bringing::Fresh) == 3 * sizeof(int64_t));
@@ -181,6 +184,9 @@ void bind_row_log(py::module_& module) {
         .def("filled", [](const PyBringing& bringing) { without_gil([&] { bringing->filled(); }); })
         .def("release", [](const PyBringing& bringing) { without_gil([&] { bringing->release(); }); });
     py::class_<PyScan>(module, "LogScan").def("next", &next_piece);
+    py::class_<PyRoom>(module, "Room")
+        .def_property_readonly("groups", [](const PyRoom& room) { return room->groups(); })
+        .def("release", [](const PyRoom& room) { without_gil([&] { room->release(); }); });
     py::class_<PyRowLog>(module, "RowLog")
         .def(py::init(&open), arg("log_fd"), arg("head_fd"), arg("num_groups"), arg("rows_per_group"), arg("layouts"),
              arg("segment_bytes"), arg("salt"), arg("cache_bytes"), arg("writable"), arg("commit"), arg("scratch"),
@@ -188,21 +194,26 @@ void bind_row_log(py::module_& module) {
         .def("bring", &bring, arg("rows"), arg("count"), arg("overwrite"), arg("ahead"), arg("seen"))
         .def(
             "write",
-            [](const PyRowLog& log, uintptr_t places, int64_t count) {
-                without_gil([&] { log->write(at<const int64_t>(places), count); });
+            [](const PyRowLog& log, uintptr_t places, int64_t count, const PyRoom* room) {
+                Room* const given = room == nullptr ? nullptr : &**room;
+                without_gil([&] { log->write(at<const int64_t>(places), count, given); });
             },
-            arg("places"), arg("count"))
+            arg("places"), arg("count"), arg("room").none(true))
         .def(
-            "make_room", [](const PyRowLog& log, int64_t groups) { without_gil([&] { log->make_room(groups); }); },
-            arg("groups"))
+            "make_room",
+            [](const PyRowLog& log, int64_t groups, const PyRoom* from) {
+                Room* const given = from == nullptr ? nullptr : &**from;
+                return without_gil([&] { return std::make_unique<PyRoom>(log->make_room(groups, given)); });
+            },
+            arg("groups"), arg("out_of").none(true))
         .def("begin_commit", &begin_commit, arg("head"), arg("hold"), arg("files"))
         .def(
-            "wait", [](const PyRowLog& log, uint64_t commit) { wait_for([&] { return log->wait(commit, false); }); },
+            "wait", [](const PyRowLog& log, uint64_t commit) { wait_for([&] { return log->wait(commit); }); },
             arg("commit"))
         .def(
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
             arg("commit"))
-        .def("refresh", [](const PyRowLog& log) { return without_gil([&] { return log->refresh(); }); })
+        .def("refresh", &refresh)
         .def(
             "scan",
             [](const PyRowLog& log, int64_t groups_per_piece) {
@@ -225,6 +236,7 @@ void bind_row_log(py::module_& module) {
         .def_property_readonly("appending", [](const PyRowLog& log) { return log->appending(); })
         .def_property_readonly("cache_pointer", [](const PyRowLog& log) { return uintptr_t(log->cache()); })
         .def_property_readonly("num_slots", [](const PyRowLog& log) { return log->num_slots(); })
+        .def_property_readonly("most_rows", [](const PyRowLog& log) { return log->most_rows(); })
         .def_property_readonly("direct", [](const PyRowLog& log) { return log->files().direct(); })
         .def_property_readonly("fallback", [](const PyRowLog& log) { return log->files().fallback(); })
         .def_property_readonly("alignment", [](const PyRowLog& log) { return log->files().alignment(); })

@@ -9,17 +9,24 @@ namespace speedswap {
 
 // ---- a bringing ----------------------------------------------------------------------------------------------------
 
-bool Bringing::wait(bool patient) {
-    Lock lock = log_->enter();
-    return log_->try_wait(lock, *this, patient);
+bool Bringing::wait() {
+    RowLog& log = held_log();
+    Lock lock = log.enter();
+    return log.try_wait(lock, *this);
 }
 
 void Bringing::filled() {
-    Lock lock(log_->monitor_.mutex);
+    RowLog& log = held_log();
+    Lock lock(log.monitor_.mutex);
     for (const uint32_t slot : owned_)
-        log_->slots_.set_state(slot, Slots::kLoaded);
+        log.slots_.set_state(slot, Slots::kLoaded);
     owned_.clear();
-    log_->monitor_.changed.notify_all();
+    log.monitor_.changed.notify_all();
+}
+
+RowLog& Bringing::held_log() const {
+    if (!log_) throw std::logic_error("the bringing was released");
+    return *log_;
 }
 
 void Bringing::release() {
@@ -34,8 +41,7 @@ void Bringing::release() {
 // ---- pins ----------------------------------------------------------------------------------------------------------
 
 std::unique_ptr<Bringing> RowLog::bring(const int64_t* rows, int64_t count, bool overwrite, bool ahead, bool seen) {
-    if (count > most_outstanding() || count > kMostRows)
-        throw std::invalid_argument("a bringing has more rows than the cache can hold at once");
+    require_fits(count);
     auto bringing = std::make_unique<Bringing>();  // destroyed after the lock
     Lock lock = enter();
     if (ahead && outstanding_ + count > most_outstanding() / 2) return nullptr;
@@ -48,6 +54,8 @@ std::unique_ptr<Bringing> RowLog::bring(const int64_t* rows, int64_t count, bool
     outstanding_ += count;
     brought_ += count;
     pin(lock, *bringing, rows, count, seen);
+    while (bringing->generation_ != generation_)
+        bring_again(lock, *bringing);  // some of the pins may be of the commit before
     prefaulter_.used(slots_.bytes_used());
     return bringing;
 }
@@ -58,14 +66,22 @@ int64_t RowLog::most_outstanding() const {
     return everything_fits ? int64_t(Slots::kPins) : std::min<int64_t>(slots_.num_slots(), Slots::kPins);
 }
 
+void RowLog::require_fits(int64_t count) const {
+    if (count > most_rows())
+        throw std::invalid_argument("a bringing has " + std::to_string(count) +
+                                    " rows, more rows than the cache can hold at once: " + std::to_string(most_rows()));
+}
+
 bool RowLog::wait_for_slots(int64_t count) {
+    require_fits(count);
     Lock lock = enter();
     return monitor_.wait_for_a_while(lock, [&] { return outstanding_ + count <= most_outstanding(); });
 }
 
 void RowLog::pin(Lock& lock, Bringing& bringing, const int64_t* rows, int64_t count, bool seen) {
     constexpr int64_t kIndexAhead = 32, kBitsAhead = 16, kReadsAtOnce = 512;
-    std::vector<Read> reads;
+    PlannedReads planned(*this);
+    std::vector<Read>& reads = planned.reads;
     for (int64_t i = 0; i < count; ++i) {
         if (i + kIndexAhead < count) __builtin_prefetch(&slots_.index[group_of(rows[i + kIndexAhead])]);
         if (i + kBitsAhead < count) {
@@ -128,7 +144,7 @@ void RowLog::unpin(const Bringing& bringing) {
 
 // Reads of any bringing end by themselves, but slots to be filled end by their callers: so those are taken last, all at
 // once, when nothing is left to wait for.
-bool RowLog::try_wait(Lock& lock, Bringing& bringing, bool patient) {
+bool RowLog::try_wait(Lock& lock, Bringing& bringing) {
     for (;;) {
         if (monitor_.error) std::rethrow_exception(monitor_.error);
         auto& reads = bringing.reads_;
@@ -141,10 +157,7 @@ bool RowLog::try_wait(Lock& lock, Bringing& bringing, bool patient) {
                                   [&](uint32_t slot) { return slots_.state(slot) == Slots::kLoading; });
         }
         if (pending) {
-            if (patient)
-                monitor_.changed.wait(lock);
-            else if (monitor_.changed.wait_for(lock, LogMonitor::kWhile) == std::cv_status::timeout)
-                return false;
+            if (monitor_.changed.wait_for(lock, LogMonitor::kWhile) == std::cv_status::timeout) return false;
             continue;
         }
         if (bringing.generation_ != generation_ && !bringing.uncertain_.empty()) {
@@ -154,16 +167,17 @@ bool RowLog::try_wait(Lock& lock, Bringing& bringing, bool patient) {
         if (!options_.writable && any_damaged(bringing)) {
             // A writer may have gone on, and written over what the index of an older commit names.
             lock.unlock();
-            const bool follows = refresh();
+            const std::optional<bool> follows = refresh();
             lock.lock();
-            if (follows || bringing.generation_ != generation_) continue;
+            if (!follows) return false;
+            if (*follows || bringing.generation_ != generation_) continue;
         }
         throw_read_error(bringing);
         reads.clear();
-        std::vector<Read> more;
-        adopt(bringing, more);
+        PlannedReads more(*this);
+        adopt(bringing, more.reads);
         if (bringing.uncertain_.empty()) return true;
-        start_reads(lock, bringing, more);
+        start_reads(lock, bringing, more.reads);
     }
 }
 
@@ -180,8 +194,8 @@ void RowLog::adopt(Bringing& bringing, std::vector<Read>& reads) {
             const int layout = state == Slots::kHalf ? segments_[geometry_.segment(slots_.address[slot])].layout : -1;
             bringing.fresh_.push_back({int64_t(slot), int64_t(slots_.group[slot]), layout});
         }
-        slots_.set_state(slot, Slots::kLoading);
         bringing.owned_.push_back(slot);
+        slots_.set_state(slot, Slots::kLoading);
     }
     uncertain.clear();
 }

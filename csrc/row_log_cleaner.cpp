@@ -56,6 +56,7 @@ bool RowLog::crowded() {
 
 bool RowLog::wait_for_cleaner() {
     Lock lock = enter();
+    if (!options_.writable) return true;
     start_threads();
     cleanable_.notify_one();
     return monitor_.wait_for_a_while(
@@ -146,7 +147,7 @@ bool RowLog::move_live(Lock& lock, const Victim& victim) {
     for (const Victim::Record& record : victim.records) {
         const auto is_live = [&] { return slots_.address_of(record.group) == record.address && !record.damaged; };
         while (is_live() && point.segment < 0) {
-            if (segments_.num_unused() <= segments_for(dirty_)) return false;
+            if (segments_.num_unused() <= segments_for(dirty_ + promised_)) return false;
             if (!appends_.ready(point, append_epoch(), true)) wait_for_change(lock);
         }
         if (!is_live()) continue;

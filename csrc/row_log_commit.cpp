@@ -35,15 +35,10 @@ uint64_t RowLog::begin_commit(std::string contents, bool hold, std::vector<SideW
     return epoch_++;
 }
 
-bool RowLog::wait(uint64_t commit, bool patient) {
+bool RowLog::wait(uint64_t commit) {
     Lock lock = monitor_.enter();
     if (commit >= epoch_) throw std::invalid_argument("commit " + std::to_string(commit) + " has not begun");
-    const auto is_durable = [&] { return durable_.commit >= commit; };
-    if (patient) {
-        monitor_.wait(lock, is_durable);
-        return true;
-    }
-    return monitor_.wait_for_a_while(lock, is_durable);
+    return monitor_.wait_for_a_while(lock, [&] { return durable_.commit >= commit; });
 }
 
 void RowLog::serve_commits() {

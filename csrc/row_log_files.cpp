@@ -70,28 +70,35 @@ void LogFiles::open_direct() {
 // Returns the reason why it did not work.
 std::string LogFiles::try_direct() {
 #ifdef O_DIRECT
+    constexpr int64_t kMost = 4096;
     const std::string path = "/proc/self/fd/" + std::to_string(log_);
     direct_ = open(path.c_str(), (writable_ ? O_RDWR : O_RDONLY) | O_DIRECT | O_CLOEXEC);
     if (direct_ < 0) return std::string("the file system refuses O_DIRECT: ") + std::strerror(errno);
     int64_t least = 512;
+    bool is_known = false;
 #ifdef STATX_DIOALIGN
     struct statx status;
     if (statx(direct_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
         if (status.stx_dio_offset_align == 0) return "the file system has no O_DIRECT for this file";
         least = std::max<int64_t>({least, status.stx_dio_offset_align, status.stx_dio_mem_align});
+        is_known = true;
     }
 #endif
-    for (alignment_ = 512; alignment_ <= 4096; alignment_ *= 2)
-        if (alignment_ >= least && reads_at(alignment_)) return "";
+    for (alignment_ = 512; alignment_ <= kMost; alignment_ *= 2) {
+        const int64_t count = alignment_ >= least ? direct_read(alignment_) : -1;
+        // The end of an empty log is read before its alignment is looked at.
+        if (count > 0 || (count == 0 && (is_known || alignment_ == kMost))) return "";
+    }
     return "the file system takes no O_DIRECT reads of 512 to 4096 bytes";
 #else
     return "the system has no O_DIRECT";
 #endif
 }
 
-bool LogFiles::reads_at(int64_t alignment) const {
+// Reads so many bytes from there; returns their number, or -1.
+int64_t LogFiles::direct_read(int64_t alignment) const {
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(4096, 4096), &std::free);
-    return memory && pread(direct_, memory.get(), size_t(alignment), alignment) >= 0;
+    return memory ? pread(direct_, memory.get(), size_t(alignment), alignment) : -1;
 }
 
 int LogFiles::fd(LogFile file) const {

@@ -73,7 +73,7 @@ class LogFiles {
 
     void open_direct();
     std::string try_direct();
-    bool reads_at(int64_t alignment) const;
+    int64_t direct_read(int64_t alignment) const;
     int fd(LogFile file) const;
     void write(int fd, LogFile file, const char* from, int64_t bytes, int64_t at);
     // The bytes that a call may pass to the system: all of them, unless a failure is due.

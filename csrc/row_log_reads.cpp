@@ -21,8 +21,8 @@ void RowLog::plan_read(uint32_t slot, std::vector<Read>& reads) {
         copy_kept(slots_.record(slot), record, layout);
         slots_.set_state(slot, layout == geometry_.newest() ? Slots::kLoaded : Slots::kHalf);
     } else {
-        slots_.set_state(slot, Slots::kLoading);
         reads.push_back({slot, address, slots_.group[slot], layout, 0, segment.stamp});
+        slots_.set_state(slot, Slots::kLoading);
     }
 }
 
@@ -39,14 +39,21 @@ void RowLog::start_reads(Lock& lock, Bringing& bringing, std::vector<Read>& read
     constexpr int64_t kMostAtOnce = 16, kPerItem = 256;
     const int64_t grain = std::clamp<int64_t>(int64_t(reads.size()) / kPerItem, 1, kMostAtOnce);
     reads_ += int64_t(reads.size());
-    const uint64_t ticket = next_read_++;
-    reads_under_way_.insert(ticket);
-    auto batch = std::make_shared<ReadBatch>(shared_from_this(), std::move(reads), ticket);
-    bringing.reads_.push_back(batch);
+    const auto batch = std::make_shared<ReadBatch>(shared_from_this(), std::move(reads), next_read_++);
     reads.clear();
-    lock.unlock();
-    if (!suits_queue() || !read_by_disk_queue(batch)) read_on_disk_threads(batch, grain);
-    lock.lock();
+    try {
+        bringing.reads_.push_back(batch);
+        reads_under_way_.insert(batch->ticket);
+        lock.unlock();
+        if (!suits_queue() || !read_by_disk_queue(batch)) read_on_disk_threads(batch, grain);
+        lock.lock();
+    } catch (...) {  // none of them has begun
+        if (!lock.owns_lock()) lock.lock();
+        for (Read& read : batch->reads)
+            read.error = ENOMEM;
+        end_reads(*batch);
+        throw;
+    }
 }
 
 bool RowLog::suits_queue() const {
@@ -107,6 +114,10 @@ void RowLog::take_in(Read& read, const char* bytes) {
 
 void RowLog::finish(ReadBatch& batch) {
     Lock lock(monitor_.mutex);
+    end_reads(batch);
+}
+
+void RowLog::end_reads(ReadBatch& batch) {
     for (const Read& read : batch.reads) {
         const bool newest = read.layout == geometry_.newest();
         slots_.set_state(read.slot, read.error != 0 ? Slots::kBlank : newest ? Slots::kLoaded : Slots::kHalf);

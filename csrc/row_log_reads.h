@@ -26,6 +26,20 @@ class ReadBatch : public DiskReads {
     void done() override { log->finish(*this); }
 };
 
+// Reads that are to begin: where that does not come about, their slots are blank again. Destroyed under the lock.
+struct RowLog::PlannedReads {
+    explicit PlannedReads(RowLog& of) : log(of) {}
+    PlannedReads(const PlannedReads&) = delete;
+    ~PlannedReads() {
+        for (const Read& read : reads)
+            log.slots_.set_state(read.slot, Slots::kBlank);
+        if (!reads.empty()) log.monitor_.changed.notify_all();
+    }
+
+    RowLog& log;
+    std::vector<Read> reads;
+};
+
 // Memory at a multiple of 4,096, grown as needed: one per thread.
 char* bounce_buffer(int64_t bytes);
 

@@ -2,7 +2,10 @@
 #include "row_log_recovery.h"
 
 #include <algorithm>
-#include <map>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <thread>
 
 #include "row_log.h"
 #include "row_log_reads.h"
@@ -116,18 +119,29 @@ void RowLog::check(const Head& head, const Recovered& found) {
         throw RowLogDamaged("the log's chunks do not add up to commit " + std::to_string(head.commit), -1);
 }
 
-void RowLog::recover() {
-    constexpr int kTries = 100;
-    for (int tries = 1;; ++tries) {
-        const uint64_t before = announced_commit(files_, options_.salt);
-        try {
-            take_over(recovered());
-            return;
-        } catch (const RowLogDamaged&) {
-            // A writer may have gone on meanwhile, and have written segments again.
-            if (options_.writable || tries == kTries || announced_commit(files_, options_.salt) == before) throw;
-        }
+bool RowLog::recover() {
+    constexpr int kMostWalks = 100;
+    const uint64_t before = announced_commit(files_, options_.salt);
+    try {
+        take_over(recovered());
+        walks_in_vain_ = 0;
+        return true;
+    } catch (const RowLogDamaged&) {
+        // A writer may have gone on meanwhile, and have written segments again.
+        if (options_.writable || !has_gone_on(before)) throw;
     }
+    if (++walks_in_vain_ < kMostWalks) return false;
+    walks_in_vain_ = 0;
+    throw std::system_error(EBUSY, std::generic_category(), "a writer goes on before the log has been read");
+}
+
+// Whether a writer elsewhere has made another commit than this one.
+bool RowLog::has_gone_on(uint64_t commit) {
+    constexpr int kPauses = 1000;
+    const auto has = [&] { return announced_commit(files_, options_.salt) != commit; };
+    for (int pauses = 0; (options_.faults & kSlowWalks) && pauses < kPauses && !has(); ++pauses)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return has();
 }
 
 void RowLog::take_over(Recovered found) {

@@ -5,12 +5,12 @@
 
 namespace speedswap {
 
-bool RowLog::refresh() {
+std::optional<bool> RowLog::refresh() {
     if (options_.writable || options_.commit >= 0) return false;
     std::lock_guard<std::mutex> one(refreshing_);
     const uint64_t present = durable();
     if (announced_commit(files_, options_.salt) <= present) return false;
-    recover();
+    if (!recover()) return std::nullopt;
     return durable() != present;
 }
 

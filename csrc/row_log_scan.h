@@ -36,7 +36,6 @@ class LogScan {
 
     bool next_segment();
     void mark_live();
-    void check_all_found();
     void note_damage(int64_t group);
 
     const std::shared_ptr<RowLog> log_;

@@ -31,10 +31,16 @@ Geometry::Geometry(std::vector<RowLayout> layouts, int64_t segment_bytes)
         strides_.push_back(bytes + kRecordCrcBytes);
     }
     places_ = uint32_t(segment_bytes_ / *std::min_element(strides_.begin(), strides_.end()) + 1);
-    for (int64_t at = 0; const uint32_t count = most_in_chunk(at, newest());) {
-        capacity_ += count;
-        at = chunk_end(first_place(at, newest()), count, newest());
+    capacity_ = capacity_from(0, newest());
+}
+
+int64_t Geometry::capacity_from(int64_t at, int layout) const {
+    int64_t capacity = 0;
+    while (const uint32_t count = most_in_chunk(at, layout)) {
+        capacity += count;
+        at = chunk_end(first_place(at, layout), count, layout);
     }
+    return capacity;
 }
 
 uint32_t Geometry::first_place(int64_t at, int layout) const {

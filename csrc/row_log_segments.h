@@ -30,7 +30,6 @@ class Geometry {
     int newest() const { return num_layouts() - 1; }
     const RowLayout& layout(int number) const { return layouts_[size_t(number)]; }
     int64_t stride(int layout) const { return strides_[size_t(layout)]; }
-    uint32_t places() const { return places_; }
     uint32_t most_segments() const { return kAddresses / places_; }
 
     uint32_t segment(uint32_t address) const { return address / places_; }
@@ -43,7 +42,9 @@ class Geometry {
     uint32_t most_in_chunk(int64_t at, int layout) const;
     // The byte where a chunk's successor begins.
     int64_t chunk_end(uint32_t first_place, uint32_t count, int layout) const;
-    // Groups of the newest layout that a segment takes in full chunks.
+    // Groups that a segment takes in full chunks from this byte on, where one begins.
+    int64_t capacity_from(int64_t at, int layout) const;
+    // Of the newest layout, in a whole segment.
     int64_t capacity() const { return capacity_; }
 
   private:

@@ -56,6 +56,7 @@ from speedswap.kernels.records import (
     scatter_records,
     stored_bytes,
 )
+from speedswap.kernels.room import Room
 from speedswap.kernels.row_log import RowLayout, RowLog, RowLogDamaged
 from speedswap.kernels.segment_sum import (
     Groups,
@@ -90,6 +91,7 @@ __all__ = [
     "Lookup",
     "Part",
     "Records",
+    "Room",
     "RowLayout",
     "RowLog",
     "RowLogDamaged",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from speedswap.errors import TableBusyError
 from speedswap.kernels import _C
 
-__all__ = ["Bringing", "int64s"]
+__all__ = ["Bringing", "int64s", "says_if_busy"]
 
 
 class Bringing:
@@ -34,8 +38,11 @@ class Bringing:
         Raises:
             OSError: a read failed.
             RowLogDamaged: a record's checksum does not hold.
+            RuntimeError: the bringing was released.
+            TableBusyError: a writer elsewhere wrote over the rows faster than they could be read.
         """
-        places, fresh = self._bringing.wait()
+        with says_if_busy():
+            places, fresh = self._bringing.wait()
         return int64s(places), int64s(fresh).view(-1, 3)
 
     def filled(self) -> None:
@@ -53,6 +60,21 @@ class Bringing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+@contextmanager
+def says_if_busy() -> Iterator[None]:
+    """Raise TableBusyError, which names the remedy, where a writer elsewhere is faster than this reader."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TableBusyError) or error.errno != errno.EBUSY:
+            raise
+        raise TableBusyError(
+            error.errno,
+            "another process wrote over the table's log each time that it was read here: try again, or let the writer "
+            "commit less often",
+        ) from error
 
 
 def int64s(buffer: _C.Buffer) -> Tensor:

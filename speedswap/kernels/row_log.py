@@ -11,8 +11,9 @@ from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels._C import RowLogDamaged
-from speedswap.kernels.bringing import Bringing, int64s
+from speedswap.kernels.bringing import Bringing, int64s, says_if_busy
 from speedswap.kernels.host import as_ids
+from speedswap.kernels.room import Room
 
 __all__ = ["RowLayout", "RowLog", "RowLogDamaged"]
 
@@ -51,6 +52,7 @@ class RowLog:
     Raises:
         OSError: a read failed.
         RowLogDamaged: the files are damaged, or belong to another table.
+        TableBusyError: a writer elsewhere wrote over the log each of 100 times that it was read.
         ValueError: an argument is out of range.
 
     >>> import tempfile, torch
@@ -84,22 +86,23 @@ class RowLog:
         journal: bool = False,
         faults: int = 0,
     ) -> None:
-        self._log = _C.RowLog(
-            log_fd,
-            head_fd,
-            num_groups=num_groups,
-            rows_per_group=rows_per_group,
-            layouts=[(group_bytes, list(moves)) for group_bytes, moves in layouts],
-            segment_bytes=segment_bytes,
-            salt=salt,
-            cache_bytes=cache_bytes,
-            writable=writable,
-            commit=-1 if commit is None else commit,
-            scratch=scratch,
-            direct=direct,
-            journal=journal,
-            faults=faults,
-        )
+        with says_if_busy():
+            self._log = _C.RowLog(
+                log_fd,
+                head_fd,
+                num_groups=num_groups,
+                rows_per_group=rows_per_group,
+                layouts=[(group_bytes, list(moves)) for group_bytes, moves in layouts],
+                segment_bytes=segment_bytes,
+                salt=salt,
+                cache_bytes=cache_bytes,
+                writable=writable,
+                commit=-1 if commit is None else commit,
+                scratch=scratch,
+                direct=direct,
+                journal=journal,
+                faults=faults,
+            )
 
     @staticmethod
     def create(log_fd: int, head_fd: int, *, salt: int, head: bytes = b"") -> None:
@@ -114,7 +117,7 @@ class RowLog:
         """Begin to bring rows into the cache, and pin them there.
 
         Args:
-            rows: int64, shape (n,), in range; duplicates are allowed. At most ``num_slots``.
+            rows: int64, shape (n,), in range; duplicates are allowed. At most :attr:`most_rows`.
             overwrite: True if the caller overwrites every byte of their groups: they are not read.
             ahead: True for a step to come: it never takes more than half of the cache.
             seen: False if this is not a use that should keep the rows in the cache longer.
@@ -126,22 +129,34 @@ class RowLog:
         bringing = self._log.bring(rows.data_ptr(), len(rows), overwrite, ahead, seen)
         return None if bringing is None else Bringing(bringing)
 
-    def write(self, places: Tensor) -> None:
+    def write(self, places: Tensor, room: Room | None = None) -> None:
         """Prepare places of a bringing for new bytes, which the caller writes next.
+
+        Args:
+            places: int64, shape (n,).
+            room: taken by the groups that have not changed since the last commit, as far as it goes.
 
         Raises:
             OSError: the disk is full (``errno.ENOSPC``); nothing has changed. A commit may make room.
         """
         places = as_ids(places)
-        self._log.write(places.data_ptr(), len(places))
+        self._log.write(places.data_ptr(), len(places), None if room is None else room.raw)
 
-    def make_room(self, groups: int) -> None:
+    def make_room(self, groups: int, out_of: Room | None = None) -> Room:
         """Make sure that so many groups can be written, in any number of calls, before the disk is full.
 
+        Args:
+            groups: a group counts as often as it may be evicted and written again.
+            out_of: gives of it what it has left, before more is made.
+
+        Returns:
+            The room, to be given to these calls. Other writes and the cleaner leave it alone until it is released or
+            garbage.
+
         Raises:
-            OSError: it is (``errno.ENOSPC``); nothing has changed.
+            OSError: the disk is full (``errno.ENOSPC``); nothing has changed.
         """
-        self._log.make_room(groups)
+        return Room(self._log.make_room(groups, None if out_of is None else out_of.raw))
 
     # ---- commits -----------------------------------------------------------------------------------------------------
 
@@ -215,8 +230,12 @@ class RowLog:
 
         Returns:
             False if that is the present one, or if this log is the writer or was opened at a commit.
+
+        Raises:
+            TableBusyError: the writer wrote over the log each of 100 times that it was read.
         """
-        return self._log.refresh()
+        with says_if_busy():
+            return self._log.refresh()
 
     # ---- all groups --------------------------------------------------------------------------------------------------
 
@@ -242,7 +261,7 @@ class RowLog:
             OSError: a read failed; ``errno.ESTALE`` if another process wrote over it meanwhile.
         """
         scan = self._log.scan(groups_per_piece)
-        while (piece := scan.next()) is not None:
+        while (piece := _next(scan)) is not None:
             groups, records = int64s(piece[0]), torch.frombuffer(piece[1], dtype=torch.uint8)
             group_bytes = len(records) // groups_per_piece
             yield groups, records.view(groups_per_piece, group_bytes)[: len(groups)], piece[2]
@@ -273,6 +292,11 @@ class RowLog:
     def num_slots(self) -> int:
         """Groups that the cache holds."""
         return self._log.num_slots
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that can be brought at once: never more than 2**22, nor than the cache holds of any."""
+        return self._log.most_rows
 
     @property
     def direct(self) -> bool:
@@ -318,3 +342,8 @@ class RowLog:
             times: calls that fail.
         """
         self._log.fail(op, after, errno, times)
+
+
+def _next(scan: _C.LogScan) -> tuple[_C.Buffer, _C.Buffer, int] | None:
+    with says_if_busy():
+        return scan.next()

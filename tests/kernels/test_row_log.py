@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -385,3 +386,30 @@ def test_threads_bring_and_write_their_own_rows_at_once(tmp_path: Path) -> None:
     assert not errors
     assert log.log.verify()[1] == []
     log.close()
+
+
+def test_more_rows_than_can_be_brought_at_once_are_refused_at_once(tmp_path: Path) -> None:
+    """Also where the cache has room for all of them, and where no number of released rows would do."""
+    groups = 20_000_000
+    log = Log(tmp_path, groups, 1, cache_bytes=groups)
+    assert (log.log.num_slots, log.log.most_rows) == (groups, 2**22)
+    for count in (2**22 + 1, 2**24 + 1):
+        with pytest.raises(ValueError, match="more rows than the cache"):
+            log.log.bring(torch.zeros(count, dtype=torch.int64))
+    log.check(torch.zeros(2**22, dtype=torch.int64)[:100])
+    log.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a file system that does not say how it aligns reads")
+def test_an_empty_log_is_not_taken_for_one_that_permits_any_alignment() -> None:
+    """A read at the end of a file returns before its alignment is looked at."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        log = Log(Path(folder), 100, 600)
+        if not log.log.direct:
+            pytest.skip("the file system has no O_DIRECT")
+        assert log.log.alignment == 4096
+        log.put(torch.arange(16), 3)
+        log.commit()
+        log.reopen()
+        log.check_all()
+        log.close()

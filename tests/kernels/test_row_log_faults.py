@@ -199,6 +199,12 @@ def test_closed_logs_and_wrong_arguments_are_errors(log: Log) -> None:
     with pytest.raises(ValueError, match="65,472"):
         log.log.begin_commit(bytes(70000))
     bringing = log.bring(torch.arange(5))
+    bringing.wait()
+    bringing.release()
+    for call in (bringing.wait, bringing.filled):
+        with pytest.raises(RuntimeError, match="was released"):
+            call()
+    bringing = log.bring(torch.arange(5))
     log.log.close()
     log.log.close()
     for call in (lambda: log.log.bring(torch.arange(3)), bringing.wait, lambda: log.log.verify()):

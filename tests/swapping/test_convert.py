@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.errors import ConversionError, SpeedswapError, SpeedswapWarning, TableFormatError, TableFullError
+from speedswap.kernels import Room
 from speedswap.tables.disk.cache import LogCache
 
 ROWS, DIM = 50, 6
@@ -367,10 +368,10 @@ def test_a_full_disk_leaves_the_rest_as_it_was(tmp_path: Path, monkeypatch: pyte
     model = Model()
     make_room = LogCache.make_room
 
-    def full_at_second(self: LogCache, rows: int) -> None:
+    def full_at_second(self: LogCache, rows: int) -> Room:
         if self.manifest.name != "users":
             raise TableFullError("no room")
-        make_room(self, rows)
+        return make_room(self, rows)
 
     monkeypatch.setattr(LogCache, "make_room", full_at_second)
     with pytest.raises(TableFullError):

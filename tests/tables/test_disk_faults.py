@@ -7,14 +7,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torture.folders import Disk
 from torture.reference import OPTIMIZERS, Reference, batch
 
-from speedswap import Embedding, Table
-from speedswap.errors import TableFullError
+from speedswap import Column, Embedding, Table, init
+from speedswap.errors import TableError, TableFullError
 
 ROWS, DIM = 40_000, 32
 
@@ -149,3 +150,59 @@ def test_disk_without_room_for_a_write_refuses_it_before_anything_has_changed(tm
     trainer.table.close()
     with Table.open(tmp_path / "t") as table:
         same(table, trainer.reference, trainer.steps)
+
+
+def rewritten(tmp_path: Path, rows: int, dim: int, **settings: Any) -> Table:
+    """Make a table of ones, committed, with a cache of a few of its rows."""
+    table = Table.create(rows, dim, path=tmp_path / "t", commit_seconds=None, **settings)
+    for start in range(0, rows, 10_000):
+        table.write(start, torch.ones(min(rows - start, 10_000), dim))
+    table.flush()
+    return table
+
+
+@pytest.mark.parametrize("dim", [256, 8])
+def test_a_scatter_of_several_pieces_is_whole_or_not_there(tmp_path: Path, dim: int) -> None:
+    """The disk is full right after room was made, and rows come in an order in which groups leave and come back."""
+    rows, order = 60_000, torch.randperm(60_000, generator=torch.Generator().manual_seed(5))[:50_000]
+    table = rewritten(tmp_path, rows, dim, cache_bytes=rows * dim // 2)
+    table.store.log.fail("allocate", 1, errno.ENOSPC, times=10**6)
+    try:
+        table.scatter(order, torch.full((len(order), dim), 2.0))
+        value = 2.0
+    except TableFullError:
+        value = 1.0
+    found = table.read()[:, 0]
+    assert (found[order] == value).all()
+    assert int((found == 2.0).sum()) == (len(order) if value == 2.0 else 0)
+    table.close()
+    with Table.open(tmp_path / "t", "r") as again:
+        assert torch.equal(again.read()[:, 0], found)
+
+
+def test_a_piece_without_room_is_neither_committed_nor_called_no_change(tmp_path: Path) -> None:
+    """Room that does not do, for whatever reason, is another error than a full disk before a change."""
+    table = rewritten(tmp_path, 20_000, 64, cache_bytes=2**20)
+    cache, commit = table.store._cache, table.store.log.durable
+    fields, values = cache.fields(("weight",)), {"weight": torch.full((20_000, 64), 2.0)}
+    room = cache.make_room(0)
+    table.store.log.fail("allocate", 0, errno.ENOSPC, times=10**6)
+    with pytest.raises(TableError, match="only some of the rows were written") as raised:
+        cache.scatter(torch.arange(20_000), fields, values, room)
+    assert not isinstance(raised.value, TableFullError)
+    assert table.store.log.durable == commit
+    table.close()
+
+
+def test_reserved_room_lasts_until_the_writes_that_it_is_for(tmp_path: Path) -> None:
+    """Columns are written one after the other although the disk is full by then."""
+    table = rewritten(tmp_path, 20_000, 64, cache_bytes=2**20)
+    table.add_columns([Column("state", (64,), torch.float32, init.constant(0.0))])
+    table.reserve(["weight", "state"])
+    table.store.log.fail("allocate", 0, errno.ENOSPC, times=10**6)
+    table.commit()
+    for name in ("weight", "state"):
+        table.write(0, torch.full((20_000, 64), 3.0), column=name)
+    for name in ("weight", "state"):
+        assert (table.read(column=name) == 3.0).all()
+    table.close()

@@ -677,3 +677,14 @@ def test_threads_see_all_of_a_scatter_or_nothing(make: Callable[..., speedswap.T
     for thread in threads:
         thread.join()
     assert not torn
+
+
+def test_a_cache_of_more_rows_than_can_be_brought_at_once_brings_them_in_pieces(tmp_path: Path) -> None:
+    """A quarter of 17 million slots is more than one bringing takes."""
+    with speedswap.Table.create(17_500_000, 64, path=tmp_path / "t", cache_bytes=5 << 30) as table:
+        cache = table.store._cache
+        assert cache.log.num_slots == 17_500_000
+        first = next(cache.pieces(17_500_000))
+        with cache.brought(torch.zeros(first.stop, dtype=torch.int64)) as places:
+            assert len(places) == 2**22
+        assert cache.bring_ahead(torch.zeros(2**22 + 1, dtype=torch.int64)) is None

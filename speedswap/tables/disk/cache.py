@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import TableFormatError
+from speedswap.errors import TableError, TableFormatError
 from speedswap.tables.disk.layout import moves
 from speedswap.tables.disk.options import DiskOptions, cache_bytes_for
 from speedswap.tables.files.directory import LogFiles
@@ -88,8 +89,9 @@ class LogCache:
             self.log.cache_pointer, layout.stride, self.log.num_slots * manifest.group_rows, _CPU, False, self.log
         )
         self.fresh = FreshRows(layout, manifest.group_rows, manifest.num_embeddings, manifest.seed)
-        self._most_rows = max(1, self.log.num_slots // _PIECES)
+        self._most_rows = max(1, min(self.log.num_slots // _PIECES, self.log.most_rows))
         self._fields: dict[tuple[str, ...], dict[str, kernels.WantedColumn]] = {}
+        self._reserved: kernels.Room | None = None
 
     def fields(self, names: tuple[str, ...]) -> dict[str, kernels.WantedColumn]:
         """Return columns as the kernels gather them, by name."""
@@ -127,53 +129,98 @@ class LogCache:
         parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
         kernels.gather_records(self._records, places, parts)
 
-    def scatter(self, rows: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> None:
+    def scatter(
+        self,
+        rows: Tensor,
+        fields: Mapping[str, kernels.WantedColumn],
+        blocks: Mapping[str, Tensor],
+        room: kernels.Room | None = None,
+    ) -> None:
         """Copy blocks into rows; values are rounded to nearest where they are compact.
 
         Args:
             rows: int64, unique, shape (n,), in host memory.
             fields: the columns.
             blocks: shape (n, ...), by column, on any device.
+            room: for all of them; made here where they are several pieces.
 
         Raises:
-            TableFullError: there is no room.
+            TableFullError: there is no room; nothing has changed.
         """
+        if room is None and not self.is_one_piece(rows):
+            with self.room_for(rows) as room:
+                self.scatter(rows, fields, blocks, room)
+            return
         # What comes from a GPU may fail to arrive, and then the row must have its values of before.
         on_cpu = all(block.device.type == "cpu" for block in blocks.values())
         whole = on_cpu and self.manifest.group_rows == 1 and len(fields) == len(self.layout.held)
-        if len(rows) > self._most_rows:
-            with says_if_full(self._path / "rows.log"):
-                self.log.make_room(min(len(rows), self.manifest.num_groups))
         for piece in self.pieces(len(rows)):
             with self.brought(rows[piece], overwrite=whole) as places:
-                self.scatter_places(places, fields, {name: block[piece] for name, block in blocks.items()})
+                self.scatter_places(places, fields, {name: block[piece] for name, block in blocks.items()}, room)
 
     def set_aside(self, names: Iterable[str]) -> None:
         """Leave columns out of the initial values of fresh rows, because all of their rows are about to be written."""
         self.fresh = self.fresh._replace(left_out=frozenset(names))
 
-    def make_room(self, rows: int) -> None:
-        """Raise TableFullError unless so many rows can be written, the neighbours of a group together."""
+    def make_room(self, rows: int) -> kernels.Room:
+        """Return room for so many rows, the neighbours of a group together; raise TableFullError if there is none."""
         with says_if_full(self._path / "rows.log"):
-            self.log.make_room(-(-rows // self.manifest.group_rows))
+            return self.log.make_room(-(-rows // self.manifest.group_rows), self._reserved)
+
+    def room_for(self, rows: Tensor) -> kernels.Room:
+        """Return room for rows in any order; raise TableFullError if there is none."""
+        size = self.manifest.group_rows
+        groups, count = rows // size, len(rows)
+        if size > 1 and bool((groups[1:] >= groups[:-1]).all()):
+            count = int((groups[1:] > groups[:-1]).sum()) + 1
+        elif size > 1:  # a group of two pieces may be evicted between them
+            count = sum(len(kernels.unique(groups[piece])[0]) for piece in self.pieces(len(rows)))
+        return self.make_room(count * size)
+
+    def reserve(self, rows: int) -> None:
+        """Make room as :meth:`make_room` does, and keep it for later writes, in place of what was reserved before."""
+        self.give_up_room()
+        self._reserved = self.make_room(rows)
+
+    def give_up_room(self) -> None:
+        """Keep no room that was reserved and not used."""
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            reserved.release()
 
     def scatter_places(
-        self, places: Tensor, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]
+        self,
+        places: Tensor,
+        fields: Mapping[str, kernels.WantedColumn],
+        blocks: Mapping[str, Tensor],
+        room: kernels.Room | None = None,
     ) -> None:
         """Copy blocks into records of the cache.
 
+        Args:
+            places: of the records.
+            fields: the columns.
+            blocks: by column.
+            room: that was made for these records and others.
+
         Raises:
-            TableFullError: there is no room.
+            TableError: the room did not do, and other records may have been changed.
+            TableFullError: there is no room; nothing has changed.
         """
         parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
         with says_if_full(self._path / "rows.log"):
             try:
-                self.log.write(places)
+                self.log.write(places, self._reserved if room is None else room)
                 kernels.scatter_records(self._records, places, parts)
-            except OSError:  # there is no room, and nothing has changed
-                raise
+            except OSError as error:  # there is no room, and nothing has changed
+                if room is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                raise TableError(
+                    f"the disk of {self._path} is full, though room had been made, and only some of the rows were "
+                    "written; open the table again without closing it to return to its last commit"
+                ) from error
             except BaseException:  # such as Ctrl-C: records that are marked as changed must be whole
-                self.log.write(places)
+                self.log.write(places, self._reserved if room is None else room)
                 kernels.scatter_records(self._records, places, parts)
                 raise
 
@@ -206,7 +253,8 @@ class LogCache:
 
     def bring_ahead(self, rows: Tensor) -> kernels.Bringing | None:
         """Begin to bring rows for a step to come; return None if they would take more than half of the cache."""
-        return self.log.bring(rows, ahead=True) if len(rows) <= self.log.num_slots // 2 else None
+        most = min(self.log.num_slots // 2, self.log.most_rows)
+        return self.log.bring(rows, ahead=True) if len(rows) <= most else None
 
     def settled(self, bringing: kernels.Bringing) -> Tensor:
         """Wait for rows that are being brought, give values to those that have none, and return their places."""
@@ -248,14 +296,14 @@ class LogCache:
         if len(held) < len(self.layout.held) or not self._are_groups(rows):
             self.scatter(rows, fields, held)
             return
-        self.make_room(len(rows))
         rows, order = rows.sort()
         size = self.manifest.group_rows
-        for groups in self.pieces(-(-len(rows) // size)):  # the last one may have fewer rows
-            piece = order[groups.start * size : groups.stop * size]
-            with self.brought(rows[groups.start * size : groups.stop * size : size], overwrite=True) as firsts:
-                places = self.fresh.rows_of(firsts // size)[: len(piece)]
-                self.scatter_places(places, fields, {name: block[piece] for name, block in held.items()})
+        with self.make_room(len(rows)) as room:
+            for groups in self.pieces(-(-len(rows) // size)):  # the last one may have fewer rows
+                piece = order[groups.start * size : groups.stop * size]
+                with self.brought(rows[groups.start * size : groups.stop * size : size], overwrite=True) as firsts:
+                    places = self.fresh.rows_of(firsts // size)[: len(piece)]
+                    self.scatter_places(places, fields, {name: block[piece] for name, block in held.items()}, room)
 
     def _are_groups(self, rows: Tensor) -> bool:
         """Return whether unique rows are all rows of their groups."""

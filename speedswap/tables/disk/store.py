@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ __all__ = ["LogStore"]
 
 _CPU = torch.device("cpu")
 _TRIES = 8
+
+_Changed = TypeVar("_Changed")
 
 
 class LogStore(LogColumns):
@@ -71,27 +73,36 @@ class LogStore(LogColumns):
             for name, value in values.items()
         }
         held, fields = self._held.taken(rows), self._cache.fields(tuple(values))
+        here = None if held is not None else kernels.as_ids(rows.to(_CPU))
 
         def change() -> None:
             nonlocal held
             if held is None:
-                self._cache.scatter(kernels.as_ids(rows.to(_CPU)), fields, blocks)
+                self._cache.scatter(kernels.as_ids(rows.to(_CPU)) if here is None else here, fields, blocks)
                 return
-            here, held = held, None
-            with here[0]:
-                self._cache.scatter_places(here[1], fields, blocks)
+            last, held = held, None
+            with last[0]:
+                self._cache.scatter_places(last[1], fields, blocks)
 
-        self._with_room(change, len(rows))
+        if here is None or self._cache.is_one_piece(here):
+            self._with_room(change, len(rows))
+        else:
+            with self._with_room(lambda: self._cache.room_for(here), len(rows)) as room:
+                self._cache.scatter(here, fields, blocks, room)
         self._commits.writes += 1
 
-    def _with_room(self, change: Callable[[], None], rows: int) -> None:
-        """Make a change that takes room for so many rows; on a full disk after a commit has let some be used again."""
+    def _with_room(self, change: Callable[[], _Changed], rows: int) -> _Changed:
+        """Make a change that takes room for so many rows; on a full disk after a commit has let some be used again.
+
+        Args:
+            change: makes it as a whole or not at all, or makes room for what is written in pieces afterwards.
+            rows: most that it writes.
+        """
         was_changed, self._commits.changed = self._commits.changed, True
         self._commits.step_bytes += rows * self._cache.group_bytes
         while True:
             try:
-                change()
-                return
+                return change()
             except TableFullError:  # before anything has changed
                 self._commits.changed = was_changed
                 if was_changed or not self._commits.free_room(self._cache.log):
@@ -155,11 +166,12 @@ class LogStore(LogColumns):
 
     def write(self, column: str, start: int, values: Tensor) -> None:
         self._held.stop()
-        self._with_room(lambda: self._cache.make_room(len(values)), len(values))
+        count = start % self._cache.manifest.group_rows + len(values)
         fields = self._cache.fields((column,))
-        for piece in self._cache.pieces(len(values)):  # values on another device come piece by piece
-            rows = torch.arange(start + piece.start, start + piece.stop)
-            self._cache.scatter(rows, fields, {column: kernels.as_read(values[piece].detach()).to(_CPU)})
+        with self._with_room(lambda: self._cache.make_room(count), len(values)) as room:
+            for piece in self._cache.pieces(len(values)):  # values on another device come piece by piece
+                rows = torch.arange(start + piece.start, start + piece.stop)
+                self._cache.scatter(rows, fields, {column: kernels.as_read(values[piece].detach()).to(_CPU)}, room)
 
     def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
         if not self.log.touched and self._begins_as(source) and {*columns} == {*self.columns}:
@@ -182,11 +194,11 @@ class LogStore(LogColumns):
         )
 
     def reserve(self, columns: Collection[str]) -> None:
-        self._cache.make_room(self.num_embeddings * len(columns))
+        self._cache.reserve(self.num_embeddings * len(columns))
 
     def reserve_rows(self, rows: int) -> None:
         manifest = self._cache.manifest
-        self._cache.make_room(min(rows, manifest.num_groups) * manifest.group_rows)  # each in a group of its own
+        self._cache.reserve(min(rows, manifest.num_groups) * manifest.group_rows)  # each in a group of its own
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         self._held.stop()
@@ -255,6 +267,7 @@ class LogStore(LogColumns):
 
     def flush(self) -> None:
         if not self._reads and os.getpid() == self._owner_pid:
+            self._cache.give_up_room()
             self._commits.finish(self._cache.log)
 
     def flush_at_end(self) -> None:
