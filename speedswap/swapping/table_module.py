@@ -20,6 +20,7 @@ from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, WeightError
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
+from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, require_map
@@ -35,7 +36,7 @@ from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.swapping.whole_rows import read_all, write_all
 from speedswap.tables import Block, IdMap, Table
 from speedswap.tables import init as initializers
-from speedswap.tables.disk.options import DiskArguments, DiskOptions
+from speedswap.tables.disk.options import DiskArguments
 from speedswap.tables.memory.host import warn_once
 from speedswap.tables.ranks import RowsAhead, ShardedStore, create_sharded
 from speedswap.tables.record import ROUNDINGS
@@ -93,6 +94,12 @@ class TableModule(nn.Module):
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
         _refuse(max_norm, norm_type, scale_grad_by_freq, sparse)
+        on_disk = disk_options(type(self).__name__, disk)
+        if table is not None:
+            require_table(table)
+            refuse_disk(table, path, on_disk)
+        if id_map is not None:
+            require_id_map(id_map)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
@@ -113,7 +120,7 @@ class TableModule(nn.Module):
             raise ValueError(
                 "local_to_rank is True, but process_group has the ranks own the rows together; leave it out"
             )
-        first_values, _ = None, DiskOptions(**disk)
+        first_values = None
         if table is None:
             first_values = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.errors import IdError
+from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked
 from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.group import TableGroup, groups_of
@@ -71,6 +72,7 @@ class TableCollection(nn.Module, Generic[Config]):
             values: rows for some of the tables, by name, in place of initial values.
         """
         super().__init__()
+        disk_options(type(self).__name__, disk)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
         id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
         # A group has the maps, of which a copy has its own.
