@@ -585,6 +585,8 @@ class TableModule(nn.Module):
         key = prefix + "weight"
         if rows_are_apart():
             return
+        if self.id_map is None and prefix + "id_map" in state_dict:
+            unexpected_keys.append(prefix + "id_map")
         if key not in state_dict:
             if strict:
                 missing_keys.append(key)
