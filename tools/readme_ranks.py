@@ -122,8 +122,8 @@ def _prediction(prediction: dict[str, Any]) -> str:
 def _widths(widest: dict[str, int]) -> str:
     fast, slow = (widest[f"rounds {micros} µs a peer, 5 ms, lookahead"] for micros in (1, 5))
     return (
-        f"With 5 ms of dense work and lookahead, a rank keeps 0.9 of its speed up to {fast:,} ranks where a round takes\n"
-        f"1 µs for each peer, as between GPUs, and up to {slow:,} where it takes 5 µs."
+        f"With 5 ms of dense work and lookahead, a rank keeps 0.9 of its speed up to {fast:,} ranks where a round\n"
+        f"takes 1 µs for each peer, as between GPUs, and up to {slow:,} where it takes 5 µs."
     )
 
 
