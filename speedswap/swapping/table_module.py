@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -274,6 +274,11 @@ class TableModule(nn.Module):
         """
         if self._keyed is not None and self._keyed.is_over_ranks:
             return []
+        if given is None or not (self._is_one(given) or isinstance(given, Iterable)):
+            raise TypeError(
+                f"the ids of table {self.table.name!r} are {given!r}; let their function return a tensor, or a list of "
+                "one for each lookup"
+            )
         announced = [self._announced(each) for each in ([given] if self._is_one(given) else given)]
         return [(self, lookup) for lookup in announced if lookup.ids.numel() or self._step.is_sharded]
 

@@ -108,6 +108,90 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+ITEMS = Embedding(9, 4, seed=1, name="items")
+KEYED = Embedding(9, 4, seed=1, name="items", id_map=IdMap(8))
+BATCHES = [torch.tensor([1, 2])]
+AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "no ids": (
+        lambda: list(speedswap.lookahead(BATCHES, {ITEMS: lambda batch: None})),
+        "the ids of table 'items' are None; let their function return a tensor, or a list of one for each lookup",
+    ),
+    "no keys": (
+        lambda: list(speedswap.lookahead(BATCHES, {KEYED: lambda batch: None})),
+        "the ids of table 'items' are",
+    ),
+    "a number": (
+        lambda: list(speedswap.lookahead(BATCHES, {ITEMS: lambda batch: 3})),
+        "the ids of table 'items' are 3",
+    ),
+    "an embedding": (
+        lambda: speedswap.lookahead(BATCHES, ITEMS),  # type: ignore[arg-type]
+        "ids is an Embedding; give a dict from each embedding to a function from a batch to its ids, such as {",
+    ),
+    "a function": (
+        lambda: speedswap.lookahead(BATCHES, lambda batch: batch),
+        "ids is a function; give a dict from each",
+    ),  # type: ignore[arg-type,misc]
+    "swapped": (
+        lambda: speedswap.lookahead({ITEMS: lambda batch: batch}, BATCHES),  # type: ignore[arg-type]
+        r"loader is a dict of embeddings, and ids a list; give lookahead\(loader, ids\), the batches first",
+    ),
+    "ids to Table.read": (
+        lambda: ITEMS.table.read(torch.tensor([8])),  # type: ignore[arg-type]
+        r"start is a Tensor, but Table.read copies the rows between two numbers; for ids call Embedding.read\(ids\)",
+    ),
+    "ids as its end": (lambda: ITEMS.table.read(0, [8]), "stop is a list, but Table.read copies"),  # type: ignore[arg-type]
+    "save, swapped": (
+        lambda: speedswap.save_checkpoint(ITEMS, "there"),  # type: ignore[arg-type]
+        "path is an Embedding, and model a str; give the path first",
+    ),
+    "save without a path": (
+        lambda: speedswap.save_checkpoint(ITEMS, None),  # type: ignore[arg-type]
+        "path is an Embedding; give the directory of the checkpoints",
+    ),
+    "load, swapped": (
+        lambda: speedswap.load_checkpoint(ITEMS, "there"),  # type: ignore[arg-type]
+        "path is an Embedding, and model a str; give the path first",
+    ),
+    "load into an optimizer": (
+        lambda: speedswap.load_checkpoint("there", torch.optim.SGD(ITEMS.parameters())),  # type: ignore[arg-type]
+        r"model is an SGD; give a torch\.nn\.Module, then its optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AHEAD)
+def test_a_call_with_a_wrong_type_is_named(what: str) -> None:
+    call, message = AHEAD[what]
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+@pytest.mark.parametrize("keep", ["all", 1.5, [1.5], ["1"], -1, 0])
+def test_what_is_to_stay_is_checked_before_a_checkpoint_is_written(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^keep is .*; give 1 or more, steps to keep, or None for all"):
+        speedswap.save_checkpoint(tmp_path / "saved", ITEMS, keep=keep)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_refused_collection_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="storage is 'pageable'"):
+        EmbeddingBagCollection([BAGS], storage="pageable", path=tmp_path / "new" / "tables")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="storage is 'pageable'"):
+        EmbeddingBagCollection([BAGS], storage="pageable", path=tmp_path / "mine" / "tables")
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_messages_have_the_words_that_were_given() -> None:
+    for storage in ("disk", "memmap"):
+        with pytest.raises(ValueError, match=f"storage is '{storage}' but path is None"):
+            Embedding(9, 4, storage=storage)
+    with pytest.raises(ValueError, match=r"feature 'item' is a list of 5; give a tensor of ids, or \(ids, offsets"):
+        EmbeddingBagCollection([BAGS])({"item": [[1, 2]] * 5})
+
+
 @pytest.mark.parametrize("what", MISTAKES)
 def test_an_argument_of_a_wrong_type_is_named(what: str) -> None:
     call, message = MISTAKES[what]

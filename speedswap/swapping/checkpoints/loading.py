@@ -18,6 +18,7 @@ from speedswap.swapping.checkpoints.dense import (
     listed,
     load_dense,
     random_of,
+    require_path_and_model,
     restore,
 )
 from speedswap.swapping.checkpoints.files import TensorsOf
@@ -86,6 +87,7 @@ def load_checkpoint(
         >>> torch.equal(there.read(), items.read())
         True
     """
+    require_path_and_model(path, nn.Identity() if model is None else model)
     optimizers = listed(optimizer)
     if model is None:
         folder, manifest, files = _opened(path, step)

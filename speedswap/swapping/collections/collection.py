@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -79,11 +79,10 @@ class TableCollection(nn.Module, Generic[Config]):
         self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
         self._check_configs()
-        if path is not None:
-            Path(path).mkdir(parents=True, exist_ok=True)
         parts = grouped(self.configs, storage, engine) if existing is None else existing
         arguments: dict[str, Any] = {"device": device, "local_to_rank": local_to_rank, "reduction": reduction, **disk}
-        groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
+        with _directory(path):
+            groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
@@ -313,3 +312,20 @@ class TableCollection(nn.Module, Generic[Config]):
 
     def extra_repr(self) -> str:
         return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
+
+
+@contextmanager
+def _directory(path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Make a directory, if there is to be one, which goes again if the block raises and leaves nothing in it."""
+    if path is None:
+        yield
+        return
+    missing = [each for each in (Path(path), *Path(path).parents) if not each.exists()]
+    Path(path).mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it has other files
+            for each in missing:
+                each.rmdir()
+        raise

@@ -315,7 +315,7 @@ def test_a_collections_map_of_other_settings_is_named(tmp_path: Path) -> None:
         return speedswap.EmbeddingCollection(configs)
 
     speedswap.save_checkpoint(tmp_path, collection())
-    with pytest.raises(CheckpointError, match="the id map of table 'item' in checkpoint .* made with evict=None, and"):
+    with pytest.raises(CheckpointError, match=r"the id map of table 'item' in checkpoint .* made with evict=None, and"):
         speedswap.load_checkpoint(tmp_path, collection(evict="lru"))
 
 
