@@ -46,6 +46,7 @@ def blocks(found: dict[str, Any]) -> dict[str, str]:
         "ranks stages": _stages(found),
         "ranks model": _model(found["model"]),
         "ranks prediction": _prediction(found["prediction"]),
+        "ranks widths": _widths(found["prediction"]["widest"]),
         "ranks balance": _balance(found["balance"]),
     }
 
@@ -116,6 +117,14 @@ def _prediction(prediction: dict[str, Any]) -> str:
         for name, curve in curves.items()
     ]
     return _table(["Speed of a rank over one process", *(f"{int(n):,}" for n in numbers), "0.9 up to"], rows)
+
+
+def _widths(widest: dict[str, int]) -> str:
+    fast, slow = (widest[f"rounds {micros} µs a peer, 5 ms, lookahead"] for micros in (1, 5))
+    return (
+        f"With 5 ms of dense work and lookahead, a rank keeps 0.9 of its speed up to {fast:,} ranks where a round\n"
+        f"takes 1 µs for each peer, as between GPUs, and up to {slow:,} where it takes 5 µs."
+    )
 
 
 def _balance(balance: dict[str, Any]) -> str:

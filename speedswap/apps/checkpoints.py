@@ -35,6 +35,13 @@ STEPS_PER_SAVE = 20.0
 _NONE = -1
 RESTART = "start over (--restart)"
 
+_OWN = {  # content that the checkpoints of one command alone have
+    "word2vec": {"device", "corpus"},
+    "ncf": {"split", "ratings_checksum"},
+    "dlrm": {"bottom", "top"},
+}
+_OF_ALL = {"settings", "place", "progress"}  # that those of every command have
+
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
@@ -71,12 +78,14 @@ class Checkpoint:
     """The base of an application's checkpoints.
 
     Attributes:
+        command: that writes them.
         deciding: settings that a resumed run must share with the checkpoint.
         folder: of the checkpoint.
         step: a count that goes up in the course of the run.
         content: settings, place and progress of the run.
     """
 
+    command: ClassVar[str]
     deciding: ClassVar[tuple[str, ...]] = ()
 
     folder: Path
@@ -141,16 +150,21 @@ class Checkpoint:
         """Read the last checkpoint of a run, or that of a step.
 
         Raises:
-            CheckpointError: it is missing or damaged.
+            CheckpointError: it is missing or damaged, or another command's.
         """
         if not cls.is_in(output):
             raise CheckpointError(f"output {output} has no checkpoint to go on from: {remedy}")
         found = speedswap.load_checkpoint(output / FOLDER, None, step=step)
+        command, writer = f"speedswap {cls.command}", _writer_of(found.extra)
+        if writer not in (command, None):
+            where = "another --output" if remedy == RESTART else f"the output directory of a run of {command}"
+            raise CheckpointError(f"output {output} has the checkpoints of {writer}, not of {command}: give {where}")
         try:
             return cls(found.path, found.step, cls.checked(found.extra))
         except Exception as error:  # contents that do not fit together raise anything
+            problem = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise CheckpointError(
-                f"checkpoint {found.path} cannot be read ({error}): remove it to go on from an earlier one"
+                f"checkpoint {found.path} cannot be read ({problem}): remove it to go on from an earlier one"
             ) from error
 
     @classmethod
@@ -261,6 +275,14 @@ class Checkpoint:
             CheckpointError: it is damaged.
         """
         speedswap.load_checkpoint(self.folder, model, optimizer, random_state=False)
+
+
+def _writer_of(content: Any) -> str | None:
+    """Return the command that wrote a checkpoint's content; None if it may be any of them, but is not complete."""
+    has = {*content} if isinstance(content, dict) else set()
+    if not has >= _OF_ALL:
+        return "another program"
+    return next((f"speedswap {name}" for name, own in _OWN.items() if has >= own), None)
 
 
 def require_same(job: Job, checkpoint: Checkpoint | None) -> None:

@@ -133,6 +133,25 @@ class Options:
         """Make settings of parsed arguments, with some of them replaced."""
         return cls(**{one.name: getattr(args, one.name) for one in fields(cls)} | changes)
 
+    @classmethod
+    def refuse_beside(cls, args: argparse.Namespace, files: str, *names: str) -> None:
+        """Refuse arguments that say what is to be made up, beside the files that are read instead.
+
+        Args:
+            args: parsed arguments.
+            files: the name of the argument that has the files.
+            names: of the others.
+
+        Raises:
+            SettingsError: one of them was given, and is not its default.
+        """
+        given = getattr(args, files)
+        for one in fields(cls):
+            value = getattr(args, one.name)
+            if given and one.name in names and value != one.default:
+                shown = ",".join(map(str, given)) if isinstance(given, list | tuple) else given
+                raise SettingsError(f"{files} is {shown} and {one.name} is {value}: give one of the two")
+
     def to_json(self, **changes: Any) -> dict[str, Any]:
         """Return the settings as JSON can hold them, with some of them replaced."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}

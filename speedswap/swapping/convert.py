@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.errors import ConversionError, SpeedswapWarning
+from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
@@ -110,6 +111,7 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
+    disk_options("convert", disk)
     settings = {
         "storage": storage,
         "engine": engine,

@@ -48,16 +48,17 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         num_embeddings: rows of the table.
         embedding_dim: items per row.
         padding_idx: a row that starts as zeros and gets no gradient.
-        storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``memmap`` or ``auto`` (see
-            :meth:`speedswap.Table.create`).
+        storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``disk`` (also called ``memmap``) or
+            ``auto`` (see :meth:`speedswap.Table.create`).
         engine: the way between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto`` (see there).
-        path: the directory of a memmap table.
+        path: the directory of a table on disk.
         dtype: of the weights; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in
             ``nn.Embedding``, by default.
         seed: of the initial values; drawn from torch's random generator by default.
         name: of the table, for messages.
-        table: an existing table to use; of the arguments above only the first three then matter.
+        table: an existing table to use; of the arguments above only the first three then matter. A path or settings of
+            the disk are refused beside it: they go to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
         device: of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
         stored_dtype: ``torch.bfloat16`` or ``torch.float16``, to store float32 weights in half the bytes; or
             ``torch.int8``, with a scale per row, in a quarter, for lookup only. Looked-up rows are float32.
@@ -74,7 +75,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             a gradient, with gradients enabled) adds new keys. A row that goes to another key starts anew, and takes
             no part in what is left of a step that its old key is in. The map is kept with the table: an existing
             ``table`` brings its own.
-        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds`` and ``scratch`` of a memmap table, as for
+        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds`` and ``scratch`` of a table on disk, as for
             :meth:`speedswap.Table.create`.
         process_group: the ranks of a torch.distributed job that own the rows together, each about as many; every rank
             makes the embedding, with the same arguments. Lookups, backward passes and optimizer steps are then made by

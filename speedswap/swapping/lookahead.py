@@ -96,8 +96,17 @@ class Lookahead(Generic[Batch]):
     """The iterable that :func:`lookahead` returns."""
 
     def __init__(self, loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], depth: int) -> None:
+        if isinstance(loader, Mapping) and any(callable(getattr(key, "lookups_of", None)) for key in loader):
+            raise TypeError(
+                f"loader is a dict of embeddings, and ids {a_kind(ids)}; give lookahead(loader, ids), the batches first"
+            )
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader is {a_kind(loader)}; give an iterable of batches")
+        if not isinstance(ids, Mapping):
+            raise TypeError(
+                f"ids is {a_kind(ids)}; give a dict from each embedding to a function from a batch to its ids, such as "
+                "{embedding: lambda batch: batch}"
+            )
         if not ids:
             raise ValueError("ids is empty; give a function from a batch to its ids for each embedding")
         for module, function in ids.items():

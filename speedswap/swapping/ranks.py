@@ -97,8 +97,8 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
     wrapped = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapped is not None and any(parameter is weight for parameter in wrapped._module_parameters):
         raise RanksError(
-            f"table {table!r} is local to its rank, but DistributedDataParallel would average its rows with other rows "
-            "on other ranks; wrap DistributedDataParallel(speedswap.ignore_in_ddp(model))"
+            f"each rank looks up other rows of table {table!r}, but DistributedDataParallel would average them as if "
+            "they were the same; wrap DistributedDataParallel(speedswap.ignore_in_ddp(model))"
         )
 
 

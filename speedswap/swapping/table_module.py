@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -20,6 +20,7 @@ from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, WeightError
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
+from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, require_map
@@ -35,7 +36,7 @@ from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.swapping.whole_rows import read_all, write_all
 from speedswap.tables import Block, IdMap, Table
 from speedswap.tables import init as initializers
-from speedswap.tables.disk.options import DiskArguments, DiskOptions
+from speedswap.tables.disk.options import DiskArguments
 from speedswap.tables.memory.host import warn_once
 from speedswap.tables.ranks import RowsAhead, ShardedStore, create_sharded
 from speedswap.tables.record import ROUNDINGS
@@ -94,6 +95,12 @@ class TableModule(nn.Module):
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
         _refuse(max_norm, norm_type, scale_grad_by_freq, sparse)
+        on_disk = disk_options(type(self).__name__, disk)
+        if table is not None:
+            require_table(table)
+            refuse_disk(table, path, on_disk)
+        if id_map is not None:
+            require_id_map(id_map)
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx is {padding_idx}, but there are {num_embeddings} rows")
@@ -114,7 +121,7 @@ class TableModule(nn.Module):
             raise ValueError(
                 "local_to_rank is True, but process_group has the ranks own the rows together; leave it out"
             )
-        first_values, _ = None, DiskOptions(**disk)
+        first_values = None
         if table is None:
             first_values = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
@@ -268,6 +275,11 @@ class TableModule(nn.Module):
         """
         if self._keyed is not None and self._keyed.is_over_ranks:
             return []
+        if given is None or not (self._is_one(given) or isinstance(given, Iterable)):
+            raise TypeError(
+                f"the ids of table {self.table.name!r} are {given!r}; let their function return a tensor, or a list of "
+                "one for each lookup"
+            )
         announced = [self._announced(each) for each in ([given] if self._is_one(given) else given)]
         return [(self, lookup) for lookup in announced if lookup.ids.numel() or self._step.is_sharded]
 
@@ -583,6 +595,8 @@ class TableModule(nn.Module):
         key = prefix + "weight"
         if rows_are_apart():
             return
+        if self.id_map is None and prefix + "id_map" in state_dict:
+            unexpected_keys.append(prefix + "id_map")
         if key not in state_dict:
             if strict:
                 missing_keys.append(key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -469,17 +469,24 @@ class IdMap(Locked):
         parts = []
         for each in [raw] if isinstance(raw, Tensor) else raw:
             part = keys_file.decode(each.detach().cpu().contiguous(), what)
-            for name, value in part.settings.items():
-                if value != getattr(self, name):
-                    raise ValueError(
-                        f"{what} was made with {name}={value!r}, and this map with {getattr(self, name)!r}; make the "
-                        "map with the same settings"
-                    )
+            self._require_settings(part.settings, what)
             parts.append(self._kept(part))
         saved, restored = self._restored(parts, what)
         yield
         with self._unbroken():
             self._adopt(saved, restored)
+
+    def check_settings(self, raw: Tensor, *, what: str = "the id map") -> None:
+        """Check that :meth:`restoring` would take bytes, by their header alone; arguments and errors as there."""
+        self._require_settings(keys_file.settings_of(raw, what), what)
+
+    def _require_settings(self, settings: Mapping[str, Any], what: str) -> None:
+        for name, value in settings.items():
+            if value != getattr(self, name):
+                raise ValueError(
+                    f"{what} was made with {name}={value!r}, and this map with {getattr(self, name)!r}; make the map "
+                    "with the same settings"
+                )
 
     def _kept(self, part: keys_file.SavedMap) -> keys_file.SavedMap:
         """Return what is kept here of a saved map, or of a part of one."""

@@ -273,6 +273,15 @@ def test_mistakes_are_one_line(path, tmp_path, capsys):
     assert main(["import", str(tmp_path / "nan.npy"), str(tmp_path / "t"), "--allow-nan"]) == 0
 
 
+def test_a_directory_that_is_no_table_could_not_be_looked_at(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"speedswap: {tmp_path} cannot be looked at: path is {str(tmp_path)!r}, where there is no table\n"
+    )
+
+
 def test_a_problem_of_a_whole_directory_names_it_once(tmp_path, capsys):
+    (tmp_path / "LOCK").touch()
     assert main(["verify", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count(str(tmp_path)) == 1

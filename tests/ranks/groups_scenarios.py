@@ -160,6 +160,12 @@ def forked(group, size):
     return said, ids.tolist(), train(items, group, range(size), range(1, 3))
 
 
+def wrapped(group):
+    """Return the error of a lookup under a wrapper that was not told to leave the weight alone."""
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(table(group)), process_group=group)
+    return error_of(lambda: model(torch.tensor([1])))
+
+
 def copied(group, size):
     """Return the errors of copies and pickles, and the rows after a training."""
     items = table(group)

@@ -42,6 +42,13 @@ def test_forked_workers_are_told_that_ranks_alone_look_up(ranks: RankPool) -> No
         close([rows], [expected])
 
 
+def test_a_wrapper_that_would_average_rows_is_named(ranks: RankPool) -> None:
+    """With a reason that holds for a table of all ranks."""
+    for said in ranks.run(scenarios.wrapped, 2):
+        assert said.startswith("RanksError: each rank looks up other rows of table 'table', but DistributedData"), said
+        assert "speedswap.ignore_in_ddp(model)" in said
+
+
 def test_copies_and_pickles_are_refused_with_a_remedy(ranks: RankPool) -> None:
     expected = scenarios.train(scenarios.table(None), None, range(2), range(2))
     for said, rows in ranks.run(scenarios.copied, 2, 2):

@@ -329,6 +329,25 @@ def test_a_state_dict_has_the_map(device: str) -> None:
     assert torch.equal(other.eval()(keys), items.eval()(keys))
     with pytest.raises(RuntimeError, match=r"Missing key.*id_map"):
         other.load_state_dict({"weight": items.table.read()})
+
+
+def test_a_map_that_the_module_lacks_is_an_unexpected_key_as_in_torch(device: str) -> None:
+    items, _ = trained(device)
+    for plain in (speedswap.Embedding(13, 4), speedswap.EmbeddingBag(13, 4), nn.Embedding(13, 4)):
+        with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "id_map"'):
+            plain.load_state_dict(items.state_dict())
+        found = plain.load_state_dict(items.state_dict(), strict=False)
+        assert (found.missing_keys, found.unexpected_keys) == ([], ["id_map"])
+        assert torch.equal(plain.state_dict()["weight"], items.table.read())
+
+
+def test_a_map_that_a_table_of_a_collection_lacks_is_an_unexpected_key() -> None:
+    id_map = speedswap.IdMap(8)
+    config = {"name": "item", "num_embeddings": 9, "embedding_dim": 4}
+    keyed = speedswap.EmbeddingCollection([speedswap.EmbeddingConfig(**config, id_map=id_map)])
+    plain = speedswap.EmbeddingCollection([speedswap.EmbeddingConfig(**config)])
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "embeddings.item.id_map"'):
+        plain.load_state_dict(keyed.state_dict())
     assert list(speedswap.Embedding(13, DIM).state_dict()) == ["weight"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speedswap import Column, IdMap, Table, init
-from speedswap.errors import TableFullError
+from speedswap.errors import TableFormatError, TableFullError
 from speedswap.tables.formats import FORMATS, ordered, pieces
 
 VALUES = [[0.1, -2.0], [1e-7, 4.0], [3.0, 0.0]]
@@ -55,6 +55,14 @@ def test_rows_on_the_device_are_exported(device, tmp_path, piece_bytes):
     table.export(tmp_path / "rows.txt")
     again = Table.from_file(tmp_path / "rows.txt", storage=storage, keys="drop")
     assert torch.equal(again.read(), table.read())
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".bin"])
+def test_keys_that_occur_twice_are_written_and_read_back_without_them(table, tmp_path, suffix):
+    table.export(tmp_path / f"rows{suffix}", keys=["a", "b", "a"])
+    with pytest.raises(TableFormatError, match="key 'a' of row 2 is that of row 0 as well"):
+        Table.from_file(tmp_path / f"rows{suffix}")
+    assert torch.equal(Table.from_file(tmp_path / f"rows{suffix}", keys="drop").read(), table.read())
 
 
 def test_word2vec_bytes(table, tmp_path, piece_bytes):

@@ -26,6 +26,7 @@ PROGRESS = {"read", "trained", "seconds", "window", "curve", "evaluations", "tes
 class DLRMCheckpoint(Checkpoint):
     """A checkpoint whose step is the number of samples trained on."""
 
+    command: ClassVar[str] = "dlrm"
     deciding: ClassVar[tuple[str, ...]] = (
         *(*SHAPE, "bottom", "top", "optimizer", "lr", "batch", "holdout", "generate", "ids"),
     )  # samples in files are compared by their contents, as far as they were read

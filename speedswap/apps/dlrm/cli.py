@@ -59,6 +59,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
+    Settings.refuse_beside(args, "samples", "generate", "ids")
     settings = Settings.of(args)
     check_output(args.output, FOLDER)
     with begun(settings.compute_device()) as (job, stop):

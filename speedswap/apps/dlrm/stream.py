@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ class Data:
         job: the ranks, each of which gets its share of what all of them read.
 
     Raises:
-        SamplesError: the first samples cannot be read, or there is none to test on.
+        SamplesError: the first samples cannot be read, there is none to test on, or a test file is trained on.
     """
 
     def __init__(self, settings: Settings, job: Job | None = None) -> None:
@@ -54,6 +56,7 @@ class Data:
         self._job = job or Job()
         self._files = find_files(settings.samples)
         self._test_files = find_files(settings.test)
+        require_apart(self._files, self._test_files)
         self._every = 0 if self._test_files else settings.holdout
         needed = self._every or 1
         found = self.open().read(needed).size
@@ -114,3 +117,15 @@ class Data:
         if self._job.size == 1:
             return samples
         return samples.take(torch.arange(samples.size)[self._job.share(samples.size)])
+
+
+def require_apart(files: Sequence[Path], test_files: Sequence[Path]) -> None:
+    """Raise SamplesError if a file to test on is one of those to train on, under any name."""
+    named = {os.path.realpath(path): path for path in files}
+    for path in test_files:
+        if (trained := named.get(os.path.realpath(path))) is not None:
+            also = "" if trained == path else f", as {trained}"
+            raise SamplesError(
+                f"test {path} is also among samples{also}, and would be trained on: name it in one of them alone, with "
+                "patterns for samples that leave it out"
+            )

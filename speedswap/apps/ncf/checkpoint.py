@@ -24,6 +24,7 @@ EPOCH_FIGURES = 5
 class NCFCheckpoint(Checkpoint):
     """A checkpoint with the interactions, and the ids of users and items."""
 
+    command: ClassVar[str] = "ncf"
     deciding: ClassVar[tuple[str, ...]] = (
         *("model", "factors", "layers", "negatives", "optimizer", "lr", "batch", "test_negatives", "test_users"),
         *("seed", "state_dtype"),

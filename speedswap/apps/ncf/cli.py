@@ -56,6 +56,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
+    Settings.refuse_beside(args, "ratings", "users", "items", "interactions")
     settings = Settings.of(args, columns=None if args.columns is None else parse_columns(args.columns))
     check_output(args.output, FOLDER)
     with begun(settings.compute_device()) as (job, stop):

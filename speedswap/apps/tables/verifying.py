@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from speedswap.tables.files.shards_manifest import part_of_ranks
 __all__ = ["Verified", "verify"]
 
 _MOST_SHOWN = 20
+_OF_A_TABLE = re.compile(r"MANIFEST|LOCK|HEAD.*|(rows|data|keys).*\.(log|bin)")
 
 
 class Verified(NamedTuple):
@@ -74,7 +76,7 @@ def verify(path: Path, *, shown: bool = False) -> Verified:
         shown: True for a progress bar on standard error.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        FileNotFoundError: there is nothing, or a directory without a file of a table.
         OSError: the files cannot be opened, so that nothing is known of them.
     """
     try:
@@ -86,4 +88,6 @@ def verify(path: Path, *, shown: bool = False) -> Verified:
                 checked, part = table.store.verify(progress.update), part_of_ranks(table.columns["weight"])
                 return Verified(path, len(table), touched, checked, part)
     except TableFormatError as error:
+        if path.is_dir() and not any(_OF_A_TABLE.fullmatch(each.name) for each in path.iterdir()):
+            raise FileNotFoundError(f"path is {str(path)!r}, where there is no table") from error
         return Verified(path, None, None, Checked(problems=[str(error)]))

@@ -24,6 +24,7 @@ PROGRESS = {"trained_words", "pairs", "seconds", "loss", "meter", "position"}
 class Word2VecCheckpoint(Checkpoint):
     """A checkpoint of a run that has not written its vectors."""
 
+    command: ClassVar[str] = "word2vec"
     deciding: ClassVar[tuple[str, ...]] = (
         *("dim", "window", "negative", "min_count", "sample", "epochs", "optimizer", "lr", "batch"),
         *("state_dtype", "seed"),

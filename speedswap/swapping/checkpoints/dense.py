@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,19 @@ __all__ = [
     "listed",
     "load_dense",
     "random_of",
+    "require_path_and_model",
     "restore",
 ]
+
+
+def require_path_and_model(path: object, model: object) -> None:
+    """Raise TypeError unless the first two arguments of a call are a path and a module."""
+    if isinstance(path, nn.Module) and isinstance(model, str | os.PathLike):
+        raise TypeError(f"path is {a_kind(path)}, and model {a_kind(model)}; give the path first")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is {a_kind(path)}; give the directory of the checkpoints")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {a_kind(model)}; give a torch.nn.Module, then its optimizer")
 
 
 def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:

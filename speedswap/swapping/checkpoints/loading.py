@@ -18,6 +18,7 @@ from speedswap.swapping.checkpoints.dense import (
     listed,
     load_dense,
     random_of,
+    require_path_and_model,
     restore,
 )
 from speedswap.swapping.checkpoints.files import TensorsOf
@@ -72,6 +73,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model. Nothing was changed.
+        TableClosedError: a table of the model is closed. Nothing was changed.
         PeerError: another rank has failed.
         TableFullError: the disk of a table has no room for its rows.
 
@@ -85,6 +87,7 @@ def load_checkpoint(
         >>> torch.equal(there.read(), items.read())
         True
     """
+    require_path_and_model(path, nn.Identity() if model is None else model)
     optimizers = listed(optimizer)
     if model is None:
         folder, manifest, files = _opened(path, step)
@@ -92,6 +95,8 @@ def load_checkpoint(
     modules = tables_of(model)
     ranks = Ranks.of(modules)
     with ranks.together("the loading of a checkpoint"):
+        for module in modules.values():
+            module.table.check_open()
         folder, manifest, files = _opened(path, step)
         if len({*ranks.share(manifest.token)}) > 1:
             raise CheckpointError(
@@ -192,6 +197,8 @@ def _tables(
         loading = Loading(saved, files, manifest.token, own_shard(modules[saved.name].table))
         loading.check(modules[saved.name], trains=False)
         of_ranks = {key: [manifest.tensors[part.id_maps[key]] for part in saved.parts] for key in saved.id_maps}
+        for key, tensors in of_ranks.items():
+            loading.check_map(modules[saved.name], key, map(files.read, tensors))
         maps: dict[str, Iterable[Tensor]] = {key: map(files.read, tensors) for key, tensors in of_ranks.items()}
         tables.append((loading, modules[saved.name], maps))
     return tables

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed
+from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.parts import Part, merged
@@ -79,7 +79,8 @@ def save_checkpoint(
         PeerError: another rank has failed.
         TableFullError: the disk has no room. The checkpoints before are whole.
         TypeError: extra, or some state, cannot be written without pickle.
-        ValueError: extra contains itself, or is nested too deeply.
+        ValueError: extra contains itself, or is nested too deeply; step, keep or tables is none that there can be.
+            Nothing was written.
         OptimizerError: the optimizer cannot train a table's rows.
 
     Example:
@@ -101,11 +102,11 @@ def save_checkpoint(
         >>> torch.equal(other_model[0].read(), model[0].read())
         True
     """
+    require_path_and_model(path, model)
     step = operator.index(step)
     if not 0 <= step < 2**63:
         raise ValueError(f"step is {step}; give the number of steps taken, from 0 to 2**63 - 1")
-    if isinstance(keep, int) and keep < 1:
-        raise ValueError(f"keep is {keep}; give 1 or more, steps to keep, or None for all")
+    keep = _kept(keep)
     optimizers = listed(optimizer)
     if tables not in ("auto", "copy"):
         raise ValueError(f"tables is {tables!r}; give 'auto' or 'copy'")
@@ -163,3 +164,21 @@ def save_checkpoint(
             if ranks.is_first and module._step.is_sharded and own.path is not None:
                 remove_former(own.path.parent, owners.world_size, functools.partial(is_referred_to, existing))
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
+
+
+def _kept(keep: Any) -> int | frozenset[int] | None:
+    """Return how many checkpoints stay, or those of which steps, as numbers.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if keep is None:
+        return None
+    try:
+        if isinstance(keep, Collection) and not isinstance(keep, str):
+            return frozenset(map(operator.index, keep))
+        if (newest := operator.index(keep)) >= 1:
+            return newest
+    except TypeError:
+        pass
+    raise ValueError(f"keep is {keep!r}; give 1 or more, steps to keep, or None for all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +63,12 @@ class Loading:
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
         """Open the files of some rows, and check that they are those of the checkpoint."""
         path = self._folder / part.copy if part.copy else path_in(self._folder, part.path)
+        if not part.copy and not path.exists():
+            which = f"table {self.saved.name!r}" if self.saved.name else "the table"
+            raise CheckpointError(
+                f"checkpoint {self._folder} refers to {which} at {os.path.normpath(path)}, which is not there; put the "
+                "table's directory back there"
+            )
         try:
             if part.copy and (path.is_symlink() or (path.parent.is_symlink() and path.parent != self._folder)):
                 raise TableFormatError(f"{path} is a symbolic link, which is not followed")
@@ -129,6 +136,28 @@ class Loading:
                 f"depends; make it with seed={saved.seed}"
             )
 
+    def check_map(self, module: TableModule, key: str, parts: Iterable[Tensor]) -> None:
+        """Check that an id map goes into that of a module's table.
+
+        Args:
+            module: it.
+            key: the map's name.
+            parts: its bytes.
+
+        Raises:
+            CheckpointError: it is damaged, or was made with other settings.
+        """
+        for raw in parts:
+            try:
+                module.table.store.id_maps[key].check_settings(raw, what=self._name_of(module, key))
+            except TableFormatError as error:
+                raise damaged(self._folder, error) from error
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+
+    def _name_of(self, module: TableModule, key: str) -> str:
+        return f"the id map of table {(key or module.table.name)!r} in checkpoint {self._folder}"
+
     def load(self, module: TableModule, id_maps: Mapping[str, Iterable[Tensor]]) -> None:
         """Replace the rows of a module's table, its id maps and its attributes; of one that ranks own this rank's.
 
@@ -140,7 +169,7 @@ class Loading:
         module._step.abandon()
         with table.lock:
             for key, raw in id_maps.items():
-                table.store.id_maps[key].restore(raw, what=f"id map {key!r} of checkpoint {self._folder}")
+                table.store.id_maps[key].restore(raw, what=self._name_of(module, key))
             own, first = self._target.table, self._sources[0]
             if self._is_as_saved and first.saved.path and own.store.lives_at(first.path):
                 first.shard.table.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.errors import IdError
+from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked
 from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.group import TableGroup, groups_of
@@ -73,17 +74,17 @@ class TableCollection(nn.Module, Generic[Config]):
             values: rows for some of the tables, by name, in place of initial values.
         """
         super().__init__()
+        disk_options(type(self).__name__, disk)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
         id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
         # A group has the maps, of which a copy has its own.
         self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
         self._check_configs()
-        if path is not None:
-            Path(path).mkdir(parents=True, exist_ok=True)
         parts = grouped(self.configs, storage, engine) if existing is None else existing
         arguments: dict[str, Any] = {"device": device, "local_to_rank": local_to_rank, "reduction": reduction, **disk}
-        groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
+        with _directory(path):
+            groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
@@ -317,3 +318,20 @@ class TableCollection(nn.Module, Generic[Config]):
 
     def extra_repr(self) -> str:
         return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
+
+
+@contextmanager
+def _directory(path: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Make a directory, if there is to be one, which goes again if the block raises and leaves nothing in it."""
+    if path is None:
+        yield
+        return
+    missing = [each for each in (Path(path), *Path(path).parents) if not each.exists()]
+    Path(path).mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # it has other files
+            for each in missing:
+                each.rmdir()
+        raise

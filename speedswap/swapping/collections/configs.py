@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from speedswap._words import a_kind
+from speedswap.swapping.arguments import require_id_map
 from speedswap.swapping.keyed import require_map
 from speedswap.tables import IdMap
 from speedswap.tables import init as initializers
@@ -80,6 +81,7 @@ class EmbeddingConfig:
         if not isinstance(self.group, str) or set(self.group) & set("./\\\0"):
             raise ValueError(f"group is {self.group!r}; give a name without dots and slashes: it is a directory's")
         if self.id_map is not None:
+            require_id_map(self.id_map)
             rows = self.num_embeddings or self.id_map.num_rows
             require_map(self.id_map, rows, self.padding_idx)
             object.__setattr__(self, "num_embeddings", rows)
@@ -88,7 +90,14 @@ class EmbeddingConfig:
         count("embedding_dim", self.embedding_dim)
         if isinstance(self.feature_names, str):
             raise ValueError(f"feature_names is {self.feature_names!r}; give a list of names")
-        object.__setattr__(self, "feature_names", tuple(self.feature_names) or (self.name,))
+        if not isinstance(self.feature_names, Iterable):
+            raise TypeError(f"feature_names is {a_kind(self.feature_names)}; give a list of names")
+        for feature in (names := tuple(self.feature_names)):
+            if not isinstance(feature, str):
+                raise TypeError(
+                    f"feature_names has {feature!r}, {a_kind(feature)}; give names, such as {str(feature)!r}"
+                )
+        object.__setattr__(self, "feature_names", names or (self.name,))
         if self.padding_idx is not None:
             if not -rows <= self.padding_idx < rows:
                 raise ValueError(f"padding_idx of table {self.name!r} is {self.padding_idx}, but it has {rows} rows")
@@ -134,6 +143,10 @@ def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:
         TypeError: one is of another kind.
         ValueError: there is none, or two have one name.
     """
+    if isinstance(tables, EmbeddingConfig):
+        raise TypeError(f"tables is {a_kind(tables)}; give a list of them, [{type(tables).__name__}(…)]")
+    if not isinstance(tables, Iterable):
+        raise TypeError(f"tables is {a_kind(tables)}; give a list of speedswap.{kind.__name__} objects")
     configs = tuple(tables)
     for config in configs:
         if type(config) is not kind:

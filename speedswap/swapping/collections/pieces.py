@@ -61,7 +61,10 @@ def piece_of(name: str, value: Any) -> Piece:
         return _regular(name, value)
     if isinstance(value, tuple | list):
         if len(value) not in (2, 3):
-            raise ValueError(f"feature {name!r} is a tuple of {len(value)}; give (ids, offsets[, weights])")
+            raise ValueError(
+                f"feature {name!r} is {a_kind(value)} of {len(value)}; give a tensor of ids, or "
+                "(ids, offsets[, weights])"
+            )
         ids, offsets, *weights = value
         piece = _regular(name, ids) if offsets is None else _bags(name, ids, offsets)
         return _weighted(name, piece, weights[0] if weights else None)

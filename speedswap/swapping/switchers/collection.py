@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
+from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.switchers import arrays, files
 from speedswap.swapping.switchers.files import ColumnArray
 from speedswap.tables import Table
@@ -93,7 +94,7 @@ class Collection:
     # ------------------------------------------------------------------ making it
 
     def __post_init__(self) -> None:
-        options = DiskOptions(**self.disk).require()
+        options = disk_options(type(self).__name__, self.disk).require()
         if self.storage != "memmap":
             options.require_none("in memory, without a diskname")
 

@@ -61,12 +61,13 @@ def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storag
         raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
     if storage == "auto":
         storage = "memmap" if path is not None else "pinned" if kernels.cuda_ready()[0] else "pageable"
-    if storage == "disk":
-        storage = "memmap"
-    if storage == "memmap" and path is None:
-        raise ValueError("storage is 'memmap' but path is None; give the directory that will hold the table")
-    if storage != "memmap" and path is not None:
+    is_on_disk = storage in ("memmap", "disk")
+    if is_on_disk and path is None:
+        raise ValueError(f"storage is {storage!r} but path is None; give the directory that will hold the table")
+    if not is_on_disk and path is not None:
         raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; only 'memmap' tables live in a file")
+    if is_on_disk:
+        return "memmap"
     return storage  # type: ignore[return-value]
 
 

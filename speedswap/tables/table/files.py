@@ -64,7 +64,8 @@ def export(
         keys: the rows' keys, where the format has them: an :class:`IdMap`, of which the rows that have a key are
             written; the path of a text with a key per line, or a list of strings, one per row; or ``"rows"`` for
             the rows' numbers. By default those of :attr:`id_map`; without one the numbers in word2vec's formats,
-            and none in Parquet.
+            and none in Parquet. Keys that occur twice are written as they are; :meth:`from_file` then takes the file
+            with ``keys="drop"`` alone.
         overwrite: replace an existing file.
 
     Raises:

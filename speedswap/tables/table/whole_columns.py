@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._words import a_kind
 from speedswap.errors import IdError
 from speedswap.tables import whole_table
 from speedswap.tables.block import fitting
@@ -27,7 +28,14 @@ def read(table: Table, start: int = 0, stop: int | None = None, *, column: str =
 
     Raises:
         TableTooLargeError: they do not fit into free memory; read fewer rows, or use :meth:`save`.
+        TypeError: ids were given.
     """
+    for name, bound in (("start", start), ("stop", stop)):
+        if getattr(bound, "shape", ()) or isinstance(bound, list | tuple):
+            raise TypeError(
+                f"{name} is {a_kind(bound)}, but Table.read copies the rows between two numbers; for ids call "
+                "Embedding.read(ids) or Table.gather(ids)"
+            )
     start, stop, _ = slice(start, stop).indices(table.num_embeddings)
     stop = max(start, stop)
     with table.lock:

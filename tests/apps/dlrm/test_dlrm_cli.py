@@ -34,6 +34,16 @@ MISTAKES = {
     "short line": (["short.txt"], "samples short.txt, line 6 has 2 columns: give 40"),
     "no labels": (["unlabelled.txt"], "line 1 has 39 columns: give 40"),
     "a wrong test file": (["good.txt", "--test", "unlabelled.txt"], "line 1 has 39 columns: give 40"),
+    "a test file that is trained on": (["g*.txt", "--test", "good.txt"], "test good.txt is also among samples, and"),
+    "the same by another name": (
+        ["good.txt", "--test", "folder/../good.txt"],
+        "is also among samples, as good.txt, and",
+    ),
+    "a number beside files": (
+        ["good.txt", "--generate", "100"],
+        "samples is good.txt and generate is 100: give one of",
+    ),
+    "ids beside files": (["good.txt", "g*.txt", "--ids", "9"], "samples is good.txt,g*.txt and ids is 9: give one of"),
     "dim 0": (["--dim", "0"], "dim is 0"),
     "unknown eviction": (["--evict", "all"], "evict is 'all': give one of none, lru, lfu"),
     "bad optimizer": (["--optimizer", "adamm"], "optimizer is 'adamm'"),
@@ -128,7 +138,8 @@ def test_every_option_reaches_the_settings(tmp_path):
 def test_new_rows_are_predicted_from_a_checkpoint(folder, capsys):
     """Rows with labels are scored too; those without get the same probabilities, from any storage."""
     output = str(folder / "out")
-    assert main(["dlrm", "good.txt", "--test", "good.txt", *SMALL[4:], "--output", output]) == 0
+    (folder / "same.txt").write_bytes((folder / "good.txt").read_bytes())
+    assert main(["dlrm", "same.txt", "--test", "good.txt", *SMALL[4:], "--output", output]) == 0
     capsys.readouterr()
     assert main(["predict", output, "good.txt"]) == 0
     out, err = capsys.readouterr()

@@ -149,7 +149,8 @@ def test_a_run_is_not_resumed_with_other_settings(change, message, tmp_path_fact
 def test_samples_once_trained_on_are_not_set_apart(criteo, tmp_path):
     """A run with test files trains on all samples, so that it is not resumed without; but with others it is."""
     samples = criteo(300)
-    test = (str(tmp_path / "day_0.txt"),)
+    (tmp_path / "test.txt").write_bytes((tmp_path / "day_0.txt").read_bytes())
+    test = (str(tmp_path / "test.txt"),)
     run(small(samples=samples), output=tmp_path / "apart")
     run(small(samples=samples, test=test), output=tmp_path / "files")
     with pytest.raises(CheckpointError, match=r"test has files, but the checkpoint .* is of a run without them, which"):

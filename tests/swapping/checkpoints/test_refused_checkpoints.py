@@ -18,7 +18,7 @@ from swapping.checkpoints.trainings import OPTIMIZERS, Training, assert_same
 from torch import nn
 
 import speedswap
-from speedswap.errors import CheckpointError, TableTooLargeError
+from speedswap.errors import CheckpointError, TableClosedError, TableTooLargeError
 
 
 @pytest.fixture(scope="module")
@@ -280,3 +280,76 @@ def test_files_of_tensors_are_those_of_safetensors(saved: Path) -> None:
     assert torch.equal(found["model.layers.2.weight"], model.layers[2].weight)
     assert found["rows"].tolist() == [5]
     assert torch.equal(found["weight"], torch.ones(1, 4, dtype=torch.float64))
+
+
+def keyed(**settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    items = speedswap.Embedding(11, 4, seed=3, name="items", id_map=speedswap.IdMap(10, **settings))
+    model = nn.Sequential(items, nn.Linear(4, 1))
+    return model, torch.optim.Adam(model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{"keys": "hashed"}, {"admit_after": 2}, {"evict": "lru"}])
+def test_an_id_map_of_other_settings_is_refused_before_anything_changes(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model, optimizer = keyed()
+    model(torch.tensor([10**9, 7])).sum().backward()
+    optimizer.step()
+    speedswap.save_checkpoint(tmp_path, model, optimizer)
+    other, of_other = keyed(**settings)
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    ((name, value),) = settings.items()
+    message = (
+        rf"the id map of table 'items' in checkpoint .* was made with {name}=.*, and this map with {value!r}; make"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        speedswap.load_checkpoint(tmp_path, other, of_other)
+    assert list(other[0].table.columns) == ["weight"]
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_collections_map_of_other_settings_is_named(tmp_path: Path) -> None:
+    def collection(**settings: Any) -> speedswap.EmbeddingCollection:
+        maps = {"user": speedswap.IdMap(10), "item": speedswap.IdMap(10, **settings)}
+        configs = [speedswap.EmbeddingConfig(name=name, embedding_dim=4, id_map=own) for name, own in maps.items()]
+        return speedswap.EmbeddingCollection(configs)
+
+    speedswap.save_checkpoint(tmp_path, collection())
+    with pytest.raises(CheckpointError, match=r"the id map of table 'item' in checkpoint .* made with evict=None, and"):
+        speedswap.load_checkpoint(tmp_path, collection(evict="lru"))
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_closed_table_is_named_before_anything_changes(where: str, tmp_path: Path) -> None:
+    id_map = speedswap.IdMap(10)
+    items = speedswap.Embedding(11, 4, id_map=id_map, path=tmp_path / "items" if where == "disk" else None)
+    optimizer = torch.optim.Adam(items.parameters())
+    items(torch.tensor([10**9, 7])).sum().backward()
+    optimizer.step()
+    speedswap.save_checkpoint(tmp_path / "saved", items, optimizer)
+    items(torch.tensor([8]))
+    before = id_map.to_bytes()
+    items.table.close()
+    with pytest.raises(TableClosedError, match=f"table {items.table.name!r} is closed"):
+        speedswap.load_checkpoint(tmp_path / "saved", items, optimizer)
+    assert torch.equal(id_map.to_bytes(), before)
+
+
+@pytest.mark.parametrize("name", ["", "0"])
+def test_a_table_that_was_moved_away_is_to_be_put_back(name: str, tmp_path: Path) -> None:
+    """Not to be removed: the checkpoint is whole again once the table is back."""
+    items = speedswap.Embedding(9, 4, path=tmp_path / "items")
+    speedswap.save_checkpoint(tmp_path / "checkpoints", nn.Sequential(items) if name else items)
+    expected = items.read()
+    items.table.close()
+    (tmp_path / "items").rename(tmp_path / "elsewhere")
+    other = speedswap.Embedding(9, 4)
+    model = nn.Sequential(other) if name else other
+    which = f"table {name!r}" if name else "the table"
+    where = re.escape(f"refers to {which} at {tmp_path / 'items'}, which is not there; put the table's directory back")
+    with pytest.raises(CheckpointError, match=where) as refused:
+        speedswap.load_checkpoint(tmp_path / "checkpoints", model)
+    assert "remove" not in str(refused.value)
+    (tmp_path / "elsewhere").rename(tmp_path / "items")
+    speedswap.load_checkpoint(tmp_path / "checkpoints", model)
+    assert torch.equal(other.read(), expected)

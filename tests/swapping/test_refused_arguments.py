@@ -1,0 +1,202 @@
+"""Likely mistakes in the arguments of embeddings and collections: each is named, with its value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import speedswap
+from speedswap import (
+    Embedding,
+    EmbeddingBag,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    IdMap,
+    Table,
+)
+
+BAGS = EmbeddingBagConfig(name="item", num_embeddings=9, embedding_dim=4)
+ROWS = EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
+
+
+@pytest.mark.parametrize("cls", [Embedding, EmbeddingBag])
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"path": "items"}, "path is 'items', but table is Table.*give one of the two"),
+        ({"cache_bytes": 4096}, "cache_bytes is 4096, but table is Table.*give it to Table.open or Table.create"),
+        ({"commit_every": 1}, "commit_every is 1, but table is Table.*give it to Table.open or Table.create"),
+        ({"commit_seconds": None}, "commit_seconds is None, but table is Table.*give it to Table.open or Table.create"),
+        ({"scratch": True}, "scratch is True, but table is Table.*give it to Table.create"),
+    ],
+)
+def test_settings_of_a_new_table_are_refused_beside_an_existing_one(
+    cls: Any, given: dict[str, Any], remedy: str, tmp_path: Path
+) -> None:
+    with Table.create(9, 4, path=tmp_path / "table") as table:
+        with pytest.raises(ValueError, match=remedy):
+            cls(9, 4, table=table, **given)
+        assert cls(9, 4, table=table, cache_bytes=None, commit_seconds=30.0).table is table  # as if left out
+
+
+def test_an_opened_collection_takes_no_scratch_and_a_loaded_one_no_cache(tmp_path: Path) -> None:
+    EmbeddingBagCollection([BAGS], path=tmp_path / "tables").close()
+    with pytest.raises(ValueError, match=r"scratch is True, but table is Table.*give it to Table\.create"):
+        EmbeddingBagCollection.open([BAGS], tmp_path / "tables", scratch=True)
+    with pytest.raises(ValueError, match="cache_bytes is 4096, but table is Table"):
+        EmbeddingBagCollection.load([BAGS], tmp_path / "tables", cache_bytes=4096)
+    EmbeddingBagCollection.open([BAGS], tmp_path / "tables", cache_bytes=4096, commit_every=2).close()
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "Embedding": lambda **given: Embedding(9, 4, **given),
+    "EmbeddingBag": lambda **given: EmbeddingBag(9, 4, **given),
+    "EmbeddingCollection": lambda **given: EmbeddingCollection([ROWS], **given),
+    "EmbeddingBagCollection": lambda **given: EmbeddingBagCollection([BAGS], **given),
+    "ModelFactory": lambda **given: speedswap.ModelFactory(nn.Embedding(2, 4), 9, 4, "items", **given),
+    "convert": lambda **given: speedswap.convert(nn.Embedding(9, 4), min_rows=1, **given),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_keyword_is_named_with_what_was_called(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'comit_every'$"):
+        CALLS[name](comit_every=1)
+    with pytest.raises(TypeError, match=r"^scratch is 'yes'; give True for a table that is gone with its process"):
+        CALLS[name](scratch="yes")
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
+    "an empty map": (lambda: Embedding(9, 4, id_map={}), r"id_map is a dict; give a speedswap.IdMap, such as "),  # type: ignore[arg-type]
+    "a number of rows": (lambda: Embedding(9, 4, id_map=8), "id_map is an int; give a speedswap.IdMap, such as "),  # type: ignore[arg-type]
+    "the class": (lambda: Embedding(9, 4, id_map=IdMap), "id_map is the class IdMap; give a speedswap.IdMap, such"),  # type: ignore[arg-type]
+    "a config's map": (
+        lambda: EmbeddingConfig(name="item", embedding_dim=4, id_map={}),  # type: ignore[arg-type]
+        "id_map is a dict; give a speedswap.IdMap, such as ",
+    ),
+    "a path": (
+        lambda: EmbeddingBag(9, 4, table="items"),
+        r"table is 'items', a path; give speedswap\.Table\.open\('items'\)",
+    ),
+    "an embedding": (
+        lambda: Embedding(9, 4, table=Embedding(9, 4)),  # type: ignore[arg-type]
+        r"table is an Embedding; give a speedswap\.Table",
+    ),
+    "one config": (
+        lambda: EmbeddingBagCollection(BAGS),  # type: ignore[arg-type]
+        r"tables is an EmbeddingBagConfig; give a list of them, \[EmbeddingBagConfig\(…\)\]",
+    ),
+    "a number of tables": (
+        lambda: EmbeddingCollection(3),  # type: ignore[arg-type]
+        r"tables is an int; give a list of speedswap\.EmbeddingConfig objects",
+    ),
+    "a number as a feature": (
+        lambda: EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4, feature_names=[1]),  # type: ignore[list-item]
+        "feature_names has 1, an int; give names, such as '1'",
+    ),
+    "a number of features": (
+        lambda: EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4, feature_names=1),  # type: ignore[arg-type]
+        "feature_names is an int; give a list of names",
+    ),
+}
+
+
+ITEMS = Embedding(9, 4, seed=1, name="items")
+KEYED = Embedding(9, 4, seed=1, name="items", id_map=IdMap(8))
+BATCHES = [torch.tensor([1, 2])]
+AHEAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "no ids": (
+        lambda: list(speedswap.lookahead(BATCHES, {ITEMS: lambda batch: None})),
+        "the ids of table 'items' are None; let their function return a tensor, or a list of one for each lookup",
+    ),
+    "no keys": (
+        lambda: list(speedswap.lookahead(BATCHES, {KEYED: lambda batch: None})),
+        "the ids of table 'items' are",
+    ),
+    "a number": (
+        lambda: list(speedswap.lookahead(BATCHES, {ITEMS: lambda batch: 3})),
+        "the ids of table 'items' are 3",
+    ),
+    "an embedding": (
+        lambda: speedswap.lookahead(BATCHES, ITEMS),  # type: ignore[arg-type]
+        "ids is an Embedding; give a dict from each embedding to a function from a batch to its ids, such as {",
+    ),
+    "a function": (
+        lambda: speedswap.lookahead(BATCHES, lambda batch: batch),
+        "ids is a function; give a dict from each",
+    ),  # type: ignore[arg-type,misc]
+    "swapped": (
+        lambda: speedswap.lookahead({ITEMS: lambda batch: batch}, BATCHES),  # type: ignore[arg-type]
+        r"loader is a dict of embeddings, and ids a list; give lookahead\(loader, ids\), the batches first",
+    ),
+    "ids to Table.read": (
+        lambda: ITEMS.table.read(torch.tensor([8])),  # type: ignore[arg-type]
+        r"start is a Tensor, but Table.read copies the rows between two numbers; for ids call Embedding.read\(ids\)",
+    ),
+    "ids as its end": (lambda: ITEMS.table.read(0, [8]), "stop is a list, but Table.read copies"),  # type: ignore[arg-type]
+    "save, swapped": (
+        lambda: speedswap.save_checkpoint(ITEMS, "there"),  # type: ignore[arg-type]
+        "path is an Embedding, and model a str; give the path first",
+    ),
+    "save without a path": (
+        lambda: speedswap.save_checkpoint(ITEMS, None),  # type: ignore[arg-type]
+        "path is an Embedding; give the directory of the checkpoints",
+    ),
+    "load, swapped": (
+        lambda: speedswap.load_checkpoint(ITEMS, "there"),  # type: ignore[arg-type]
+        "path is an Embedding, and model a str; give the path first",
+    ),
+    "load into an optimizer": (
+        lambda: speedswap.load_checkpoint("there", torch.optim.SGD(ITEMS.parameters())),  # type: ignore[arg-type]
+        r"model is an SGD; give a torch\.nn\.Module, then its optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AHEAD)
+def test_a_call_with_a_wrong_type_is_named(what: str) -> None:
+    call, message = AHEAD[what]
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+
+
+@pytest.mark.parametrize("keep", ["all", 1.5, [1.5], ["1"], -1, 0])
+def test_what_is_to_stay_is_checked_before_a_checkpoint_is_written(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^keep is .*; give 1 or more, steps to keep, or None for all"):
+        speedswap.save_checkpoint(tmp_path / "saved", ITEMS, keep=keep)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_refused_collection_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="storage is 'pageable'"):
+        EmbeddingBagCollection([BAGS], storage="pageable", path=tmp_path / "new" / "tables")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ValueError, match="storage is 'pageable'"):
+        EmbeddingBagCollection([BAGS], storage="pageable", path=tmp_path / "mine" / "tables")
+    assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
+
+
+def test_messages_have_the_words_that_were_given() -> None:
+    for storage in ("disk", "memmap"):
+        with pytest.raises(ValueError, match=f"storage is '{storage}' but path is None"):
+            Embedding(9, 4, storage=storage)
+    with pytest.raises(ValueError, match=r"feature 'item' is a list of 5; give a tensor of ids, or \(ids, offsets"):
+        EmbeddingBagCollection([BAGS])({"item": [[1, 2]] * 5})
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_an_argument_of_a_wrong_type_is_named(what: str) -> None:
+    call, message = MISTAKES[what]
+    before = torch.get_rng_state()
+    with pytest.raises(TypeError, match=f"^{message}"):
+        call()
+    if what != "an embedding":
+        assert torch.equal(torch.get_rng_state(), before)
