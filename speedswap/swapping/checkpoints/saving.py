@@ -109,7 +109,7 @@ def save_checkpoint(
     optimizers = listed(optimizer)
     if tables not in ("auto", "copy"):
         raise ValueError(f"tables is {tables!r}; give 'auto' or 'copy'")
-    attach_all(optimizers, model)
+    attach_all(optimizers, tables_of(model, optimizers).values())
     folders = Folders(Path(path).absolute())
     modules = tables_of(model)
     ranks = Ranks.of(modules)
