@@ -128,6 +128,8 @@ def check_model(saved: dict[str, Any], model: nn.Module, folder: Path) -> None:
         ours = model.state_dict()
     for name in [*ours, *saved]:
         mine, theirs = ours.get(name), saved.get(name)
+        if not any(each is None or isinstance(each, Tensor) for each in (mine, theirs)):
+            continue  # plain data of get_extra_state(), whose types a checkpoint does not keep
         if _kind_of(mine) != _kind_of(theirs):
             raise CheckpointError(
                 f"{name!r} is {_kind_of(mine)} in the model, but {_kind_of(theirs)} in the checkpoint {folder}; make "

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from swapping.checkpoints.trainings import OPTIMIZERS, Training, assert_same
@@ -267,3 +269,42 @@ def test_what_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model is None, .* so that extra would not be loaded; give the model too"):
         speedswap.load_checkpoint(tmp_path, None, extra=saved.extra)
     assert speedswap.load_checkpoint(tmp_path, None).step == 1
+
+
+class Counting(nn.Module):
+    """A module with data beside its parameters."""
+
+    def __init__(self, more: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.more = more
+
+    def get_extra_state(self) -> Any:
+        return self.more
+
+    def set_extra_state(self, state: Any) -> None:
+        self.more = state
+
+
+@pytest.mark.parametrize(
+    "more, found",
+    [
+        (OrderedDict(a=1), {"a": 1}),
+        (np.int64(3), 3),
+        (np.float32(0.5), 0.5),
+        (bytearray(b"x"), b"x"),
+        ({"a": 1}, {"a": 1}),
+        (None, None),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_extra_state_of_modules_comes_back(more: Any, found: Any, tmp_path: Path) -> None:
+    speedswap.save_checkpoint(tmp_path, Counting(more))
+    model = Counting(more)
+    speedswap.load_checkpoint(tmp_path, model)
+    assert_same(model.more, found)
+    if found is not None:
+        with pytest.raises(CheckpointError, match=r"_extra_state' is a tensor|_extra_state' is .* of torch.float32"):
+            speedswap.load_checkpoint(tmp_path, Counting(torch.ones(1)))
+        with pytest.raises(CheckpointError, match="'_extra_state' is missing in the model"):
+            speedswap.load_checkpoint(tmp_path, nn.ModuleDict({"layer": nn.Linear(1, 1)}))
