@@ -44,7 +44,7 @@ def save_checkpoint(
     *,
     step: int = 0,
     extra: Any = None,
-    keep: int | Collection[int] | None = 1,
+    keep: int | Iterable[int] | None = 1,
     tables: str = "auto",
 ) -> SavedCheckpoint:
     """Save a training as of one moment: it goes on from there to the same bits as if it had not been interrupted.
@@ -104,8 +104,7 @@ def save_checkpoint(
     step = operator.index(step)
     if not 0 <= step < 2**63:
         raise ValueError(f"step is {step}; give the number of steps taken, from 0 to 2**63 - 1")
-    if isinstance(keep, int) and keep < 1:
-        raise ValueError(f"keep is {keep}; give 1 or more, steps to keep, or None for all")
+    keep = _kept(keep)
     optimizers = listed(optimizer)
     if tables not in ("auto", "copy"):
         raise ValueError(f"tables is {tables!r}; give 'auto' or 'copy'")
@@ -163,3 +162,22 @@ def save_checkpoint(
             if ranks.is_first and module._step.is_sharded and own.path is not None:
                 remove_former(own.path.parent, owners.world_size, functools.partial(is_referred_to, existing))
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
+
+
+def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
+    """Return the checkpoints that stay: how many of the newest, or of which steps.
+
+    Raises:
+        TypeError, ValueError: they are neither.
+    """
+    if keep is None or isinstance(keep, range):
+        return keep
+    try:
+        found: int | Collection[int] = (
+            frozenset(map(operator.index, keep)) if isinstance(keep, Iterable) else operator.index(keep)
+        )
+    except TypeError:
+        raise TypeError(f"keep is {keep!r}; give 1 or more, steps to keep, or None for all") from None
+    if isinstance(found, int) and found < 1:
+        raise ValueError(f"keep is {keep}; give 1 or more, steps to keep, or None for all")
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,10 +123,19 @@ def test_another_directory_or_a_loaded_checkpoint_is_no_basis_by_mistake(
 
 
 @pytest.mark.parametrize(
-    "keep, kept", [(1, [5]), (2, [4, 5]), ([2, 3], [2, 3, 5]), ([], [5]), (None, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+    "keep, kept",
+    [
+        (1, [5]),
+        (2, [4, 5]),
+        ([2, 3], [2, 3, 5]),
+        (range(0, 10**15, 2), [2, 4, 5]),
+        ([], [5]),
+        (None, [1, 2, 3, 4, 5]),
+        (9, [1, 2, 3, 4, 5]),
+    ],
 )
 def test_old_checkpoints_are_removed_as_the_caller_chooses(
-    keep: int | list[int] | None, kept: list[int], items: speedswap.Embedding, tmp_path: Path
+    keep: int | list[int] | range | None, kept: list[int], items: speedswap.Embedding, tmp_path: Path
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     values = {}
@@ -161,3 +171,19 @@ def test_a_file_system_without_links_gets_copies(
     items.table.write(4, torch.ones(1, DIM))
     assert speedswap.save_checkpoint(tmp_path, items).bytes_written > ROWS * DIM * 4
     assert torch.equal(loaded(tmp_path), items.read())
+
+
+def test_numbers_of_any_type_say_what_stays(items: speedswap.Embedding, tmp_path: Path) -> None:
+    """And steps of any iterable, which is read once."""
+    for number in range(1, 4):
+        speedswap.save_checkpoint(tmp_path, items, step=number, keep=None)
+
+    def steps() -> list[str]:
+        return sorted(each.name for each in tmp_path.iterdir())
+
+    speedswap.save_checkpoint(tmp_path, items, step=4, keep=(each for each in (1, 2)))
+    assert steps() == ["000001-step-1", "000002-step-2", "000004-step-4"]
+    speedswap.save_checkpoint(tmp_path, items, step=5, keep=torch.tensor([2, 4]))
+    assert steps() == ["000002-step-2", "000004-step-4", "000005-step-5"]
+    speedswap.save_checkpoint(tmp_path, items, step=6, keep=np.int64(2))
+    assert steps() == ["000005-step-5", "000006-step-6"]
