@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +173,24 @@ def test_a_file_system_without_links_gets_copies(
     items.table.write(4, torch.ones(1, DIM))
     assert speedswap.save_checkpoint(tmp_path, items).bytes_written > ROWS * DIM * 4
     assert torch.equal(loaded(tmp_path), items.read())
+
+
+@pytest.mark.parametrize("lost", ["tensors-1.safetensors", "rows-2-0.safetensors", "table-1-0"])
+def test_what_was_lost_is_written_again(lost: str, items: speedswap.Embedding, tmp_path: Path) -> None:
+    """The checkpoint before cannot be loaded; the next one can."""
+    model = torch.nn.Sequential(items, torch.nn.Linear(DIM, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    step(items, optimizer, 5)
+    speedswap.save_checkpoint(tmp_path, model, optimizer, step=1)
+    step(items, optimizer, 6)
+    folder = speedswap.save_checkpoint(tmp_path, model, optimizer, step=2).path
+    (shutil.rmtree if lost == "table-1-0" else os.unlink)(folder / lost)
+    step(items, optimizer, 7)
+    speedswap.save_checkpoint(tmp_path, model, optimizer, step=3)
+    again = torch.nn.Sequential(speedswap.Embedding(ROWS, DIM), torch.nn.Linear(DIM, 1))
+    speedswap.load_checkpoint(tmp_path, again, torch.optim.Adam(again.parameters()))
+    assert torch.equal(again[0].read(), items.read())
+    assert torch.equal(again[1].weight, model[1].weight)
 
 
 def test_numbers_of_any_type_say_what_stays(items: speedswap.Embedding, tmp_path: Path) -> None:
