@@ -19,6 +19,7 @@ from speedswap.errors import ConversionError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
+from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.memory.host import resolve_engine, resolve_storage
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def convert(
         ConversionError: an embedding cannot be replaced so that the model still computes the same: its weight is tied
             to another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient,
             is of a subclass, a setting does not fit its dtype, and so on. It lists all of them; nothing was changed.
-        ValueError: ``skip`` names no embedding; an unknown storage or engine. Nothing was changed.
+        ValueError: ``skip`` names no embedding; an unknown storage or engine; settings of a disk that do not fit, or
+            for tables in memory. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table: its embedding and the following ones are
             unchanged.
@@ -118,7 +120,12 @@ def convert(
         "reduction": reduction,
         **disk,
     }
-    resolve_engine(engine, storage, resolve_storage(storage, path))
+    kind, options = resolve_storage(storage, path), DiskOptions(**disk)
+    resolve_engine(engine, storage, kind)
+    if kind == "memmap":
+        options.require()
+    else:
+        options.require_none(kind)
     found = _large(model, min_rows, skip)
     if not found:
         _warn_of_nothing(model, min_rows)
@@ -247,7 +254,7 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     if more:
         yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
     try:
-        plain = {"storage": "pageable", "engine": "auto", "process_group": None}
+        plain = {"storage": "pageable", "engine": "auto", "process_group": None, **DiskOptions()._asdict()}
         trial = _with_rows(module, weight[:1], None, {**settings, **plain})
     except (ValueError, TypeError) as error:
         yield str(error)
