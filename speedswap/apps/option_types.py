@@ -23,7 +23,7 @@ _KINDS: dict[Any, tuple[type, str]] = {
 
 
 def of_type(name: str, value: Any, hint: Any) -> Any:
-    """Return the value of a setting, a string as a path and a list as a tuple where the setting is one.
+    """Return the value of a setting: a string as a path, a list as a tuple, NumPy's numbers as Python's.
 
     Args:
         name: the setting's.
@@ -39,8 +39,7 @@ def of_type(name: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     for kind in kinds:
         if _is_of(value, kind):
-            is_tuple = get_origin(kind) is tuple
-            return tuple(value) if is_tuple else Path(value) if kind is Path else value
+            return _as(value, kind)
     raise SettingsError(f"{name} is {value!r}: give {' or '.join(map(_in_words, kinds))}")
 
 
@@ -53,6 +52,15 @@ def _is_of(value: Any, kind: Any) -> bool:
     if (origin := get_origin(kind)) is not None:
         return isinstance(value, origin)
     return isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))
+
+
+def _as(value: Any, kind: Any) -> Any:
+    """Return a value of this kind as files hold it."""
+    if get_origin(kind) is tuple:
+        return tuple(_as(each, get_args(kind)[0]) for each in value)
+    if kind in (int, float):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return Path(value) if kind is Path else value
 
 
 def _in_words(kind: Any) -> str:

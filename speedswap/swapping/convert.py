@@ -94,7 +94,8 @@ def convert(
         ConversionError: an embedding cannot be replaced so that the model still computes the same: its weight is tied
             to another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient,
             is of a subclass, a setting does not fit its dtype, and so on. It lists all of them; nothing was changed.
-        ValueError: ``skip`` names no embedding; an unknown storage or engine. Nothing was changed.
+        ValueError: ``skip`` names no embedding; an unknown storage or engine; settings of a disk that do not fit, or
+            for tables in memory. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table: its embedding and the following ones are
             unchanged.

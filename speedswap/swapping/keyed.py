@@ -250,7 +250,8 @@ def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
     """Return the rows of training lookups in several tables; those that go to another key start anew in their table.
 
     Raises:
-        IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed.
+        IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed,
+            but one in which batches wait for their turn may have keys that were looked up out of turn.
     """
     if over_ranks := _over_ranks(lookups):
         return _take_over_ranks(over_ranks, lookups)

@@ -383,6 +383,11 @@ class OptimizerState:
             self._is_initial = True
 
     @property
+    def names(self) -> list[str]:
+        """The names of the columns that the optimizer keeps."""
+        return [column.name for column in self._row_state.columns]
+
+    @property
     def is_initial(self) -> bool:
         """True until a step: the optimizer makes the rows' state itself."""
         return self._is_initial

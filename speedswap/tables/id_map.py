@@ -476,10 +476,6 @@ class IdMap(Locked):
         with self._unbroken():
             self._adopt(saved, restored)
 
-    def check_settings(self, raw: Tensor, *, what: str = "the id map") -> None:
-        """Check that :meth:`restoring` would take bytes, by their header alone; arguments and errors as there."""
-        self._require_settings(keys_file.settings_of(raw, what), what)
-
     def _require_settings(self, settings: Mapping[str, Any], what: str) -> None:
         for name, value in settings.items():
             if value != getattr(self, name):

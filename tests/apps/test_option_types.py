@@ -7,6 +7,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 
 from speedswap.apps import digits, dlrm, ncf, word2vec
@@ -41,3 +42,12 @@ def test_paths_may_be_strings_and_tuples_lists() -> None:
         digits.Settings(batch="64")
     with pytest.raises(SettingsError, match=r"layers is .*: give a tuple, each of its parts a whole number"):
         ncf.Settings(layers=(8, "4"))
+
+
+def test_numbers_of_numpy_are_kept_as_pythons() -> None:
+    """JSON holds those: settings that are accepted can be saved and loaded again."""
+    found = ncf.Settings(factors=np.int64(4), layers=np.array([8, 4]).tolist(), lr=np.float32(0.5))
+    assert found == ncf.Settings(factors=4, layers=(8, 4), lr=0.5)
+    assert [type(each) for each in (found.factors, found.lr)] == [int, float]
+    assert [type(each) for each in ncf.Settings(layers=(np.int32(8), np.int64(4))).layers] == [int, int]
+    assert type(dlrm.Settings(lr=np.int64(1)).lr) is int

@@ -159,6 +159,41 @@ def evict(group, policy, admit_after):
     return (rows > 0).tolist(), wanted.tolist(), len(taken) == len(taken.unique()), len(items.id_map)
 
 
+def evict_and_resume(group, policy, admit_after, folder, begin=0):
+    """Train with more keys than rows, go on from a checkpoint beside the training itself, and return both results.
+
+    Args:
+        folder: of the checkpoint: one is saved after two steps.
+        begin: the first step; a checkpoint is loaded before it, unless it is 0.
+    """
+
+    def training():
+        ids = speedswap.IdMap(41, evict=policy, admit_after=admit_after)
+        rows = speedswap.Embedding(42, 2, id_map=ids, seed=3, process_group=group, reduction="sum")
+        return rows, torch.optim.Adam(rows.parameters(), lr=0.1)
+
+    def train(rows, optimizer, steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + group.rank())
+            optimizer.zero_grad()
+            rows((torch.randn(8, generator=generator).abs() * 60).long()).square().sum().backward()
+            optimizer.step()
+
+    rows, optimizer = training()
+    if begin:
+        speedswap.load_checkpoint(folder, rows, optimizer)
+    train(rows, optimizer, range(begin, begin + 2))
+    speedswap.save_checkpoint(folder, rows, optimizer)
+    again, its_optimizer = training()
+    speedswap.load_checkpoint(folder, again, its_optimizer)
+    found = []
+    for each, its in ((rows, optimizer), (again, its_optimizer)):
+        train(each, its, range(begin + 2, begin + 12))
+        known = each.id_map.lookup(torch.arange(300))
+        found.append((each.id_map.share, known.tolist(), each.read().tolist(), len(each.id_map)))
+    return found
+
+
 def lose_the_gradient(group):
     """Return the weights of a row that goes to another key between two lookups of a step, and its initial values."""
     size = group.size()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import keys_scenarios as scenarios
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rank_pool import RankPool
 
 import speedswap
 from speedswap.tables.ranks import owners_of_keys
+from speedswap.tables.ranks.owned_keys import shares_of
 
 CLOSE = {"rtol": 0, "atol": 1e-12}
 
@@ -70,6 +74,37 @@ def test_owners_evict_among_their_own_keys(ranks: RankPool, policy: str, admit_a
         assert are_rows_own
         assert known <= 40
         assert sum(rows) == known
+
+
+@pytest.mark.parametrize(("policy", "admit_after"), [("lru", 1), ("lfu", 1), ("lru", 2), ("lfu", 2)])
+def test_owners_evict_the_same_keys_after_a_checkpoint(
+    ranks: RankPool, policy: str, admit_after: int, tmp_path: Path
+) -> None:
+    """On 2 ranks, on 3 that have taken their keys over, and on 3 that go on from these."""
+    for size, begin in ((2, 0), (3, 2), (3, 4)):
+        found = ranks.run(scenarios.evict_and_resume, size, policy, admit_after, str(tmp_path), begin)
+        for own, resumed in found:
+            assert resumed == own
+        assert sum(own[0] for own, _ in found) == 41
+        assert found[0][0][3] > 36  # of which ranks have evicted
+
+
+def test_shares_stay_as_ranks_fill_them() -> None:
+    assert shares_of(10, [0, 0, 0]) == [4, 3, 3]
+    assert shares_of(10, [4, 3, 2]) == [4, 3, 3]
+    assert shares_of(10, [7, 1, 0]) == [7, 2, 1]
+    assert shares_of(4, [2, 2, 0]) == [2, 2, 0]
+
+
+@given(st.data(), st.integers(1, 40), st.integers(1, 6))
+def test_shares_are_a_partition_that_covers_what_ranks_have(data: st.DataObject, capacity: int, size: int) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, capacity), min_size=size, max_size=size)))
+    used = [stop - start for start, stop in pairwise([0, *cuts])]
+    shares = shares_of(capacity, used)
+    assert sum(shares) == capacity
+    assert all(have <= share for have, share in zip(used, shares, strict=True))
+    later = [data.draw(st.integers(have, share)) for have, share in zip(used, shares, strict=True)]
+    assert shares_of(capacity, later) == shares
 
 
 def test_row_that_starts_anew_loses_the_gradient_of_lookups_before(ranks: RankPool) -> None:

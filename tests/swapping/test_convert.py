@@ -144,6 +144,17 @@ def test_settings_are_passed_on(tmp_path: Path) -> None:
     assert model.users.table.columns["weight"].rounding == "nearest"
 
 
+def test_settings_of_a_disk_are_passed_on(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(50_000, 8))
+    expected = model[0].weight.detach().clone()
+    disk = {"cache_bytes": 500_000, "commit_every": 3, "commit_seconds": None, "scratch": True}
+    speedswap.convert(model, ROWS, path=tmp_path / "tables", **disk)
+    assert model[0].table.store.cache_bytes <= 500_000
+    assert torch.equal(model[0].read(), expected)
+    model[0].table.close()
+    assert not [*(tmp_path / "tables").rglob("*.log")]
+
+
 def test_names_that_files_cannot_have_are_quoted(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a/b": nn.Embedding(ROWS, DIM)})
     speedswap.convert(model, ROWS, path=tmp_path)
@@ -332,6 +343,8 @@ def test_skipped_embeddings_are_left_alone() -> None:
         ({"storage": "memmap"}, "storage is 'memmap' but path is None"),
         ({"storage": "attic"}, "storage is 'attic'"),
         ({"engine": "steam"}, "engine is 'steam'"),
+        ({"cache_bytes": 2**20}, r"cache_bytes is 1048576 but storage is 'auto'; only 'memmap' tables have it"),
+        ({"scratch": True, "storage": "pageable"}, "scratch is True but storage is 'pageable'"),
     ],
 )
 def test_settings_that_do_not_fit_change_nothing(settings: dict[str, Any], message: str) -> None:
@@ -339,6 +352,14 @@ def test_settings_that_do_not_fit_change_nothing(settings: dict[str, Any], messa
     with pytest.raises(ValueError, match=message):
         speedswap.convert(model, ROWS, **settings)
     assert type(model.users) is nn.Embedding
+
+
+def test_settings_of_a_disk_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    model = Model(torch.float32)
+    with pytest.raises(ValueError, match="commit_every is 0; give at least 1"):
+        speedswap.convert(model, ROWS, path=tmp_path / "tables", commit_every=0)
+    assert type(model.users) is nn.Embedding
+    assert not (tmp_path / "tables").exists()
 
 
 def test_a_place_that_is_taken_changes_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.divided import divided_as, whole
 from speedswap.swapping.checkpoints.plain import Encoder
 from speedswap.swapping.checkpoints.random_state import random_state
-from speedswap.swapping.checkpoints.tables import tables_of
 from speedswap.swapping.optimizers import holds, innermost
+from speedswap.swapping.table_module import TableModule
 
 __all__ = [
     "attach_all",
@@ -30,7 +31,9 @@ __all__ = [
     "load_dense",
     "random_of",
     "require_path_and_model",
+    "require_restorable",
     "restore",
+    "saved_settings",
 ]
 
 
@@ -59,12 +62,40 @@ def listed(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]
     return found
 
 
-def attach_all(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
-    """Attach the optimizers to the tables whose weight they hold, so that weight and state go together."""
-    for module in tables_of(model).values():
+def attach_all(
+    optimizers: Sequence[Optimizer], modules: Iterable[TableModule], frozen: Collection[TableModule] = ()
+) -> None:
+    """Attach the optimizers to the tables whose weight they hold, so that weight and state go together.
+
+    Args:
+        optimizers: all of them.
+        modules: over the tables, one each.
+        frozen: modules to attach even where their weight is not being trained.
+    """
+    for module in modules:
         for optimizer in optimizers:
-            if module.weight.requires_grad and holds(optimizer, module.weight):
+            if (module.weight.requires_grad or module in frozen) and holds(optimizer, module.weight):
                 attach(optimizer, module)
+
+
+@contextmanager
+def saved_settings(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[None]:
+    """Give an optimizer's parameter groups the settings of a saved state, until the block ends.
+
+    Args:
+        optimizer: with as many groups.
+        state: its ``state_dict`` in a checkpoint.
+    """
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    try:
+        for group, saved in zip(groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        yield
+    finally:
+        for group, own in zip(groups, before, strict=True):
+            group.clear()
+            group.update(own)
 
 
 def content_of(
@@ -109,6 +140,8 @@ def check_model(saved: dict[str, Any], model: nn.Module, folder: Path) -> None:
         ours = model.state_dict()
     for name in [*ours, *saved]:
         mine, theirs = ours.get(name), saved.get(name)
+        if not any(each is None or isinstance(each, Tensor) for each in (mine, theirs)):
+            continue  # plain data of get_extra_state(), whose types a checkpoint does not keep
         if _kind_of(mine) != _kind_of(theirs):
             raise CheckpointError(
                 f"{name!r} is {_kind_of(mine)} in the model, but {_kind_of(theirs)} in the checkpoint {folder}; make "
@@ -177,15 +210,18 @@ def _undo_casts(optimizer: Optimizer, state: dict[str, Any]) -> None:
                 now[key] = value.to(now[key].device)
 
 
-def restore(target: Any, saved: Any, name: str) -> None:
-    """Let an object of ``extra`` take what was saved of it.
+def require_restorable(target: Any, saved: Any, name: str) -> None:
+    """Raise TypeError unless an object of ``extra`` can take what was saved of it."""
+    is_generator = isinstance(target, torch.Generator)
+    if not is_generator and not callable(getattr(target, "load_state_dict", None)):
+        raise TypeError(f"extra[{name!r}] is {a_kind(target)}; give an object with load_state_dict(), or a Generator")
+    if is_generator and not isinstance(saved, Tensor):
+        raise TypeError(f"extra[{name!r}] is a Generator, but {a_kind(saved)} was saved; give what takes that")
 
-    Raises:
-        TypeError: it cannot.
-    """
+
+def restore(target: Any, saved: Any) -> None:
+    """Let an object of ``extra`` take what was saved of it."""
     if isinstance(target, torch.Generator):
         target.set_state(saved)
-    elif callable(getattr(target, "load_state_dict", None)):
-        target.load_state_dict(saved)
     else:
-        raise TypeError(f"extra[{name!r}] is {a_kind(target)}; give an object with load_state_dict(), or a Generator")
+        target.load_state_dict(saved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from collections import Counter
@@ -80,9 +81,9 @@ class NewFiles:
             if digests[key] in there:
                 used[there[digests[key]].file] += tensor.nbytes
         if previous is not None:
-            # A file with mostly former values is left behind.
-            sizes = {file: (previous[1] / file).stat().st_size for file in used}
-            there = {key: each for key, each in there.items() if 2 * used[each.file] >= sizes.get(each.file, 0)}
+            # A file with mostly former values is left behind; of one that has been lost all is written again.
+            sizes = {file: path.stat().st_size for file in used if (path := previous[1] / file).is_file()}
+            there = {key: each for key, each in there.items() if 2 * used[each.file] >= sizes.get(each.file, math.inf)}
             for file in {there[digest].file for digest in digests.values() if digest in there}:
                 self.link(previous[1], file)
         new: dict[str, Tensor] = {}

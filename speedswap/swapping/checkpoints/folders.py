@@ -132,10 +132,10 @@ class Folders:
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:
             sync_names(each.parent)
-        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        directory = OpenDirectory(self.path)  # which is closed wherever a Ctrl-C comes, and the lock with it
         try:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise CheckpointError(
                     f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint; give "
@@ -149,9 +149,11 @@ class Folders:
                     _log.warning("removed %s, left behind by a process that was killed", leftover)
             yield
         finally:
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
-            os.close(fd)
+            try:
+                with suppress(OSError):
+                    fcntl.flock(directory.fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+            finally:
+                directory.close()
 
     def remove_but(self, keep: int | Collection[int] | None) -> None:
         """Remove old checkpoints: at no instant does half of one have its name.

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from speedswap.errors import CheckpointError
@@ -19,7 +20,9 @@ from speedswap.swapping.checkpoints.dense import (
     load_dense,
     random_of,
     require_path_and_model,
+    require_restorable,
     restore,
+    saved_settings,
 )
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.folders import Folders
@@ -28,7 +31,9 @@ from speedswap.swapping.checkpoints.plain import Decoder
 from speedswap.swapping.checkpoints.random_state import restore_random_state
 from speedswap.swapping.checkpoints.ranks import Ranks
 from speedswap.swapping.checkpoints.table_loading import Loading
-from speedswap.swapping.checkpoints.tables import tables_of
+from speedswap.swapping.checkpoints.tables import modules_of, tables_of
+from speedswap.swapping.optimizer_state import Found, OptimizerState
+from speedswap.swapping.optimizers import innermost
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.ranks import own_shard
@@ -66,7 +71,8 @@ def load_checkpoint(
         path: as for :func:`save_checkpoint`; or the folder of one checkpoint.
         model: with the same parameters, buffers and tables. None to read step and extra alone, such as the settings
             that the model is to be made with.
-        optimizer: as many as were saved, of the same classes, in their order; None to load the model alone.
+        optimizer: as many as were saved, of the same classes, in their order; they take the settings of the checkpoint.
+            None to load the model alone: an optimizer that trains it keeps all of its state.
         step: load the newest checkpoint of this step; by default the newest.
         extra: objects with a ``load_state_dict()``, and ``torch.Generator``, that take what was saved under their keys.
         random_state: put the global random generators back too.
@@ -74,6 +80,8 @@ def load_checkpoint(
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model. Nothing was changed.
         TableClosedError: a table of the model is closed. Nothing was changed.
+        TypeError: what is in extra cannot take what was saved. Nothing was changed.
+        ValueError: model is None, but there are objects that are to take what was saved. Nothing was changed.
         PeerError: another rank has failed.
         TableFullError: the disk of a table has no room for its rows.
 
@@ -90,6 +98,12 @@ def load_checkpoint(
     require_path_and_model(path, nn.Identity() if model is None else model)
     optimizers = listed(optimizer)
     if model is None:
+        if optimizers or extra:
+            given = "optimizer" if optimizers else "extra"
+            raise ValueError(
+                f"model is None, to read step and extra alone, so that {given} would not be loaded; give the model "
+                f"too, or leave {given} out"
+            )
         folder, manifest, files = _opened(path, step)
         return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
@@ -108,25 +122,29 @@ def load_checkpoint(
         check_model(content["model"], model, folder)
         if optimizers:
             check_optimizers(content["optimizers"], optimizers, folder)
-        for key in extra or {}:
+        for key, target in (extra or {}).items():
             if not isinstance(content["extra"], dict) or key not in content["extra"]:
                 raise CheckpointError(f"extra has {key!r}, but the checkpoint {folder} has no extra of this name")
-        tables = _tables(manifest, files, modules)
-        attach_all(optimizers, model)
-        for table, module, _ in tables:
-            table.check(module, trains=bool(optimizers) and module._step.state.optimizer is not None)
-        ranks.wait()  # nothing has changed yet, on any rank
-        for table, module, id_maps in tables:
-            table.load(module, id_maps)
+            require_restorable(target, content["extra"][key], key)
+        modules = tables_of(model, optimizers, [each.name for each in manifest.tables])
+        tables = _tables(manifest, files, model, modules)
+        attach_all(optimizers, modules.values(), frozen=[module for table, module in tables if _goes_on(table, module)])
         states = [each["state"] for each in content["optimizers"]] if optimizers else []
+        state_of = dict(zip(map(innermost, optimizers), states, strict=True))
+        for table, module in tables:
+            table.trainer = module._step.state.optimizer if module._step.state.optimizer in state_of else None
+            table.check(module)
+        _take_settings(tables, state_of)
+        ranks.wait()  # nothing has changed yet, on any rank
+        for table, module in tables:
+            table.load(module)
         ranks.wait()  # before dense parameters are divided, which all take part in
         load_dense(model, content["model"], optimizers, states)
-        for table, module, _ in tables:
-            state = module._step.state
-            if optimizers and state.optimizer is not None:
-                state.resume(state.optimizer, initial=table.saved.is_initial)
+        for table, module in tables:
+            if table.trainer is not None:
+                module._step.state.resume(table.trainer, initial=table.saved.is_initial)
         for key, target in (extra or {}).items():
-            restore(target, content["extra"][key], key)
+            restore(target, content["extra"][key])
         if random_state and random in content:
             restore_random_state(content[random])
         ranks.wait()
@@ -173,16 +191,47 @@ def _decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict
     return content
 
 
+def _goes_on(table: Loading, module: TableModule) -> bool:
+    """Return whether a table takes its state up again although it may not be trained at present."""
+    return table.has_state and module.table.columns["weight"].stored_dtype != torch.int8
+
+
+def _take_settings(tables: Iterable[tuple[Loading, TableModule]], state_of: Mapping[Optimizer, dict[str, Any]]) -> None:
+    """Make room for the state that optimizers keep with the settings of a checkpoint, and not with their present ones.
+
+    Args:
+        tables: every table of the checkpoint, with its module.
+        state_of: the optimizers' state in the checkpoint, which is not loaded yet.
+
+    Raises:
+        CheckpointError, OptimizerError: with these settings they keep other state than was saved. No table has changed.
+    """
+    found: list[tuple[OptimizerState, Found]] = []
+    for table, module in tables:
+        if table.trainer is not None and table.lacks_state_in(module):
+            with saved_settings(table.trainer, state_of[table.trainer]):
+                kept = module._step.state.examine(table.trainer)
+            table.check_columns(module, kept.columns)
+            found.append((module._step.state, kept))
+    for state, kept in found:
+        state.add(kept)
+
+
 def _tables(
-    manifest: Manifest, files: TensorsOf, modules: dict[str, TableModule]
-) -> list[tuple[Loading, TableModule, dict[str, Iterable[Tensor]]]]:
-    """Return the tables of a checkpoint, each with its module in the model and the bytes of its id maps, part by part.
+    manifest: Manifest, files: TensorsOf, model: nn.Module, modules: dict[str, TableModule]
+) -> list[tuple[Loading, TableModule]]:
+    """Return the tables of a checkpoint, each checked, with its module in the model.
+
+    Args:
+        modules: those of the model's tables, one each; others over the same tables may have had their place.
 
     Raises:
         CheckpointError: one is damaged, or they are not those of the model.
     """
     names = [saved.name for saved in manifest.tables]
-    if sorted(names) != sorted(modules):
+    every, of_store = modules_of(model), {module.table.store: module for module in modules.values()}
+    found = {name: of_store[every[name].table.store] for name in names if name in every}
+    if len(names) != len(modules) or len({*found.values()}) != len(modules):
         raise CheckpointError(
             f"the model has tables at {sorted(modules)}, but the checkpoint {files.folder} at {sorted(names)}; make "
             "the model as it was for the training"
@@ -194,11 +243,10 @@ def _tables(
             raise damaged(files.folder, f"an id map of table {saved.name!r} is missing")
         if missing:
             raise damaged(files.folder, f"{missing[0]!r} is missing")
-        loading = Loading(saved, files, manifest.token, own_shard(modules[saved.name].table))
-        loading.check(modules[saved.name], trains=False)
+        module = found[saved.name]
+        loading = Loading(saved, files, manifest.token, own_shard(module.table))
+        loading.check(module)
         of_ranks = {key: [manifest.tensors[part.id_maps[key]] for part in saved.parts] for key in saved.id_maps}
-        for key, tensors in of_ranks.items():
-            loading.check_map(modules[saved.name], key, map(files.read, tensors))
-        maps: dict[str, Iterable[Tensor]] = {key: map(files.read, tensors) for key, tensors in of_ranks.items()}
-        tables.append((loading, modules[saved.name], maps))
+        loading.check_id_maps(module, {key: map(files.read, tensors) for key, tensors in of_ranks.items()})
+        tables.append((loading, module))
     return tables

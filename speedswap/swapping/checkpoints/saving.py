@@ -44,7 +44,7 @@ def save_checkpoint(
     *,
     step: int = 0,
     extra: Any = None,
-    keep: int | Collection[int] | None = 1,
+    keep: int | Iterable[int] | None = 1,
     tables: str = "auto",
 ) -> SavedCheckpoint:
     """Save a training as of one moment: it goes on from there to the same bits as if it had not been interrupted.
@@ -110,7 +110,7 @@ def save_checkpoint(
     optimizers = listed(optimizer)
     if tables not in ("auto", "copy"):
         raise ValueError(f"tables is {tables!r}; give 'auto' or 'copy'")
-    attach_all(optimizers, model)
+    attach_all(optimizers, tables_of(model, optimizers).values())
     folders = Folders(Path(path).absolute())
     modules = tables_of(model)
     ranks = Ranks.of(modules)
@@ -166,19 +166,20 @@ def save_checkpoint(
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
 
 
-def _kept(keep: Any) -> int | frozenset[int] | None:
-    """Return how many checkpoints stay, or those of which steps, as numbers.
+def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
+    """Return the checkpoints that stay: how many of the newest, or of which steps.
 
     Raises:
-        ValueError: it is something else.
+        TypeError, ValueError: they are neither.
     """
-    if keep is None:
-        return None
+    if keep is None or isinstance(keep, range):
+        return keep
     try:
-        if isinstance(keep, Collection) and not isinstance(keep, str):
-            return frozenset(map(operator.index, keep))
-        if (newest := operator.index(keep)) >= 1:
-            return newest
+        found: int | Collection[int] = (
+            frozenset(map(operator.index, keep)) if isinstance(keep, Iterable) else operator.index(keep)
+        )
     except TypeError:
-        pass
-    raise ValueError(f"keep is {keep!r}; give 1 or more, steps to keep, or None for all")
+        raise TypeError(f"keep is {keep!r}; give 1 or more, steps to keep, or None for all") from None
+    if isinstance(found, int) and found < 1:
+        raise ValueError(f"keep is {keep}; give 1 or more, steps to keep, or None for all")
+    return found

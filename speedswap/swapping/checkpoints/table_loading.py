@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.manifest import Delta, SavedTable, damaged
 from speedswap.swapping.checkpoints.tables import ROWS, TOKEN, CopiedIn, copied, description_of, path_in, piece_rows
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Table
+from speedswap.tables import Column, Table
 from speedswap.tables.ranks import InOrder, Owners, Shard, ShardedStore, place_rows, take_shards
 
 __all__ = ["Loading"]
@@ -38,6 +40,9 @@ class Loading:
         token: of the checkpoint.
         target: the rows of the model's table that are in this process.
 
+    Attributes:
+        trainer: the optimizer that goes on with the rows' state; None where it is not loaded.
+
     Raises:
         CheckpointError: it is damaged.
     """
@@ -59,6 +64,8 @@ class Loading:
             if len(owners.places_shared(rank, target.owners, target.rank))
         ]
         self._columns = self._sources[0].shard.table.columns
+        self.trainer: Optimizer | None = None
+        self._id_maps = ExitStack()  # which changes no map if it is never closed
 
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
         """Open the files of some rows, and check that they are those of the checkpoint."""
@@ -95,33 +102,22 @@ class Loading:
             if places[column.name].dtype != column.stored_dtype:
                 raise damaged(self._folder, f"{delta.file} has {column.name!r} as {places[column.name].dtype}")
 
-    def check(self, module: TableModule, *, trains: bool) -> None:
+    def check(self, module: TableModule) -> None:
         """Check that the table fits a module's.
-
-        Args:
-            module: it.
-            trains: True if its optimizer goes on.
 
         Raises:
             CheckpointError: the message names the difference.
         """
         table, saved = module.table, self.saved
-        where = f"table {table.name!r} of the model ({saved.name or 'itself'})"
+        where = self._in_model(module)
+        table.check_open(writing=True)
         if table.num_embeddings != saved.num_embeddings:
             raise CheckpointError(
                 f"{where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has {saved.num_embeddings}"
                 "; make the model with the same"
             )
-        for column in table.columns.values():
-            theirs = self._columns.get(column.name)
-            if theirs is None and not trains:
-                continue
-            if theirs is None or (theirs.row_shape, theirs.dtype) != (column.row_shape, column.dtype):
-                found = "not there" if theirs is None else f"{theirs.row_shape} of {theirs.dtype} per row"
-                raise CheckpointError(
-                    f"column {column.name!r} of {where} is {column.row_shape} of {column.dtype} per row, but in the "
-                    f"checkpoint {self._folder} it is {found}; make model and optimizer with the same settings"
-                )
+        columns, is_trained = table.columns, self.trainer is not None
+        self.check_columns(module, [each for each in columns.values() if is_trained or each.name in self._columns])
         if saved.id_maps.keys() != table.store.id_maps.keys():
             raise CheckpointError(
                 f"{where} has {len(table.store.id_maps)} id maps, but the checkpoint {self._folder} has "
@@ -129,61 +125,95 @@ class Loading:
             )
         renews = any(id_map.evict is not None for id_map in table.store.id_maps.values())
         draws = any(column.rounding == "stochastic" for column in table.columns.values())
-        if trains and table.seed != saved.seed and (renews or draws):
+        if is_trained and table.seed != saved.seed and (renews or draws):
             why = "rows that start anew" if renews else "stochastic rounding"
             raise CheckpointError(
                 f"{where} has seed {table.seed}, but the checkpoint {self._folder} has {saved.seed}, on which {why} "
                 f"depends; make it with seed={saved.seed}"
             )
 
-    def check_map(self, module: TableModule, key: str, parts: Iterable[Tensor]) -> None:
-        """Check that an id map goes into that of a module's table.
-
-        Args:
-            module: it.
-            key: the map's name.
-            parts: its bytes.
-
-        Raises:
-            CheckpointError: it is damaged, or was made with other settings.
-        """
-        for raw in parts:
-            try:
-                module.table.store.id_maps[key].check_settings(raw, what=self._name_of(module, key))
-            except TableFormatError as error:
-                raise damaged(self._folder, error) from error
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-
     def _name_of(self, module: TableModule, key: str) -> str:
         return f"the id map of table {(key or module.table.name)!r} in checkpoint {self._folder}"
 
-    def load(self, module: TableModule, id_maps: Mapping[str, Iterable[Tensor]]) -> None:
-        """Replace the rows of a module's table, its id maps and its attributes; of one that ranks own this rank's.
+    def check_columns(self, module: TableModule, columns: Iterable[Column]) -> None:
+        """Check that columns that a module's table has, or will have, are those that were saved.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        for column in columns:
+            theirs = self._columns.get(column.name)
+            if theirs is None or (theirs.row_shape, theirs.dtype) != (column.row_shape, column.dtype):
+                found = "not there" if theirs is None else f"{theirs.row_shape} of {theirs.dtype} per row"
+                raise CheckpointError(
+                    f"column {column.name!r} of {self._in_model(module)} is {column.row_shape} of {column.dtype} per "
+                    f"row, but in the checkpoint {self._folder} it is {found}; make model and optimizer with the same "
+                    "settings"
+                )
+
+    def check_id_maps(self, module: TableModule, id_maps: Mapping[str, Iterable[Tensor]]) -> None:
+        """Read the id maps of a module's table, which :meth:`load` replaces.
 
         Args:
             module: it.
             id_maps: bytes of the maps, by name; of all parts where ranks have saved them.
+
+        Raises:
+            CheckpointError: one is damaged, or is of a map with other settings.
+        """
+        for key, raw in id_maps.items():
+            what = self._name_of(module, key)
+            try:
+                self._id_maps.enter_context(module.table.store.id_maps[key].restoring(raw, what=what))
+            except CheckpointError:
+                raise
+            except TableFormatError as error:
+                raise damaged(self._folder, error) from error
+            except ValueError as error:
+                raise CheckpointError(f"{error}, in {self._in_model(module)}") from error
+
+    def _in_model(self, module: TableModule) -> str:
+        return f"table {module.table.name!r} of the model ({self.saved.name or 'itself'})"
+
+    @property
+    def has_state(self) -> bool:
+        """True if an optimizer had stepped on the rows."""
+        return not self.saved.is_initial
+
+    def lacks_state_in(self, module: TableModule) -> bool:
+        """Return whether state was saved that a module's optimizer does not keep as it is set."""
+        return not self._columns.keys() <= {"weight", *module._step.state.names}
+
+    def load(self, module: TableModule) -> None:
+        """Replace the rows of a module's table, its id maps and its attributes; of one that ranks own this rank's.
+
+        The state stays that an attached optimizer keeps there, unless it is the one that goes on.
+
+        Args:
+            module: it, which was checked.
         """
         table = module.table
+        keeps_state = self.trainer is None and module._step.state.optimizer is not None
         module._step.abandon()
         with table.lock:
-            for key, raw in id_maps.items():
-                table.store.id_maps[key].restore(raw, what=self._name_of(module, key))
+            self._id_maps.close()
             own, first = self._target.table, self._sources[0]
-            if self._is_as_saved and first.saved.path and own.store.lives_at(first.path):
+            if self._is_as_saved and first.saved.path and own.store.lives_at(first.path) and not keeps_state:
                 first.shard.table.close()
                 own.store.return_to(first.saved.commit)
             else:
-                self._copy_to(own)
+                names = [name for name in own.columns if name in self._columns]
+                self._copy_to(own, ["weight"] if keeps_state else names)
+            attributes = dict(first.saved.attributes)
+            if keeps_state:
+                attributes = {key: value for key, value in attributes.items() if key not in own.live_attributes}
             own.attributes.clear()
-            own.attributes.update(first.saved.attributes)
+            own.attributes.update(attributes)
             if isinstance(table.store, ShardedStore):
                 table.store.torn = None
 
-    def _copy_to(self, table: Table) -> None:
-        """Write the rows to another table."""
-        names = [name for name in table.columns if name in self._columns]
+    def _copy_to(self, table: Table, names: list[str]) -> None:
+        """Write columns of the rows to another table."""
         table.check_open(writing=True)
         table.store.note_change(None)
         if self._is_as_saved:

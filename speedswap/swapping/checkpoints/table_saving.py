@@ -169,7 +169,9 @@ class Saving:
         columns = {each.name: description_of(each) for each in table.columns.values()}
         for before in (part for each in manifest.tables for part in each.parts):
             is_same = before.name == name and before.columns == columns and before.copy.endswith(shard)
-            if saved.token == manifest.token and is_same and before.copy:
+            files = (before.copy, *(delta.file for delta in before.deltas))
+            is_there = bool(before.copy) and all((self._previous[1] / each).exists() for each in files)
+            if saved.token == manifest.token and is_same and is_there:
                 return before
         return None
 

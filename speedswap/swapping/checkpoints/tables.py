@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim import Optimizer
 
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.manifest import Manifest
+from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, RowStore, Table
 from speedswap.tables.changes import ChangedRows
@@ -27,6 +29,7 @@ __all__ = [
     "description_of",
     "is_referred_to",
     "let_go",
+    "modules_of",
     "path_from",
     "path_in",
     "piece_rows",
@@ -49,12 +52,31 @@ class CopiedIn(NamedTuple):
 copied: weakref.WeakKeyDictionary[RowStore, CopiedIn] = weakref.WeakKeyDictionary()
 
 
-def tables_of(model: nn.Module) -> dict[str, TableModule]:
-    """Return the modules that train tables, by their names in the model; one per table."""
-    every = {name: module for name, module in model.named_modules() if isinstance(module, TableModule)}
-    # Of two modules over one table the one that trains it.
-    trained = sorted(every, key=lambda name: every[name]._step.state.optimizer is None)
-    of_store = {every[name].table.store: name for name in reversed(trained)}
+def modules_of(model: nn.Module) -> dict[str, TableModule]:
+    """Return all modules over tables, by their names in the model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TableModule)}
+
+
+def tables_of(
+    model: nn.Module, optimizers: Iterable[Optimizer] = (), names: Collection[str] = ()
+) -> dict[str, TableModule]:
+    """Return the modules that train tables, by their names in the model; one per table.
+
+    Args:
+        model: their model.
+        optimizers: of several modules over one table, the one is preferred that these are to train;
+        names: then one with such a name.
+    """
+    every = modules_of(model)
+
+    def rank(name: str) -> tuple[bool, ...]:
+        module = every[name]
+        is_held = any(holds(each, module.weight) for each in optimizers)
+        is_trained = module._step.state.optimizer is not None
+        return not is_trained, not (is_held and module.weight.requires_grad), name not in names, not is_held
+
+    best_last = sorted(every, key=rank)[::-1]
+    of_store = {every[name].table.store: name for name in best_last}
     return {name: module for name, module in every.items() if of_store[module.table.store] == name}
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from speedswap.kernels import Cursor, KeyMap, SavedKeys, hash_texts
 from speedswap.tables.files.damage import is_int, require, says_damaged
 
-__all__ = ["PIECE_BYTES", "SavedMap", "check_values", "decode", "encode", "pieces", "restored", "settings_of"]
+__all__ = ["PIECE_BYTES", "SavedMap", "check_values", "decode", "encode", "pieces", "restored"]
 
 _MAGIC = b"speedswap-keys 1 "
 _ALIGNMENT = 8
@@ -127,24 +127,22 @@ def pieces(raw: Tensor, what: str) -> list[SavedMap]:
     return found
 
 
-def settings_of(raw: Tensor, what: str) -> dict[str, Any]:
-    """Return the settings of a map, by its header alone; arguments and errors as of :func:`decode`."""
-    with says_damaged(what, _REMEDY):
-        return _settings(_header(raw)[0])
-
-
 def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
     """Return the map, or piece, that some bytes begin with, and its end: a multiple of so many bytes."""
     memory = raw.numpy().data
     first = len(_MAGIC) + 9
-    header, begin = _header(raw)
+    require(bytes(memory[: len(_MAGIC)]) == _MAGIC, "it holds no keys of this version")
+    line, newline, _ = bytes(memory[first : first + _MAX_HEADER]).partition(b"\n")
+    require(newline == b"\n", "its header has no end")
+    header = json.loads(line)
+    require(isinstance(header, dict), "its header is not an object")
     settings, cursor = _settings(header), _cursor(header)
     text_bytes, stale = header["text_bytes"], header["stale"]
     require(isinstance(text_bytes, list) and len(text_bytes) == 2, f"text_bytes is {text_bytes!r}")
     require(all(is_int(each, 0, _MOST_TEXT) for each in text_bytes), f"text_bytes is {text_bytes!r}")
     require(is_int(stale, 0, settings["capacity"]), f"stale is {stale!r}")
     require(isinstance(header["free_rows_are_stale"], bool), "free_rows_are_stale is neither true nor false")
-    arrays = _Arrays(raw, begin)
+    arrays = _Arrays(raw, _aligned(first + len(line) + 1))
     counts = header.get("cells", [cursor.used, cursor.probation_used])
     require(isinstance(counts, list) and len(counts) == 2, f"cells is {counts!r}")
     for some, most in zip(counts, (cursor.used, cursor.probation_used), strict=True):
@@ -160,17 +158,6 @@ def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
     require(end <= len(raw), f"it ends at byte {len(raw)}, not {end}")
     require(bytes(memory[len(_MAGIC) : first]) == b"%08x\n" % zlib.crc32(memory[first:end]), "its checksum is wrong")
     return saved, end
-
-
-def _header(raw: Tensor) -> tuple[dict[str, Any], int]:
-    """Return the JSON of the map that some bytes begin with, and the place of its arrays."""
-    memory, first = raw.numpy().data, len(_MAGIC) + 9
-    require(bytes(memory[: len(_MAGIC)]) == _MAGIC, "it holds no keys of this version")
-    line, newline, _ = bytes(memory[first : first + _MAX_HEADER]).partition(b"\n")
-    require(newline == b"\n", "its header has no end")
-    header = json.loads(line)
-    require(isinstance(header, dict), "its header is not an object")
-    return header, _aligned(first + len(line) + 1)
 
 
 def _settings(header: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from speedswap.tables.key_parts import joined, selected
 from speedswap.tables.keys import select_texts
 from speedswap.tables.ranks.key_route import owners_of_keys, sent_texts
 
-__all__ = ["SETTINGS", "OwnedKeys", "part_of"]
+__all__ = ["SETTINGS", "OwnedKeys", "part_of", "shares_of"]
 
 SETTINGS = ("capacity", "keys", "admit_after", "evict")
 
@@ -40,12 +40,13 @@ class OwnedKeys(IdMap):
     def __init__(self, settings: IdMap, group: RankGroup) -> None:
         self.group = group
         self.capacity, self.evict = settings.capacity, settings.evict
-        self.share = self._share_of(0, settings.capacity)
+        self._used_by = [0] * len(group)  # rows of what is being restored, by the rank that owns their keys
+        self._used_in_parts = self._last_in_parts = 0  # the sum, and the last of those rows
+        self.share = self._share_of(0)
         super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
         self.holder = settings.holder
         self._rows = torch.zeros(1, dtype=torch.int32)  # of each own key, by its place in the loops' map
         self._used = 0  # rows, on all ranks
-        self._used_in_parts = self._last_in_parts = 0  # rows of what is being restored, and the last of them
 
     def _empty(self) -> kernels.KeyMap:
         return kernels.KeyMap(self.share, self.keys == "exact", self.admit_after, self.evict)
@@ -59,11 +60,20 @@ class OwnedKeys(IdMap):
         """True if sightings of a key are counted, so that each of them is sent to its owner."""
         return self.admit_after > 1 or self.evict == "lfu"
 
-    def _share_of(self, used: int, free: int) -> int:
-        """Return the number of keys that this rank can own: those that it has, and a part of the rows that are free."""
+    def _share_of(self, used: int) -> int:
+        """Return the number of keys that this rank can own, with those that it has among them.
+
+        Args:
+            used: rows of its keys.
+        """
         if self.evict is None:
             return self.capacity
-        share = used + free // len(self.group) + (self.group.rank < free % len(self.group))
+        size, rank = len(self.group), self.group.rank
+        if sum(self._used_by) == self._used_in_parts:
+            share = shares_of(self.capacity, self._used_by)[rank]
+        else:  # each rank has read its own part alone
+            free = self.capacity - self._used_in_parts
+            share = used + free // size + (rank < free % size)
         if not share:
             raise ValueError(
                 f"capacity is {self.capacity}, of which this rank, one of {len(self.group)} that evict, gets no row; "
@@ -88,19 +98,34 @@ class OwnedKeys(IdMap):
         last = part.cursor.used if rows is None else int(rows.max()) if len(rows) else 0
         self._last_in_parts = max(self._last_in_parts, last)
         size, rank = len(self.group), self.group.rank
-        return selected(part, lambda numbers: owners_of_keys(numbers, size) == rank)
+        used_by = owners_of_keys(part.rows.numbers, size).bincount(minlength=size).tolist()
+        self._used_by = [sum(both) for both in zip(self._used_by, used_by, strict=True)]
+
+        def is_own(numbers: Tensor) -> Tensor:
+            return owners_of_keys(numbers, size) == rank
+
+        waiting = part.probation.numbers
+        if part.probation.counts is not None:  # else no key is on probation
+            waiting = waiting[part.probation.counts.long() > 0]
+        is_own_part = part.own_rows is not None and bool(is_own(torch.cat([part.rows.numbers, waiting])).all())
+        return part if is_own_part else selected(part, is_own)
 
     @contextmanager
     def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
+        self._used_by = [0] * len(self.group)
         self._used_in_parts = self._last_in_parts = 0
         with super().restoring(raw, what=what):
             yield
 
     def _restored(self, parts: list[SavedMap], what: str) -> tuple[SavedMap, kernels.KeyMap]:
-        saved = joined(parts, self.capacity)
         with says_damaged(what, "; restore all parts of it from a copy"):
             require(self._last_in_parts == self._used_in_parts, "the keys of some rows are missing")
-        share = self._share_of(saved.cursor.used, self.capacity - self._used_in_parts)
+        share = self._share_of(sum(part.cursor.used for part in parts))
+        own = [part for part in parts if part.cursor.used or part.cursor.probation_used]
+        if len(own) == 1 and _fits_ring(own[0], share):  # as this rank has saved it, places on probation too
+            saved = own[0]._replace(free_rows_are_stale=any(part.free_rows_are_stale for part in parts))
+        else:
+            saved = joined(parts, self.capacity)
         if len(saved.probation.numbers) > share:
             saved = joined([saved], share)
         return saved, restored(saved, what, share)
@@ -108,7 +133,7 @@ class OwnedKeys(IdMap):
     def _adopt(self, saved: SavedMap, restored: kernels.KeyMap) -> None:
         assert saved.own_rows is not None
         super()._adopt(saved, restored)
-        self.share = self._share_of(saved.cursor.used, self.capacity - self._used_in_parts)
+        self.share = self._share_of(saved.cursor.used)
         self._rows = torch.cat([torch.zeros(1, dtype=torch.int32), saved.own_rows])
         self._used = self._used_in_parts
 
@@ -140,6 +165,39 @@ class OwnedKeys(IdMap):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("the keys of the id map are owned by ranks, and cannot be pickled; save the table")
+
+
+def _fits_ring(part: SavedMap, share: int) -> bool:
+    """Return whether keys on probation can stay where they are, in a ring of so many places."""
+    used = part.cursor.probation_used
+    return used == share or used == part.cursor.last_place < share
+
+
+def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
+    """Return the number of keys that each rank can own: an equal share, and at least those that it has.
+
+    What is left where some have more is shared equally by the others. Shares stay the same as ranks fill them up, so
+    that a training evicts the same keys after it was loaded.
+
+    Args:
+        capacity: rows of all ranks.
+        used_by: rows that each rank has keys for, in their order; the sum is at most ``capacity``.
+    """
+    shares = [0] * len(used_by)
+    within = [*range(len(used_by))]
+    while within:
+        each, more = divmod(
+            capacity - sum(used for rank, used in enumerate(used_by) if rank not in within), len(within)
+        )
+        for place, rank in enumerate(within):
+            shares[rank] = each + (place < more)
+        beyond = [rank for rank in within if used_by[rank] > shares[rank]]
+        if not beyond:
+            break
+        for rank in beyond:
+            shares[rank] = used_by[rank]
+        within = [rank for rank in within if rank not in beyond]
+    return shares
 
 
 def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,10 +125,19 @@ def test_another_directory_or_a_loaded_checkpoint_is_no_basis_by_mistake(
 
 
 @pytest.mark.parametrize(
-    "keep, kept", [(1, [5]), (2, [4, 5]), ([2, 3], [2, 3, 5]), ([], [5]), (None, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+    "keep, kept",
+    [
+        (1, [5]),
+        (2, [4, 5]),
+        ([2, 3], [2, 3, 5]),
+        (range(0, 10**15, 2), [2, 4, 5]),
+        ([], [5]),
+        (None, [1, 2, 3, 4, 5]),
+        (9, [1, 2, 3, 4, 5]),
+    ],
 )
 def test_old_checkpoints_are_removed_as_the_caller_chooses(
-    keep: int | list[int] | None, kept: list[int], items: speedswap.Embedding, tmp_path: Path
+    keep: int | list[int] | range | None, kept: list[int], items: speedswap.Embedding, tmp_path: Path
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     values = {}
@@ -161,3 +173,37 @@ def test_a_file_system_without_links_gets_copies(
     items.table.write(4, torch.ones(1, DIM))
     assert speedswap.save_checkpoint(tmp_path, items).bytes_written > ROWS * DIM * 4
     assert torch.equal(loaded(tmp_path), items.read())
+
+
+@pytest.mark.parametrize("lost", ["tensors-1.safetensors", "rows-2-0.safetensors", "table-1-0"])
+def test_what_was_lost_is_written_again(lost: str, items: speedswap.Embedding, tmp_path: Path) -> None:
+    """The checkpoint before cannot be loaded; the next one can."""
+    model = torch.nn.Sequential(items, torch.nn.Linear(DIM, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    step(items, optimizer, 5)
+    speedswap.save_checkpoint(tmp_path, model, optimizer, step=1)
+    step(items, optimizer, 6)
+    folder = speedswap.save_checkpoint(tmp_path, model, optimizer, step=2).path
+    (shutil.rmtree if lost == "table-1-0" else os.unlink)(folder / lost)
+    step(items, optimizer, 7)
+    speedswap.save_checkpoint(tmp_path, model, optimizer, step=3)
+    again = torch.nn.Sequential(speedswap.Embedding(ROWS, DIM), torch.nn.Linear(DIM, 1))
+    speedswap.load_checkpoint(tmp_path, again, torch.optim.Adam(again.parameters()))
+    assert torch.equal(again[0].read(), items.read())
+    assert torch.equal(again[1].weight, model[1].weight)
+
+
+def test_numbers_of_any_type_say_what_stays(items: speedswap.Embedding, tmp_path: Path) -> None:
+    """And steps of any iterable, which is read once."""
+    for number in range(1, 4):
+        speedswap.save_checkpoint(tmp_path, items, step=number, keep=None)
+
+    def steps() -> list[str]:
+        return sorted(each.name for each in tmp_path.iterdir())
+
+    speedswap.save_checkpoint(tmp_path, items, step=4, keep=(each for each in (1, 2)))
+    assert steps() == ["000001-step-1", "000002-step-2", "000004-step-4"]
+    speedswap.save_checkpoint(tmp_path, items, step=5, keep=torch.tensor([2, 4]))
+    assert steps() == ["000002-step-2", "000004-step-4", "000005-step-5"]
+    speedswap.save_checkpoint(tmp_path, items, step=6, keep=np.int64(2))
+    assert steps() == ["000005-step-5", "000006-step-6"]

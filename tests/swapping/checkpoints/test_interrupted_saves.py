@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -141,3 +142,20 @@ def test_one_process_saves_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="another process or thread is saving a checkpoint; give each"):
             speedswap.save_checkpoint(tmp_path, trained)
     speedswap.save_checkpoint(tmp_path, trained, step=1)
+
+
+def test_ctrl_c_as_the_lock_is_given_back_leaves_it_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, lock = model(1.0), fcntl.flock
+
+    def interrupted(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN and os.path.samestat(os.fstat(fd), os.stat(tmp_path)):
+            raise KeyboardInterrupt
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        speedswap.save_checkpoint(tmp_path, trained, step=1)
+    monkeypatch.undo()
+    assert value_in(tmp_path) == 1.0
+    save(tmp_path, trained, 2.0)
+    assert value_in(tmp_path) == 2.0

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from swapping.checkpoints.trainings import OPTIMIZERS, Training, assert_same
@@ -218,6 +219,10 @@ def test_other_initial_values_are_refused_where_rows_start_anew(tmp_path: Path) 
     [
         ({"step": -1}, "step is -1; give the number of steps taken"),
         ({"keep": 0}, "keep is 0; give 1 or more"),
+        ({"keep": np.int64(-1)}, "keep is -1; give 1 or more"),
+        ({"keep": 2.0}, "keep is 2.0; give 1 or more, steps to keep, or None for all"),
+        ({"keep": "3"}, "keep is '3'; give 1 or more, steps to keep"),
+        ({"keep": [1, 2.5]}, r"keep is \[1, 2.5\]; give 1 or more, steps to keep"),
         ({"extra": {"f": lambda: 0}}, "extra.f is a function, which a checkpoint cannot hold without pickle; give"),
         ({"extra": [torch.eye(2).to_sparse()]}, "extra.0 is a tensor of layout torch.sparse_coo"),
         ({"extra": "x" * 9_000_000}, "the plain data of the checkpoint, such as extra, takes 90.* bytes as JSON"),
@@ -245,8 +250,6 @@ def test_a_state_dict_of_a_table_larger_than_memory_names_the_remedy(monkeypatch
 
 def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
     import collections
-
-    import numpy as np
 
     extra = {
         "numbers": [1, -(2**80), 0.1, float("inf"), True, None],
