@@ -78,6 +78,7 @@ class RowStore(ABC):
         reads_copies: whether :meth:`read` returns memory of its own, never a view of the store's.
         is_shared: whether the ranks of a job hold the rows together: all of them make a call about rows, each with rows
             of its own or none.
+        was_found: whether the rows were in files before this store was asked for.
     """
 
     num_embeddings: int
@@ -93,6 +94,7 @@ class RowStore(ABC):
     is_viewed: bool = False  # rows may change without a call, through a tensor over their memory
     reads_copies: bool = False
     is_shared: bool = False
+    was_found: bool = False
 
     @cached_property
     def locked(self) -> Locked:

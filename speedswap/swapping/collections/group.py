@@ -24,6 +24,7 @@ from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.part import PARTS, PartStore
 from speedswap.tables.ranges import InRanges, Range
+from speedswap.tables.table.files import discard
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -189,7 +190,7 @@ def groups_of(
     path: str | os.PathLike[str] | None,
     **arguments: Any,
 ) -> list[TableGroup]:
-    """Return all groups of a collection; if one of them cannot be made, no new table is left.
+    """Return all groups of a collection; if one of them cannot be made, no new table is left, and those found stay.
 
     Args:
         groups: the tables.
@@ -204,7 +205,7 @@ def groups_of(
     except BaseException:
         for module, group in zip(made, groups, strict=False):
             if group.table is None:
-                module.table.remove()
+                discard(module.table)
         raise
     return made
 

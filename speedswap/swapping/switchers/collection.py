@@ -24,6 +24,7 @@ from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments, DiskOptions
 from speedswap.tables.init import Initializer
 from speedswap.tables.ranks import ShardedStore, create_sharded
+from speedswap.tables.table.files import discard
 from speedswap.tables.whole_table import as_numpy
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ class Collection:
             load(self._table)
         except BaseException:
             failed, self._table = self._table, None
-            failed.remove()
+            discard(failed)
             raise
 
 

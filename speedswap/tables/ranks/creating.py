@@ -82,10 +82,12 @@ def create_sharded(
         held = replace(weight, init=OwnedRows(resolved, owners, group.rank, zero_row), zero_row=None)
         if resolve_storage(storage, path) == "memmap" and path is not None and not options.scratch:
             place = Path(path).absolute()
-            own, torn = on_disk(group, task, owners, place, (weight, held), seed=seed, name=name, disk=options)
+            own, torn, was_found = on_disk(
+                group, task, owners, place, (weight, held), seed=seed, name=name, disk=options
+            )
             task.finish()
             store = ShardedStore(own, owners, group, name=own.name, weight=whole_columns(own.columns)["weight"])
-            store.torn = torn
+            store.torn, store.was_found = torn, was_found
             return Table(store)
         made = create_store(
             owners.rows_of(group.rank),

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from speedswap.collectives import RankGroup, Task, share
 from speedswap.errors import TableFormatError
@@ -25,10 +26,24 @@ from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.table import Table
 
-__all__ = ["on_disk", "remove_former"]
+__all__ = ["OnDisk", "on_disk", "remove_former"]
 
 _CACHE_BYTES = 64 << 20
 _log = logging.getLogger("speedswap")
+
+
+class OnDisk(NamedTuple):
+    """A rank's rows of a table on disk.
+
+    Attributes:
+        store: the rows.
+        torn: why the ranks' rows are not those of one step; None if they are.
+        was_found: True if any rank had rows there already.
+    """
+
+    store: LogStore
+    torn: str | None
+    was_found: bool
 
 
 def on_disk(
@@ -41,7 +56,7 @@ def on_disk(
     seed: int,
     name: str,
     disk: DiskOptions,
-) -> tuple[LogStore, str | None]:
+) -> OnDisk:
     """Return the rows that this rank owns of a table on disk; every rank calls this.
 
     They are in a directory of their own, and stay there: the same number of ranks goes on with them. Another number
@@ -57,9 +72,6 @@ def on_disk(
         name: of it.
         disk: cache and commits.
 
-    Returns:
-        The rows; and why they are not those of one step, if so.
-
     Raises:
         ValueError: another table is there.
         FileExistsError: something else is.
@@ -71,6 +83,7 @@ def on_disk(
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
         seed, name = before.seed, before.name
     place = path / shard_name(group.rank, len(group))
+    was_there = before is not None or place.exists()
     store, problem = _opened(place, owners.rows_of(group.rank), weight, seed, name, disk), None
     try:
         if before is not None and before.world_size != len(group):
@@ -78,7 +91,7 @@ def on_disk(
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
             raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
         store.flush()
-        found = share(task, [store.manifest.salt, store.writes, store.seed, [*store.columns]])
+        found = share(task, [store.manifest.salt, store.writes, store.seed, [*store.columns], was_there])
         if len({each[2] for each in found}) > 1:
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
         after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
@@ -91,7 +104,8 @@ def on_disk(
     except BaseException:
         store.close()
         raise
-    return store, problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
+    torn = problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
+    return OnDisk(store, torn, any(each[4] for each in found))
 
 
 def _found(path: Path) -> ShardsManifest | None:

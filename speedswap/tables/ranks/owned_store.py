@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import RankGroup
+from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.ranks.owned import OwnedRows
 from speedswap.tables.ranks.owners import Owners
@@ -153,7 +155,13 @@ class OwnedStore(RowStore):
         self.own.close()
 
     def remove(self) -> None:
+        place = self.own.path
+        if place is not None:  # first what makes shards a table; of ranks that share the directory, one finds it
+            place.with_name(MANIFEST).unlink(missing_ok=True)
         self.own.remove()
+        if place is not None:
+            with suppress(OSError):  # another rank's rows are there
+                place.parent.rmdir()
 
 
 class _OwnRows(WrappedStore):

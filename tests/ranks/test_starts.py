@@ -1,0 +1,31 @@
+"""Starts over tables on disk that ranks own: one that fails leaves what it has found, and nothing new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import start_scenarios as scenarios
+import torch
+from rank_pool import RankPool
+
+
+def test_failed_start_leaves_trained_tables(ranks: RankPool, tmp_path: Path) -> None:
+    """A collection takes up its first group, and refuses the second: the first one's rows stay on disk."""
+    for said, rows in ranks.run(scenarios.start_again, 2, str(tmp_path / "tables")):
+        assert said.startswith(("ValueError: path is", "PeerError")), said
+        assert rows.tolist() == [7.0] * scenarios.ROWS
+
+
+def test_failed_start_leaves_no_new_table(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for said, left, rows in ranks.run(scenarios.fail_to_begin, 2, str(folder)):
+        assert said.startswith("MemoryError: no room"), said
+        assert left == []
+        assert rows.tolist() == [0.0] * scenarios.ROWS
+
+
+def test_removed_table_can_be_made_again(ranks: RankPool, tmp_path: Path) -> None:
+    for left, rows in ranks.run(scenarios.remove, 2, str(tmp_path)):
+        assert left == []
+        assert torch.equal(rows, torch.full((scenarios.ROWS,), 2.0))
