@@ -92,3 +92,22 @@ def remove(group, folder):
     torch.distributed.barrier(group)
     again = speedswap.Embedding(ROWS, 2, init=speedswap.init.constant(2.0), **made)
     return left, again.read()[:, 0]
+
+
+def save_over_itself(group, folder):
+    """Train, save a table in its own place, train on; return the error and a column, from memory and from files."""
+    items = speedswap.Embedding(ROWS, 2, init=speedswap.init.zeros(), process_group=group, path=f"{folder}/items")
+    optimizer = torch.optim.SGD(items.parameters(), 1.0)
+
+    def step():
+        optimizer.zero_grad()
+        items(torch.arange(ROWS)).sum().backward()
+        optimizer.step()
+
+    step()
+    said = error_of(lambda: items.table.save(f"{folder}/items", overwrite=True))
+    step()
+    found = items.read()[:, 0]
+    items.table.close()
+    again = speedswap.Embedding(ROWS, 2, process_group=group, path=f"{folder}/items")
+    return said, found, again.read()[:, 0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.collectives import RankGroup
 from speedswap.tables.files.manifest import MANIFEST
+from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.ranks.owned import OwnedRows
 from speedswap.tables.ranks.owners import Owners
@@ -153,6 +156,10 @@ class OwnedStore(RowStore):
 
     def close(self) -> None:
         self.own.close()
+
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether this rank's own files are part of a table there."""
+        return self.own.store.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
 
     def remove(self) -> None:
         place = self.own.path

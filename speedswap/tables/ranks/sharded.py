@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -282,6 +283,14 @@ class ShardedStore(OwnedStore):
             "model with process_group= that loads this one's state_dict(). To average dense layers (AveragedModel), "
             "take a module without the embedding"
         )
+
+    def require_elsewhere(self, path: str | os.PathLike[str]) -> None:
+        """Raise FileExistsError on every rank if one of them has its files there; every rank calls this."""
+        with self._task(Kind.SAVE, "the saving") as task:
+            is_own = any(task.round(note=int(self.lives_at(path))).notes)
+            task.finish()
+        if is_own:
+            self._refuse_own_place(path)
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Save the table; every rank calls this."""

@@ -34,8 +34,7 @@ def save(table: Table, path: str | os.PathLike[str], *, overwrite: bool = False)
         TableFullError: the disk has no room. An existing table is unchanged.
     """
     table.check_open()
-    if table.store.lives_at(path):
-        raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
+    table.store.require_elsewhere(path)
     table.store.save(Path(path), overwrite=overwrite)
 
 
