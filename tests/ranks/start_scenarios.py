@@ -111,3 +111,29 @@ def save_over_itself(group, folder):
     items.table.close()
     again = speedswap.Embedding(ROWS, 2, process_group=group, path=f"{folder}/items")
     return said, found, again.read()[:, 0]
+
+
+def begin_with_others(group, folder, settings):
+    """Train, start with other tables of the same size; return what that has raised, and a column of the first one."""
+    train_on_disk(group, folder, width=2)
+    said = error_of(lambda: collection(group, folder, width=2, **settings))
+    return said, first_of(group, folder, width=2)
+
+
+def switch_again(group, folder):
+    """Make a switcher's collection, fill it, and make and load it again; return errors, and a column of the rows."""
+
+    def factory():
+        more = {} if group is None else {"process_group": group}
+        return speedswap.ModelFactory(torch.nn.Embedding(4, 2), ROWS, 2, f"{folder}/words", **more)
+
+    weights = factory()
+    weights.zerosInit()
+    weights.table.write(0, torch.full((ROWS, 2), 7.0))
+    weights.table.close()
+    said = [error_of(factory().zerosInit), error_of(lambda: factory().loadCupy(__file__))]
+    weights = factory()
+    weights.loadCupy(f"{folder}/words")
+    found = weights.getNumpyVersion()[:, 0]
+    weights.table.close()
+    return said, found

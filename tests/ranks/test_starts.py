@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import start_scenarios as scenarios
 import torch
 from rank_pool import RankPool
@@ -36,3 +37,21 @@ def test_table_is_not_saved_over_itself(ranks: RankPool, tmp_path: Path) -> None
         assert said.startswith("FileExistsError: path is")
         assert "where this table lives already" in said
         assert rows.tolist() == again.tolist() == [-2.0] * scenarios.ROWS
+
+
+@pytest.mark.parametrize("names", ["ba", "ac"])
+def test_collection_refuses_the_rows_of_other_tables(ranks: RankPool, tmp_path: Path, names: str) -> None:
+    """Rows lie in the order of the tables: with two of them exchanged, each would get the other's."""
+    for said, rows in ranks.run(scenarios.begin_with_others, 2, str(tmp_path / "tables"), {"names": names}):
+        assert "give the configs that it was made with, in their order" in said
+        assert rows.tolist() == [7.0] * scenarios.ROWS
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_switchers_refuse_existing_rows_but_load_them(ranks: RankPool, tmp_path: Path, size: int | None) -> None:
+    folder = str(tmp_path)
+    for said, rows in (
+        ranks.run(scenarios.switch_again, size, folder) if size else [scenarios.switch_again(None, folder)]
+    ):
+        assert all(text.startswith("FileExistsError") and "words', which exists" in text for text in said), said
+        assert rows.tolist() == [7.0] * scenarios.ROWS

@@ -55,6 +55,12 @@ class TableGroup(TableModule):
         **arguments: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **arguments)
+        if self.table.store.was_found:
+            try:
+                _require_contents(self.table, configs)
+            except ValueError:
+                self.table.close()
+                raise
         self.configs = tuple(configs)
         self.first_rows = _first_rows(configs)
         rows = zip(self.first_rows, self.configs, strict=True)
@@ -113,12 +119,7 @@ class TableGroup(TableModule):
             if values:
                 module._init = None
         else:
-            found = table.attributes.get(PARTS, contents_of(configs))
-            if found != contents_of(configs) or (table.num_embeddings, table.dtype) != (num_rows, key.dtype):
-                raise ValueError(
-                    f"table {table.name!r} holds {found}, but tables is {contents_of(configs)} of {key.dtype}; give "
-                    "the configs that it was made with, in their order"
-                )
+            _require_contents(table, configs, key.dtype)
             module = cls(num_rows, key.embedding_dim, table=table, stored_dtype=key.stored_dtype, **arguments)
         module.weight.requires_grad_(key.trainable)
         return module
@@ -181,6 +182,18 @@ class TableGroup(TableModule):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         return None
+
+
+def _require_contents(table: Table, configs: Sequence[EmbeddingConfig], dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError if a table holds other tables than these, or of another dtype."""
+    wanted, dtype = contents_of(configs), dtype or table.dtype
+    found = table.attributes.get(PARTS, wanted)
+    num_rows = sum(config.num_embeddings for config in configs)
+    if found != wanted or (table.num_embeddings, table.dtype) != (num_rows, dtype):
+        raise ValueError(
+            f"table {table.name!r} holds {found}, but tables is {wanted} of {dtype}; give the configs that it was made "
+            "with, in their order"
+        )
 
 
 def groups_of(

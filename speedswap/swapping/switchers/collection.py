@@ -106,9 +106,11 @@ class Collection:
             self._table = None
         self._replace(self.new_table(path, init, seed=int(torch.randint(2**62, ()).item())))
 
-    def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
-        """Return a new table of this collection's rows."""
-        create = Table.create if self.process_group is None else partial(create_sharded, self.process_group)
+    def new_table(self, path: Path | None, init: Initializer, seed: int, *, exist_ok: bool = False) -> Table:
+        """Return a new table of this collection's rows; of ranks also the one that is there, if ``exist_ok`` is set."""
+        create = Table.create
+        if self.process_group is not None:
+            create = partial(create_sharded, self.process_group, exist_ok=exist_ok)
         return create(
             self.num_rows,
             self.width,
@@ -128,7 +130,7 @@ class Collection:
         Raises:
             FileExistsError: the collection's directory exists.
         """
-        if self.path is not None and self.path.exists() and self.process_group is None:  # else the ranks check theirs
+        if self.path is not None and self.path.exists() and self.process_group is None:  # ranks find it out together
             raise FileExistsError(
                 f"diskname is {str(self.path)!r}, which exists; open it with loadCupy({str(self.path)!r}), or give "
                 "another name"
@@ -142,10 +144,16 @@ class Collection:
 
     def _open(self, path: Path) -> None:
         """Continue with an existing memmap table."""
-        if self._table is not None and self._table.path is not None and self._table.path.samefile(path):
+        if self._table is not None and self._table.store.lives_at(path):
             return
-        _, every, seconds, _ = options = DiskOptions(**self.disk)
-        table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
+        if self.process_group is None:
+            _, every, seconds, _ = options = DiskOptions(**self.disk)
+            table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
+        else:
+            table = self.new_table(path, initializers.zeros(), seed=0, exist_ok=True)
+            if not table.store.was_found:
+                table.remove()
+                raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
         try:
             self._check_opened(table)
         except BaseException:
@@ -235,11 +243,6 @@ class Collection:
         """
         path = Path(loadFileName)
         if self.storage == "memmap" and path.is_dir():
-            if self.process_group is not None:
-                raise ValueError(
-                    f"loadFileName is {str(path)!r}, a directory, but the collection is owned by ranks; load a file of "
-                    "saveCupy"
-                )
             self._open(path)
         else:
             self._read_file(path if path.exists() else files.with_suffix(path, self.file_suffix))

@@ -49,6 +49,7 @@ def create_sharded(
     zero_row: int | None = None,
     stored_dtype: torch.dtype | None = None,
     rounding: str = "nearest",
+    exist_ok: bool = True,
     **disk: Unpack[DiskArguments],
 ) -> Table:
     """Create a table that the ranks of a process group own together; every rank makes it.
@@ -57,6 +58,7 @@ def create_sharded(
         process_group: the ranks.
         path: a directory, in which this rank's rows are a table of their own. Rows that are there already are taken up,
             also those of another number of ranks; then seed and initial values are those that they were made with.
+        exist_ok: False to refuse a path on disk where anything is already, as one process does.
 
     The other arguments and errors are those of :meth:`speedswap.Table.create`; they are the same on every rank, but for
     ``storage``, ``engine``, ``path`` and those of the disk. If one rank fails, none has a table.
@@ -83,7 +85,7 @@ def create_sharded(
         if resolve_storage(storage, path) == "memmap" and path is not None and not options.scratch:
             place = Path(path).absolute()
             own, torn, was_found = on_disk(
-                group, task, owners, place, (weight, held), seed=seed, name=name, disk=options
+                group, task, owners, place, (weight, held), seed=seed, name=name, disk=options, exist_ok=exist_ok
             )
             task.finish()
             store = ShardedStore(own, owners, group, name=own.name, weight=whole_columns(own.columns)["weight"])

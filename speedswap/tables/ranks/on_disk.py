@@ -56,6 +56,7 @@ def on_disk(
     seed: int,
     name: str,
     disk: DiskOptions,
+    exist_ok: bool,
 ) -> OnDisk:
     """Return the rows that this rank owns of a table on disk; every rank calls this.
 
@@ -71,13 +72,16 @@ def on_disk(
         seed: of the initial values of a new table.
         name: of it.
         disk: cache and commits.
+        exist_ok: take up rows that are there already.
 
     Raises:
         ValueError: another table is there.
-        FileExistsError: something else is.
+        FileExistsError: something else is, or anything that is not to be taken up.
     """
     whole, weight = columns
     before = _found(path)
+    if not exist_ok and path.exists():
+        raise FileExistsError(f"path is {str(path)!r}, which exists; remove it, or give another one")
     task.round()  # before anything is made there
     if before is not None:
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
