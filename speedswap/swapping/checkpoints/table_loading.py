@@ -138,7 +138,7 @@ class Loading:
         """
         table = module.table
         module._step.abandon()
-        with table.lock:
+        with table.lock, self._target.table.lock:  # no rows of the next batch are gathered from a part of it
             for key, raw in id_maps.items():
                 table.store.id_maps[key].restore(raw, what=f"id map {key!r} of checkpoint {self._folder}")
             own, first = self._target.table, self._sources[0]

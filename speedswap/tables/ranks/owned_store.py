@@ -194,6 +194,10 @@ class _OwnRows(WrappedStore):
         for each in self.ahead:
             each.note_change(rows)
 
+    def return_to(self, commit: int) -> None:
+        self.inner.return_to(commit)
+        self.note_change(None)
+
     def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         rounded: dict[str, Tensor] = {}
         for name, tensor in values.items():
