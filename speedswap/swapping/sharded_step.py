@@ -23,17 +23,19 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task
-from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, ONE_LOOKUP, JointGradients
+from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, KEEPS, ONE_LOOKUP, JointGradients
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.row_step import Leaving, RowStep, drop
 from speedswap.swapping.sharded_grad import ShardedGrad
+from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Commit
 from speedswap.tables.ranks import Route, ShardedStore, Wanted
 
 __all__ = ["Lent", "ShardedStep", "joint_step"]
 
+_tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
 
 
@@ -79,7 +81,7 @@ class ShardedStep(RowStep):
         self._renewals = 0
         self._anew: list[tuple[int, Tensor]] = []  # rows that have started anew since the last step, each time
         self._optimizer_steps = 0  # of any optimizer, at the first of these lookups
-        self._has_rows = False  # any rank's gradient since the last step
+        self._has_rows = False  # any rank's gradient
         self._gradients = JointGradients.of(self.group)
         self.number = self._gradients.add(self)
         self.weight._settle = weakref.WeakMethod(self.settle)
@@ -167,7 +169,15 @@ class ShardedStep(RowStep):
             | COMPLETE * self._answered.issuperset(self._lent)
             | ONE_LOOKUP * is_only
             | HAS_ROWS * any(len(lent.rows) for lent in [*self._lent, *self._answered])
+            | KEEPS * self.keeps
         )
+
+    @property
+    def keeps(self) -> bool:
+        """True if there is a gradient that another one is added to; on some rank it may be without rows, or zero."""
+        with as_plain():
+            grad = _tensor.grad.__get__(self.weight)
+        return grad is not None and not self._has_failed and not self._rows.updates.is_zeroed(grad)
 
     def parcel(self) -> Parcel | None:
         """Return the gradient for the owners if it is that of one lookup, along whose way it goes back."""
@@ -182,7 +192,7 @@ class ShardedStep(RowStep):
         """Take what the ranks have sent, as :meth:`parcel` does, for the rows that this rank owns."""
         way = self._lent[0].way
         assert way is not None
-        self._take(way, grads, self._answered, has_rows=True)
+        self._take(way, grads, self._answered, has_rows=True, keeps=self.keeps)
 
     @torch.no_grad()
     def exchange(self, task: Task, standings: Sequence[int], *, average: bool = True) -> None:
@@ -209,8 +219,8 @@ class ShardedStep(RowStep):
             grad = torch.empty_like(grad).index_copy_(0, places.to(grad.device), grad)
             way = route, self.table.gather(route.union, device=grad.device, checked=True), self.table.version
         grads = task.send(grad, way[0].wanted.sent, way[0].received)
-        has_rows = any(standing & HAS_ROWS for standing in standings)
-        self._take(way, grads, self._answered.union(others), has_rows=has_rows, average=average)
+        has_rows, keeps = (any(standing & flag for standing in standings) for flag in (HAS_ROWS, KEEPS))
+        self._take(way, grads, self._answered.union(others), has_rows=has_rows, keeps=keeps, average=average)
 
     def _take(
         self,
@@ -219,16 +229,26 @@ class ShardedStep(RowStep):
         done: set[Lent],
         *,
         has_rows: bool,
+        keeps: bool,
         average: bool = True,
     ) -> None:
-        """Add up the gradients that the ranks have sent for the rows that this rank owns."""
+        """Add up the gradients that the ranks have sent for the rows that this rank owns.
+
+        Args:
+            way: of the rows.
+            grads: that have come.
+            done: the lookups that they are of.
+            has_rows: whether any rank has sent some.
+            keeps: whether the gradient of an earlier exchange stays on any rank.
+            average: as for :meth:`exchange`.
+        """
         route, block, version = way
         total = route.add_up(grads)
         if average and self.reduction == "mean":
             total /= len(self.group)
-        self._has_rows |= has_rows
+        self._has_rows = has_rows or (keeps and self._has_rows)
         self._lent, self._asked, self._answered = [lent for lent in self._lent if lent not in done], None, set()
-        self._adopt(block, version, total)
+        self._adopt(block, version, total, keeps=keeps)
 
     def _age(self, lent: Lent) -> int:
         return self._lookups - 1 - lent.number
@@ -245,13 +265,13 @@ class ShardedStep(RowStep):
         none = torch.empty(0, self.table.embedding_dim, dtype=self.table.dtype, device=self.weight.device)
         return torch.empty(0, dtype=torch.int64), none
 
-    def _adopt(self, block: Block, version: int, grad: Tensor) -> None:
+    def _adopt(self, block: Block, version: int, grad: Tensor, *, keeps: bool) -> None:
         """Take the gradient of rows that this rank owns."""
         with self.lock:
             self._require_no_other_step()
             with self._rows.opened():
                 self._abandon_failed_step()
-                self._rows.add(block, version, grad)
+                self._rows.add(block, version, grad, keeps=keeps)
                 own = self.weight.grad
                 assert own is not None
                 self.weight.grad = ShardedGrad.of(own, self.group)
@@ -264,6 +284,12 @@ class ShardedStep(RowStep):
     def swap_in(self, optimizer: Any) -> None:
         self.settle()
         super().swap_in(optimizer)
+
+    def _is_zeroed(self, grad: Tensor) -> bool:
+        with self.group.main.task(Kind.STEP, ANYTHING, "another step with the same gradient") as task:
+            is_zeroed = all(task.round(note=int(super()._is_zeroed(grad))).notes)  # one without rows is zero anyway
+            task.finish()
+        return is_zeroed
 
     def add_columns(self, leaving: Leaving) -> None:
         super().add_columns(leaving)
@@ -278,11 +304,12 @@ class ShardedStep(RowStep):
 
     def _abandon(self) -> None:
         self.forget_lookups()
+        self._has_rows = False
         super()._abandon()
 
     def forget_lookups(self) -> None:
         """Forget lookups whose gradients were not exchanged."""
-        self._lent, self._asked, self._answered, self._anew, self._has_rows = [], None, set(), [], False
+        self._lent, self._asked, self._answered, self._anew = [], None, set(), []
 
 
 def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tuple[Tensor, Tensor]:

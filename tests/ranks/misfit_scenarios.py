@@ -14,12 +14,14 @@ import time
 from datetime import timedelta
 
 import fault_scenarios as faults
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import speedswap
 from speedswap.errors import SpeedswapError
+from speedswap.tables.ranks import Owners
 
 
 def optimizer_of(net):
@@ -241,3 +243,60 @@ def making(group):
 
 def group_lane(net):
     return net.users._step.group.main
+
+
+def step_again(group, how, size):
+    """Step twice with the gradient of rows that the first rank owns alone; then train with all rows.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        how: "retried" after an error of the last rank, "twice", "zeroed" between the two, "scaled" below what a number
+            can hold on the first rank alone, or "kept" for the next backward pass.
+        size: how many ranks.
+
+    Returns:
+        All rows, and how often they were written.
+    """
+    rows, owners = 20, Owners(20, 2)
+    settings = {"seed": 1, "dtype": torch.float64, "init": speedswap.init.constant(1.0)}
+    items = speedswap.Embedding(rows, 2, **settings, **({} if group is None else {"process_group": group}))
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1, weight_decay=0.5)
+    owned = torch.arange(rows)
+    owned, others = (owned[owners.of(owned) == rank] for rank in (0, 1))
+    items(owned[:3]).sum().backward()
+    if how == "retried" and group is not None:
+        with pytest.raises(MemoryError if group.rank() == size - 1 else speedswap.errors.PeerError):
+            fail_once(items, optimizer, fails=group.rank() == size - 1)
+    elif how != "retried":
+        optimizer.step()
+    torch.nn.utils.clip_grad_norm_(items.parameters(), 0.5)
+    if how == "zeroed":
+        optimizer.zero_grad(set_to_none=False)
+    elif how == "kept":
+        items(others[:2]).sum().backward()
+    elif how == "scaled":
+        items.weight.grad.mul_(0.0)
+        items(others[:2]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for factor in (1, 2):
+        (items(torch.arange(rows)) * factor).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return items.read(), items.table.writes
+
+
+def fail_once(items, optimizer, *, fails):
+    """Take a step in which this rank may run out of room just before the ranks agree to write."""
+    store = items.table.store.own.store.inner
+
+    def full(rows):
+        raise MemoryError("no room")
+
+    if fails:
+        store.reserve_rows = full
+    try:
+        optimizer.step()
+    finally:
+        if fails:
+            del store.reserve_rows

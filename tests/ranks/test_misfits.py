@@ -85,3 +85,12 @@ def test_copies_threads_and_modules_that_are_gone(ranks: RankPool) -> None:
         assert all("save" in text or "checkpoint" in text for text in said.values()), said
         assert thread_error == ["ThreadError"]
         assert errors == [None, None]
+
+
+@pytest.mark.parametrize("how", ["retried", "twice", "zeroed", "scaled", "kept"])
+def test_second_step_of_rows_that_one_rank_owns(ranks: RankPool, how) -> None:
+    """A rank without rows steps, counts and writes as the others do, whatever was done to its empty gradient."""
+    rows, writes = scenarios.step_again(None, how, 2)
+    for found, written in ranks.run(scenarios.step_again, 2, how, 2):
+        torch.testing.assert_close(found, rows, rtol=0, atol=1e-12)
+        assert written == writes
