@@ -28,9 +28,9 @@ from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.row_step import Leaving, RowStep, drop
-from speedswap.swapping.sharded_grad import ShardedGrad
+from speedswap.swapping.sharded_grad import ShardedGrad, without_ranks
 from speedswap.swapping.weight import as_plain
-from speedswap.tables import Block, Commit
+from speedswap.tables import Block, Column, Commit
 from speedswap.tables.ranks import Route, ShardedStore, Wanted
 
 __all__ = ["Lent", "ShardedStep", "joint_step"]
@@ -274,7 +274,7 @@ class ShardedStep(RowStep):
                 self._rows.add(block, version, grad, keeps=keeps)
                 own = self.weight.grad
                 assert own is not None
-                self.weight.grad = ShardedGrad.of(own, self.group)
+                self.weight.grad = ShardedGrad.of(without_ranks(own), self.group)
                 self._rows.updates.accept()
                 self._rows.updates.accept_gradient(self._optimizer_steps)
                 self._is_ready()
@@ -290,6 +290,9 @@ class ShardedStep(RowStep):
             is_zeroed = all(task.round(note=int(super()._is_zeroed(grad))).notes)  # one without rows is zero anyway
             task.finish()
         return is_zeroed
+
+    def _fitting(self, column: Column, value: Any) -> Tensor:
+        return super()._fitting(column, without_ranks(value))  # such as a momentum that begins as the gradient
 
     def add_columns(self, leaving: Leaving) -> None:
         super().add_columns(leaving)

@@ -106,7 +106,11 @@ class Collection:
             self._table = None
         self._replace(self.new_table(path, init, seed=int(torch.randint(2**62, ()).item())))
 
-    def new_table(self, path: Path | None, init: Initializer, seed: int, *, exist_ok: bool = False) -> Table:
+    def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
+        """Return a new table of this collection's rows."""
+        return self._table_at(path, init, seed, exist_ok=False)
+
+    def _table_at(self, path: Path | None, init: Initializer, seed: int, *, exist_ok: bool) -> Table:
         """Return a new table of this collection's rows; of ranks also the one that is there, if ``exist_ok`` is set."""
         create = Table.create
         if self.process_group is not None:
@@ -150,7 +154,7 @@ class Collection:
             _, every, seconds, _ = options = DiskOptions(**self.disk)
             table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
         else:
-            table = self.new_table(path, initializers.zeros(), seed=0, exist_ok=True)
+            table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
             if not table.store.was_found:
                 table.remove()
                 raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
