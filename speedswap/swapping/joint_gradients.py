@@ -74,6 +74,11 @@ class JointGradients:
                 task.give_up(error, drops=True)
                 raise
 
+    def settle(self) -> None:
+        """Exchange the gradients of lookups since the last exchange, if there were any; every rank calls this."""
+        if len(self):
+            self.exchange()
+
     def exchange(self) -> None:
         """Send the gradients of all tables with lookups to the rows' owners; every rank calls this."""
         with self.task() as task:
