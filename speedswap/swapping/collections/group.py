@@ -142,8 +142,7 @@ class TableGroup(TableModule):
         for config, first_row in zip(self.configs, self.first_rows, strict=True):
             if config.name in id_maps or config.name in self.table.store.id_maps:
                 table = Table(PartStore(self.table.store, first_row, config.num_embeddings, config.name))
-                if table.id_map is None:
-                    table.set_id_map(id_maps[config.name])
+                table.set_id_map(id_maps[config.name] if table.id_map is None else table.id_map)
                 assert table.id_map is not None
                 keyed[config.name] = KeyedRows(table.id_map, table, self._step, first_row)
         return keyed
