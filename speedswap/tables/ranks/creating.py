@@ -17,9 +17,8 @@ from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.memory.host import resolve_storage
 from speedswap.tables.opening import create_store
-from speedswap.tables.ranks.moving import whole_columns
 from speedswap.tables.ranks.on_disk import on_disk
-from speedswap.tables.ranks.owned import OwnedRows
+from speedswap.tables.ranks.owned import OwnedRows, whole_columns
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.ranks.sharded import ShardedStore
 from speedswap.tables.record import Column, count

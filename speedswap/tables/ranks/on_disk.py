@@ -21,6 +21,7 @@ from speedswap.tables.files.shards_manifest import SHARD, ShardsManifest, shard_
 from speedswap.tables.opening import create_store, open_store
 from speedswap.tables.ranks.in_files import different_steps, open_shard, read_manifest
 from speedswap.tables.ranks.moving import Shard, take_shards
+from speedswap.tables.ranks.owned import owned_column, whole_columns
 from speedswap.tables.ranks.owned_keys import part_of
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
@@ -164,6 +165,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
     Returns:
         Why they are not those of one step, if so: nothing was copied.
     """
+    assert isinstance(target.owners, Owners)
     owners, disk = Owners(before.num_embeddings, before.world_size), DiskOptions(cache_bytes=_CACHE_BYTES)
     with ExitStack() as opened:
         sources = []
@@ -175,8 +177,9 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
         problem = different_steps(path, [store.writes for store in stores], [[*store.columns] for store in stores])
         if problem is None:
             mine = target.table
-            theirs = stores[0].columns
-            mine.add_columns([column for each, column in theirs.items() if each not in mine.columns])
+            theirs = whole_columns(stores[0].columns)
+            new = [column for each, column in theirs.items() if each not in mine.columns]
+            mine.add_columns([owned_column(column, target.owners, target.rank) for column in new])
             take_shards(target, sources, [each for each in mine.columns if each in theirs])
             mine.attributes.clear()
             mine.attributes.update(stores[0].attributes)

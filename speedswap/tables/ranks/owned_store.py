@@ -18,7 +18,7 @@ from speedswap.collectives import RankGroup
 from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.ranks.owned import OwnedRows
+from speedswap.tables.ranks.owned import owned_column, whole_columns
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, WrappedStore
@@ -67,7 +67,8 @@ class OwnedStore(RowStore):
 
     @property
     def columns(self) -> dict[str, Column]:
-        return {**self.own.columns, "weight": replace(self._weight, rounding=self.own.columns["weight"].rounding)}
+        own = self.own.columns
+        return {**whole_columns(own), "weight": replace(self._weight, rounding=own["weight"].rounding)}
 
     @property
     def writes(self) -> int:
@@ -130,15 +131,12 @@ class OwnedStore(RowStore):
         self.own.reset_columns([self._owned(column) for column in columns])
 
     def _owned(self, column: Column) -> Column:
-        if isinstance(column.init, CopyOf):
-            if column.zero_row is not None:
-                raise ValueError(
-                    f"zero_row of column {column.name!r} is {column.zero_row}, but it begins as a copy of "
-                    f"{column.init.column!r}, and ranks own table {self.name!r}; scatter zeros to that row instead"
-                )
-            return column
-        init = OwnedRows(column.init, self.owners, self.group.rank, column.zero_row)
-        return replace(column, init=init, zero_row=None)
+        if isinstance(column.init, CopyOf) and column.zero_row is not None:
+            raise ValueError(
+                f"zero_row of column {column.name!r} is {column.zero_row}, but it begins as a copy of "
+                f"{column.init.column!r}, and ranks own table {self.name!r}; scatter zeros to that row instead"
+            )
+        return owned_column(column, self.owners, self.group.rank)
 
     # ------------------------------------------------------------------ steps and lifetime
 
