@@ -300,3 +300,24 @@ def fail_once(items, optimizer, *, fails):
     finally:
         if fails:
             del store.reserve_rows
+
+
+def bad_argument(group, what):
+    """Let the last rank call with an argument that does not fit; return the error, and whether all go on."""
+    items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
+    splitter = speedswap.BatchSplitter(items, micro_batch_size=2)
+    is_bad = group.rank() == group.size() - 1
+    ids, said = torch.tensor([999 if is_bad else 3]), ""
+    try:
+        if what == "read":
+            items.read(ids)
+        elif what == "reset":
+            items.table.reset_rows(ids)
+        elif what == "map":
+            splitter.map(items, "a batch" if is_bad else ids)
+        elif what == "forward":
+            splitter.forward(items, "a batch" if is_bad else ids)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    dist.barrier(group)  # after which only an error that came at once leaves the ranks at one place
+    return said, items.read(torch.arange(3)).tolist()

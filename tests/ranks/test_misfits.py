@@ -94,3 +94,13 @@ def test_second_step_of_rows_that_one_rank_owns(ranks: RankPool, how) -> None:
     for found, written in ranks.run(scenarios.step_again, 2, how, 2):
         torch.testing.assert_close(found, rows, rtol=0, atol=1e-12)
         assert written == writes
+
+
+@pytest.mark.parametrize("what", ["read", "reset", "map", "forward"])
+def test_argument_that_does_not_fit_on_one_rank(ranks: RankPool, what) -> None:
+    """The others hear of it at once, in the same call, and all go on."""
+    for rank, (said, rows) in enumerate(ranks.run(scenarios.bad_argument, 3, what)):
+        assert said.startswith(("IdError", "BatchError", "TypeError") if rank == 2 else "PeerError: rank 2 failed"), (
+            said
+        )
+        assert rows == [[0.0, 0.0]] * 3
