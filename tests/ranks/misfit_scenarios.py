@@ -321,3 +321,40 @@ def bad_argument(group, what):
         said = f"{type(error).__name__}: {error}"
     dist.barrier(group)  # after which only an error that came at once leaves the ranks at one place
     return said, items.read(torch.arange(3)).tolist()
+
+
+def other_columns(group, what):
+    """Ask for, or write, other columns than the other ranks; return the error, and all columns after it."""
+    items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
+    table, rows = items.table, torch.arange(4) + 4 * group.rank()
+    table.add_columns([speedswap.Column(name, (2,), torch.float32, speedswap.init.constant(7.0)) for name in "ab"])
+    name, said = ("weight", "a", "b")[group.rank()], ""
+    ones = torch.ones(4, 2)
+    try:
+        if what == "gather":
+            table.gather(rows, columns=[name])
+        elif what == "gather more":
+            table.gather(rows, columns=["weight", "a", "b"][: 1 + group.rank()])
+        elif what == "scatter":
+            table.scatter(rows, {name: ones})
+        elif what == "read":
+            table.read(0, 4, column=name)
+    except ValueError as error:
+        said = str(error)
+    block = table.gather(rows, columns=["b", "weight"] if group.rank() else ["weight", "b"])
+    items.read(rows[:0]) if group.rank() == 0 else table.gather(rows, columns=["weight"])
+    return said, block["weight"], block["b"]
+
+
+def other_settings(group):
+    """Make embeddings with other settings than the other ranks; return the errors, and whether one can be made."""
+    said = []
+    for settings in (
+        {"reduction": "mean" if group.rank() else "sum"},
+        {"state_dtype": torch.bfloat16 if group.rank() else None},
+    ):
+        try:
+            speedswap.Embedding(20, 2, process_group=group, **settings)
+        except ValueError as error:
+            said.append(str(error))
+    return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))

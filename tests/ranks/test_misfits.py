@@ -104,3 +104,19 @@ def test_argument_that_does_not_fit_on_one_rank(ranks: RankPool, what) -> None:
             said
         )
         assert rows == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("what", ["gather", "gather more", "scatter", "read"])
+def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
+    """Else values of one would come as another's. Their order does not matter, nor the call that asks for weights."""
+    for said, weight, other in ranks.run(scenarios.other_columns, 3, what):
+        assert "another rank has others" in said
+        assert torch.equal(weight, torch.zeros(4, 2))
+        assert torch.equal(other, torch.full((4, 2), 7.0))
+
+
+def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
+    for said, rows in ranks.run(scenarios.other_settings, 2):
+        assert len(said) == 2
+        assert all("reduction" in text and "state_dtype" in text and "on another one" in text for text in said)
+        assert rows == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,7 @@ def create_sharded(
     stored_dtype: torch.dtype | None = None,
     rounding: str = "nearest",
     exist_ok: bool = True,
+    alike: Mapping[str, object] | None = None,
     **disk: Unpack[DiskArguments],
 ) -> Table:
     """Create a table that the ranks of a process group own together; every rank makes it.
@@ -58,6 +59,7 @@ def create_sharded(
         path: a directory, in which this rank's rows are a table of their own. Rows that are there already are taken up,
             also those of another number of ranks; then seed and initial values are those that they were made with.
         exist_ok: False to refuse a path on disk where anything is already, as one process does.
+        alike: further settings that have to be the same on every rank.
 
     The other arguments and errors are those of :meth:`speedswap.Table.create`; they are the same on every rank, but for
     ``storage``, ``engine``, ``path`` and those of the disk. If one rank fails, none has a table.
@@ -68,16 +70,18 @@ def create_sharded(
     row_shape = (count("embedding_dim", embedding_dim),)
     weight = Column("weight", row_shape, dtype, resolved, zero_row, stored_dtype, rounding)
     seed = group.agree_on_seed(seed)
-    alike = (num_embeddings, embedding_dim, dtype, zero_row, stored_dtype, rounding, resolved.to_json())
+    more = {} if alike is None else dict(alike)
+    settings = (more, num_embeddings, embedding_dim, dtype, zero_row, stored_dtype, rounding, resolved.to_json())
     options = DiskOptions(**disk).require()
     name = name or ("table" if path is None else Path(path).absolute().name)
 
     with group.main.task(Kind.MAKE, ANYTHING, f"the making of table {name!r}") as task:
-        digest = hashlib.blake2b(repr(alike).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=7).digest()
         if len(set(task.round(note=int.from_bytes(digest, "little")).notes)) > 1:
+            others = "".join(f"{each} {value}, " for each, value in more.items())
             raise ValueError(
                 f"table {name!r} has num_embeddings {num_embeddings}, embedding_dim {embedding_dim}, dtype {dtype}, "
-                f"padding row {zero_row} and initial values {resolved.to_json()['kind']} on rank "
+                f"padding row {zero_row}, {others}and initial values {resolved.to_json()['kind']} on rank "
                 f"{group.ranks[group.rank]}, and others on another one; give the same on all ranks of process_group"
             )
         held = replace(weight, init=OwnedRows(resolved, owners, group.rank, zero_row), zero_row=None)
