@@ -47,14 +47,13 @@ class Lent:
         way: their route, the rows that were asked for here, and the version of the own table when they were gathered.
 
     Attributes:
-        number: among the lookups of its table, the same on every rank.
         renewals: how often rows had started anew before.
     """
 
     def __init__(self, rows: Tensor, way: tuple[Route, Block, int] | None = None) -> None:
         self.rows = rows
         self.way = way
-        self.number = self.renewals = 0
+        self.renewals = 0
 
 
 class ShardedStep(RowStep):
@@ -74,7 +73,6 @@ class ShardedStep(RowStep):
         self.store = store
         self.group: RankGroup = store.group
         self.reduction = reduction
-        self._lookups = 0
         self._lent: list[Lent] = []  # lookups whose gradient was not sent yet, and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and their gradient, to be sent to the owners
         self._answered: set[Lent] = set()  # lookups whose gradient is in it
@@ -102,7 +100,6 @@ class ShardedStep(RowStep):
         """Note a lookup, whose gradient may come."""
         if not self._lent:
             self._optimizer_steps = LostUpdates.steps_anywhere
-        lent.number, self._lookups = self._lookups, self._lookups + 1
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]
         if len(self._lent) > 1 or self._asked is not None:
             for each in self._lent:
@@ -150,7 +147,7 @@ class ShardedStep(RowStep):
         return bool(self._lent) or self._asked is not None
 
     def save_gradient(self) -> Callable[[], None]:
-        names = ("_asked", "_lent", "_answered", "_lookups", "_anew", "_has_rows", "_optimizer_steps")
+        names = ("_asked", "_lent", "_answered", "_anew", "_has_rows", "_optimizer_steps")
         put_back, before = super().save_gradient(), {name: copy.copy(getattr(self, name)) for name in names}
 
         def restore() -> None:
@@ -251,7 +248,8 @@ class ShardedStep(RowStep):
         self._adopt(block, version, total, keeps=keeps)
 
     def _age(self, lent: Lent) -> int:
-        return self._lookups - 1 - lent.number
+        """Return how many lookups without a gradient came after one: a place in the bits of a note."""
+        return len(self._lent) - 1 - self._lent.index(lent)
 
     def _with_zeros(self, others: Sequence[Lent]) -> tuple[Tensor, Tensor]:
         """Return the ids that have a gradient, and it; with zeros for those of other lookups."""

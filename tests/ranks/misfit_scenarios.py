@@ -358,3 +358,24 @@ def other_settings(group):
         except ValueError as error:
             said.append(str(error))
     return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))
+
+
+def late_gradient(group, ranks, passes):
+    """Go back through the first of many lookups on the first rank alone; return the rows after the step.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        ranks: how many.
+        passes: after the first lookup, whose gradients are looked at one by one.
+    """
+    more = {} if group is None else {"process_group": group}
+    items = speedswap.Embedding(20, 2, seed=1, dtype=torch.float64, **more)
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
+    first = items(torch.arange(3))
+    for number in range(passes):
+        items(torch.arange(number % 4, 4)).sum().backward()
+        assert items.weight.grad is not None
+    if group is None or group.rank() == 0:
+        (first.sum() / (ranks if group is None else 1)).backward()
+    optimizer.step()
+    return items.read()

@@ -120,3 +120,11 @@ def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
         assert len(said) == 2
         assert all("reduction" in text and "state_dtype" in text and "on another one" in text for text in said)
         assert rows == 3
+
+
+@pytest.mark.parametrize("passes", [1, 70])
+def test_gradient_of_a_lookup_long_before(ranks: RankPool, passes) -> None:
+    """It is told apart from those of later lookups, however many there were."""
+    expected = scenarios.late_gradient(None, 2, passes)
+    for found in ranks.run(scenarios.late_gradient, 2, 2, passes):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
