@@ -77,7 +77,7 @@ def on_disk(
 
     Raises:
         ValueError: another table is there.
-        FileExistsError: something else is, or anything that is not to be taken up.
+        FileExistsError: something else is; or anything is, and ``exist_ok`` is False.
     """
     whole, weight = columns
     before = _found(path)
