@@ -82,7 +82,7 @@ def on_disk(
     whole, weight = columns
     before = _found(path)
     if not exist_ok and path.exists():
-        raise FileExistsError(f"path is {str(path)!r}, which exists; remove it, or give another one")
+        raise FileExistsError(f"path is {str(path)!r}, which exists; load what is there, or give another path")
     task.round()  # before anything is made there
     if before is not None:
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
