@@ -270,11 +270,11 @@ class BatchSplitter:
                 more than the forward pass, is recovered from unless the function draws random numbers.
         """
         self._refuse_in_step("forward")
-        whole = Batch(batch, named)
-        whole.refuse_graphs()
-        changes = Changes(self._modules)
-        attempts = BatchAttempts(self._sizes, self._choose([function], [whole]), whole.size, changes, self._ranks)
         with self._ranks.passes():
+            whole = Batch(batch, named)
+            whole.refuse_graphs()
+            changes = Changes(self._modules)
+            attempts = BatchAttempts(self._sizes, self._choose([function], [whole]), whole.size, changes, self._ranks)
             while attempts.again():
                 with attempts:
                     sizes = self._ranks.sizes(whole.size, attempts.size)

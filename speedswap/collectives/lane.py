@@ -64,7 +64,8 @@ class Lane:
         self._broken: str | None = None
         self._process = os.getpid()
         self.sheet = Sheet(len(self.ranks))
-        self._spare = torch.empty(SPARE_IDS, dtype=torch.int64)  # takes no room until it is written
+        with torch.inference_mode(False):
+            self._spare = torch.empty(SPARE_IDS, dtype=torch.int64)  # takes no room until it is written
 
     @contextmanager
     def task(self, kind: Kind, about: int, what: str, *, may_retry: bool = False) -> Iterator[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -32,15 +33,7 @@ class Letter(NamedTuple):
 
 def as_bytes(rows: Tensor) -> Tensor:
     """Return contiguous rows as bytes, shape (n, bytes of a row); gloo knows few dtypes."""
-    flat = rows.view(len(rows), -1) if rows.numel() else rows.new_empty(len(rows), rows[:0].numel() or _width(rows))
-    return flat.view(torch.uint8)
-
-
-def _width(rows: Tensor) -> int:
-    width = 1
-    for size in rows.shape[1:]:
-        width *= size
-    return width
+    return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
 class Parcel(NamedTuple):

@@ -56,6 +56,8 @@ class OwnPace:
         Args:
             number: identifies the kind of work; it must be the same on all ranks.
         """
+        if self._lane.pending is not None:
+            self._lane.pending.settle()  # what passes before have left is weighed otherwise
         failures, self._meetings, self.is_active = self._lane.failures, number << 32, True
         try:
             yield

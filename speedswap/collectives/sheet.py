@@ -48,8 +48,9 @@ class Sheet:
     def __init__(self, size: int) -> None:
         self.room = ROOM // size
         self.agreed: Agreed | None = None
-        self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64)
-        self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8)
+        with torch.inference_mode(False):  # which would make tensors that nothing outside of it may change
+            self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64)
+            self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8)
 
     @property
     def line_bytes(self) -> int:
@@ -61,7 +62,8 @@ class Sheet:
         size = len(self._mine)
         wanted = size * (_LINE_BYTES + self.room * row_bytes)
         if wanted > len(self._rows_out):
-            self._rows_out, self._rows_in = torch.empty(2, wanted, dtype=torch.uint8)
+            with torch.inference_mode(False):
+                self._rows_out, self._rows_in = torch.empty(2, wanted, dtype=torch.uint8)
 
     def fill(self, lines: Sequence[Line], ids: Tensor | None = None) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """Write each rank's line.

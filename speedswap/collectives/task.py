@@ -37,6 +37,9 @@ class Pending(Protocol):
     def __len__(self) -> int:
         """Return how many there are on this rank."""
 
+    def settle(self) -> None:
+        """Finish them, if there are some; every rank calls this."""
+
     def finish(self, task: Task) -> None:
         """Finish them, after the first round of the task, with the others."""
 

@@ -61,16 +61,19 @@ class BatchRows:
         finally:
             self.close()
 
-    def add(self, block: Block, version: int, grad: Tensor) -> None:
+    def add(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
         """Add the rows and the gradient of a lookup to those of the lookups before.
 
         Args:
             block: the rows that the lookup gathered.
             version: the table's, when it did.
             grad: the rows' gradient.
+            keeps: whether the gradient of the lookups before stays; by default if it was not zeroed.
         """
         before = self._weight.grad
-        if self.block is not None and before is not None and not self.updates.is_zeroed(before):
+        if keeps is None:
+            keeps = before is not None and not self.updates.is_zeroed(before)
+        if self.block is not None and before is not None and keeps:
             block, grad = self._merged(self.block, before, block, version, grad)
         elif version != self._table.version:
             block = self._gather(block.rows, grad.device)  # other steps were taken since the forward pass
@@ -86,7 +89,9 @@ class BatchRows:
         total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=device)
         total.index_copy_(0, old_places, grad.to(device))
         total.index_copy_(0, new_places, total.index_select(0, new_places) + new_grad)
-        if not self._version == new_version == self._table.version or self._weight.device != device:
+        are_current = self._version == new_version == self._table.version
+        has_state = block.columns.keys() == new.columns.keys()  # else a step without rows has dropped it
+        if not are_current or not has_state or self._weight.device != device:
             return self._gather(union, device), total
         columns = {}
         for name, values in new.columns.items():

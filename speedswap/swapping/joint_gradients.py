@@ -18,11 +18,12 @@ from speedswap.errors import RanksError
 if TYPE_CHECKING:
     from speedswap.swapping.sharded_step import ShardedStep
 
-__all__ = ["COMPLETE", "HAS_GRADIENT", "HAS_ROWS", "ONE_LOOKUP", "JointGradients"]
+__all__ = ["COMPLETE", "HAS_GRADIENT", "HAS_ROWS", "KEEPS", "ONE_LOOKUP", "JointGradients"]
 
-# A rank's gradients of a table: there are some; all lookups have one, or are none; there is one lookup alone; of rows.
-FLAGS = 4
-HAS_GRADIENT, COMPLETE, ONE_LOOKUP, HAS_ROWS = (1 << flag for flag in range(FLAGS))
+# A rank's gradients of a table: there are some; all lookups have one, or are none; there is one lookup alone; of rows;
+# they are added to an earlier exchange's.
+FLAGS = 5
+HAS_GRADIENT, COMPLETE, ONE_LOOKUP, HAS_ROWS, KEEPS = (1 << flag for flag in range(FLAGS))
 _DIGEST = (1 << 60) - 1
 
 
@@ -73,6 +74,11 @@ class JointGradients:
                 task.give_up(error, drops=True)
                 raise
 
+    def settle(self) -> None:
+        """Exchange the gradients of lookups since the last exchange, if there were any; every rank calls this."""
+        if len(self):
+            self.exchange()
+
     def exchange(self) -> None:
         """Send the gradients of all tables with lookups to the rows' owners; every rank calls this."""
         with self.task() as task:
@@ -90,7 +96,9 @@ class JointGradients:
         letter, note = None, 0
         if len(parcels) == len(waiting) and len({parcel.rows.device for parcel in parcels}) == 1:
             letter = task.letter(*packed(parcels))
-            which = hash(tuple(step.number for step in waiting)) & _DIGEST | 1  # the same in every process
+            which = (
+                hash(tuple((step.number, step.keeps) for step in waiting)) & _DIGEST | 1
+            )  # the same in every process
             note = which << 1 | all(step.standing & HAS_ROWS for step in waiting)
         with task.promised():
             notes = task.round(note=note).notes

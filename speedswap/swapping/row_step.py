@@ -233,7 +233,7 @@ class RowStep(Locked):
             return
         if self._status is _Status.STEPPING:
             self.state.put_back()  # the step before raised; this one starts over
-        if self._status is not _Status.READY and self._rows.updates.is_zeroed(grad):
+        if self._status is not _Status.READY and self._is_zeroed(grad):
             self.weight.grad = None  # lazily: rows without a gradient are not touched
             return
         if self._status is not _Status.READY or not self._rows.are_current:
@@ -252,6 +252,10 @@ class RowStep(Locked):
         self._thread = threading.get_ident()
         self._status = _Status.STEPPING  # from here on, undo takes back what a Ctrl-C leaves half done
         self.state.put_in(optimizer, block)
+
+    def _is_zeroed(self, grad: Tensor) -> bool:
+        """Return whether a gradient that has been stepped with was zeroed since."""
+        return self._rows.updates.is_zeroed(grad)
 
     def check_out(self, optimizer: Optimizer) -> Leaving | None:
         """Return what the optimizer's step has left for the table, before :meth:`swap_out` of any table.
@@ -347,8 +351,13 @@ class RowStep(Locked):
         with self.lock, self._rows.opened():
             self._abandon()
 
+    @property
+    def _has_failed(self) -> bool:
+        """True if the last step did not come to its end, so that its rows and gradient are of no more use."""
+        return self._status in (_Status.STEPPING, _Status.FAILED) and not self._in_closure
+
     def _abandon_failed_step(self) -> None:
-        if self._status in (_Status.STEPPING, _Status.FAILED) and not self._in_closure:
+        if self._has_failed:
             self._abandon()
 
     def _abandon(self) -> None:

@@ -8,16 +8,17 @@ silence. So the few operations that look at a gradient as a whole look at the gr
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from speedswap.collectives import ANYTHING, Kind, RankGroup, note_of
 
-__all__ = ["ShardedGrad"]
+__all__ = ["ShardedGrad", "without_ranks"]
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
@@ -42,10 +43,25 @@ class ShardedGrad(torch.Tensor):
         kwargs = kwargs or {}
         if func in _HANDLED:
             return _HANDLED[func](*args, **kwargs)
+        if func in _KEEPING or func in _RESHAPING:
+            return _kept(func, args, kwargs)
         if any(_is_spread(each) for each in args):
             return _beside_others(func, args, kwargs)
         with _plain():
             return func(*args, **kwargs)
+
+
+def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function whose result has a value for each of the gradient, and return it with the gradient's ranks."""
+    args = tuple(map(_whole, args))
+    with _plain():
+        found = func(*args, **kwargs)
+    given = next((each for each in args if isinstance(each, ShardedGrad)), None)
+    if given is None or not isinstance(found, Tensor) or isinstance(found, ShardedGrad):
+        return found
+    with _plain():
+        is_alike = found.numel() == given.numel() if func in _RESHAPING else found.shape == given.shape
+    return ShardedGrad.of(found, given.group) if is_alike else found
 
 
 def _beside_others(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,29 +92,66 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def as_plain(grad: Tensor) -> Tensor:
-    """Return a gradient as an ordinary tensor over the same memory."""
-    if not isinstance(grad, ShardedGrad):
-        return grad
+def without_ranks(value: Any) -> Any:
+    """Return a gradient as an ordinary tensor over the same memory, and anything else as it is."""
+    if not isinstance(value, ShardedGrad):
+        return value
     with _plain():
-        return grad.as_subclass(torch.Tensor)
+        return value.as_subclass(torch.Tensor)
+
+
+def _is_whole(x: Tensor, dim: Any) -> bool:
+    """Return whether these dimensions are all that a tensor has."""
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    return {each % x.dim() if x.dim() else 0 for each in dims} == {*range(x.dim())}
 
 
 def _vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     with _plain():
-        if dim is None and not x.numel():  # of which torch has no norm of order infinity
-            own = x.new_full((), math.inf if float(ord) == -math.inf else 0, dtype=kwargs.get("dtype"))
+        is_whole = isinstance(x, ShardedGrad) and _is_whole(x, dim)
+        if is_whole and not x.numel():  # of which torch has no norm of order infinity
+            shape = (1,) * x.dim() if keepdim else ()
+            own = x.new_full(shape, math.inf if float(ord) == -math.inf else 0, dtype=kwargs.get("dtype"))
         else:
             own = torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)
-    return _over_ranks(x, own, float(ord)) if isinstance(x, ShardedGrad) and dim is None else own
+    return _over_ranks(x, own, float(ord)) if isinstance(x, ShardedGrad) and is_whole else own
 
 
 def _norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-    order = 2.0 if p in (None, "fro") else float(p)
-    if isinstance(input, ShardedGrad) and dim is None:
-        return _vector_norm(input, order, **{key: value for key, value in kwargs.items() if key == "dtype"})
+    if isinstance(input, ShardedGrad) and _is_whole(input, dim):
+        if p == "nuc":
+            _refuse_of_matrix(p)
+        given = {key: value for key, value in kwargs.items() if key == "dtype"}
+        return _vector_norm(input, 2.0 if p in (None, "fro") else p, dim, keepdim, **given)
     with _plain():
         return torch.norm(input, p, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
+
+
+def _linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    if isinstance(A, ShardedGrad) and _is_whole(A, dim):
+        if ord in (None, "fro") or A.dim() == 1:
+            return _vector_norm(A, 2.0 if ord in (None, "fro") else ord, dim, keepdim, **kwargs)
+        _refuse_of_matrix(ord)
+    with _plain():
+        return torch.linalg.norm(A, ord, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
+
+
+def _matrix_norm(A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kwargs: Any) -> Tensor:
+    if isinstance(A, ShardedGrad):
+        return _linalg_norm(A, ord, dim, keepdim, **kwargs)
+    with _plain():
+        return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
+
+
+def _dist(input: Tensor, other: Tensor, p: Any = 2) -> Tensor:
+    return _vector_norm(input - other, p)
+
+
+def _refuse_of_matrix(order: Any) -> NoReturn:
+    raise TypeError(
+        f"ord is {order!r}, a norm of the matrix that all ranks' rows of the gradient make up, which no rank has; take "
+        "torch.linalg.vector_norm, or the norm of order 'fro'"
+    )
 
 
 def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -134,19 +187,42 @@ def _over_ranks(grad: ShardedGrad, own: Tensor, order: float) -> Tensor:
 def _check_finite(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     with _plain():
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
-    grad = next(each for each in grads if isinstance(each, ShardedGrad))
-    with grad.group.main.task(Kind.FINITE, ANYTHING, "the search for infinite gradients") as task:
-        found = task.round(note=int(bool(found_inf.item()))).notes
-        task.finish()
-    if any(found):
-        found_inf.fill_(1.0)
+    for group in dict.fromkeys(each.group for each in grads if isinstance(each, ShardedGrad)):
+        with group.main.task(Kind.FINITE, ANYTHING, "the search for infinite gradients") as task:
+            found = task.round(note=int(bool(found_inf.item()))).notes
+            task.finish()
+        if any(found):
+            found_inf.fill_(1.0)
+
+
+def _functions(names: str) -> set[Any]:
+    """Return the functions of these names among torch's and a tensor's; of an attribute, its getter."""
+    found = [getattr(place, name) for place in (Tensor, torch) for name in names.split() if hasattr(place, name)]
+    return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
+
+
+# What a loop does to a gradient before it looks at its norm. Others, such as an index, may keep as many values on one
+# rank as there are, and fewer on another.
+_KEEPING = _functions(
+    "abs absolute add addcdiv addcmul bfloat16 clamp clamp_max clamp_min clip clone contiguous cpu cuda data detach "
+    "div divide double float half mul multiply nan_to_num neg negative pow rsub sign square sqrt sub subtract to "
+    "true_divide type type_as __abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __rtruediv__ __sub__ "
+    "__truediv__"
+)
+_RESHAPING = _functions("flatten mT permute ravel reshape swapaxes T t transpose view")
 
 
 _HANDLED: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _vector_norm,
     torch._C._linalg.linalg_vector_norm: _vector_norm,  # type: ignore[attr-defined]
+    torch.linalg.norm: _linalg_norm,
+    torch._C._linalg.linalg_norm: _linalg_norm,  # type: ignore[attr-defined]
+    torch.linalg.matrix_norm: _matrix_norm,
+    torch._C._linalg.linalg_matrix_norm: _matrix_norm,  # type: ignore[attr-defined]
     torch.norm: _norm,
     Tensor.norm: _norm,
+    torch.dist: _dist,
+    Tensor.dist: _dist,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _check_finite,
 }

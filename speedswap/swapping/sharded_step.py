@@ -23,17 +23,19 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task
-from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, ONE_LOOKUP, JointGradients
+from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, KEEPS, ONE_LOOKUP, JointGradients
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.row_step import Leaving, RowStep, drop
-from speedswap.swapping.sharded_grad import ShardedGrad
-from speedswap.tables import Block, Commit
+from speedswap.swapping.sharded_grad import ShardedGrad, without_ranks
+from speedswap.swapping.weight import as_plain
+from speedswap.tables import Block, Column, Commit
 from speedswap.tables.ranks import Route, ShardedStore, Wanted
 
 __all__ = ["Lent", "ShardedStep", "joint_step"]
 
+_tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
 
 
@@ -45,14 +47,13 @@ class Lent:
         way: their route, the rows that were asked for here, and the version of the own table when they were gathered.
 
     Attributes:
-        number: among the lookups of its table, the same on every rank.
         renewals: how often rows had started anew before.
     """
 
     def __init__(self, rows: Tensor, way: tuple[Route, Block, int] | None = None) -> None:
         self.rows = rows
         self.way = way
-        self.number = self.renewals = 0
+        self.renewals = 0
 
 
 class ShardedStep(RowStep):
@@ -72,14 +73,13 @@ class ShardedStep(RowStep):
         self.store = store
         self.group: RankGroup = store.group
         self.reduction = reduction
-        self._lookups = 0
         self._lent: list[Lent] = []  # lookups whose gradient was not sent yet, and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and their gradient, to be sent to the owners
         self._answered: set[Lent] = set()  # lookups whose gradient is in it
         self._renewals = 0
         self._anew: list[tuple[int, Tensor]] = []  # rows that have started anew since the last step, each time
         self._optimizer_steps = 0  # of any optimizer, at the first of these lookups
-        self._has_rows = False  # any rank's gradient since the last step
+        self._has_rows = False  # any rank's gradient
         self._gradients = JointGradients.of(self.group)
         self.number = self._gradients.add(self)
         self.weight._settle = weakref.WeakMethod(self.settle)
@@ -100,7 +100,6 @@ class ShardedStep(RowStep):
         """Note a lookup, whose gradient may come."""
         if not self._lent:
             self._optimizer_steps = LostUpdates.steps_anywhere
-        lent.number, self._lookups = self._lookups, self._lookups + 1
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]
         if len(self._lent) > 1 or self._asked is not None:
             for each in self._lent:
@@ -148,7 +147,7 @@ class ShardedStep(RowStep):
         return bool(self._lent) or self._asked is not None
 
     def save_gradient(self) -> Callable[[], None]:
-        names = ("_asked", "_lent", "_answered", "_lookups", "_anew", "_has_rows", "_optimizer_steps")
+        names = ("_asked", "_lent", "_answered", "_anew", "_has_rows", "_optimizer_steps")
         put_back, before = super().save_gradient(), {name: copy.copy(getattr(self, name)) for name in names}
 
         def restore() -> None:
@@ -167,7 +166,15 @@ class ShardedStep(RowStep):
             | COMPLETE * self._answered.issuperset(self._lent)
             | ONE_LOOKUP * is_only
             | HAS_ROWS * any(len(lent.rows) for lent in [*self._lent, *self._answered])
+            | KEEPS * self.keeps
         )
+
+    @property
+    def keeps(self) -> bool:
+        """True if there is a gradient that another one is added to; on some rank it may be without rows, or zero."""
+        with as_plain():
+            grad = _tensor.grad.__get__(self.weight)
+        return grad is not None and not self._has_failed and not self._rows.updates.is_zeroed(grad)
 
     def parcel(self) -> Parcel | None:
         """Return the gradient for the owners if it is that of one lookup, along whose way it goes back."""
@@ -182,7 +189,7 @@ class ShardedStep(RowStep):
         """Take what the ranks have sent, as :meth:`parcel` does, for the rows that this rank owns."""
         way = self._lent[0].way
         assert way is not None
-        self._take(way, grads, self._answered, has_rows=True)
+        self._take(way, grads, self._answered, has_rows=True, keeps=self.keeps)
 
     @torch.no_grad()
     def exchange(self, task: Task, standings: Sequence[int], *, average: bool = True) -> None:
@@ -209,8 +216,8 @@ class ShardedStep(RowStep):
             grad = torch.empty_like(grad).index_copy_(0, places.to(grad.device), grad)
             way = route, self.table.gather(route.union, device=grad.device, checked=True), self.table.version
         grads = task.send(grad, way[0].wanted.sent, way[0].received)
-        has_rows = any(standing & HAS_ROWS for standing in standings)
-        self._take(way, grads, self._answered.union(others), has_rows=has_rows, average=average)
+        has_rows, keeps = (any(standing & flag for standing in standings) for flag in (HAS_ROWS, KEEPS))
+        self._take(way, grads, self._answered.union(others), has_rows=has_rows, keeps=keeps, average=average)
 
     def _take(
         self,
@@ -219,19 +226,30 @@ class ShardedStep(RowStep):
         done: set[Lent],
         *,
         has_rows: bool,
+        keeps: bool,
         average: bool = True,
     ) -> None:
-        """Add up the gradients that the ranks have sent for the rows that this rank owns."""
+        """Add up the gradients that the ranks have sent for the rows that this rank owns.
+
+        Args:
+            way: of the rows.
+            grads: that have come.
+            done: the lookups that they are of.
+            has_rows: whether any rank has sent some.
+            keeps: whether the gradient of an earlier exchange stays on any rank.
+            average: as for :meth:`exchange`.
+        """
         route, block, version = way
         total = route.add_up(grads)
         if average and self.reduction == "mean":
             total /= len(self.group)
-        self._has_rows |= has_rows
+        self._has_rows = has_rows or (keeps and self._has_rows)
         self._lent, self._asked, self._answered = [lent for lent in self._lent if lent not in done], None, set()
-        self._adopt(block, version, total)
+        self._adopt(block, version, total, keeps=keeps)
 
     def _age(self, lent: Lent) -> int:
-        return self._lookups - 1 - lent.number
+        """Return how many lookups without a gradient came after one: a place in the bits of a note."""
+        return len(self._lent) - 1 - self._lent.index(lent)
 
     def _with_zeros(self, others: Sequence[Lent]) -> tuple[Tensor, Tensor]:
         """Return the ids that have a gradient, and it; with zeros for those of other lookups."""
@@ -245,16 +263,16 @@ class ShardedStep(RowStep):
         none = torch.empty(0, self.table.embedding_dim, dtype=self.table.dtype, device=self.weight.device)
         return torch.empty(0, dtype=torch.int64), none
 
-    def _adopt(self, block: Block, version: int, grad: Tensor) -> None:
+    def _adopt(self, block: Block, version: int, grad: Tensor, *, keeps: bool) -> None:
         """Take the gradient of rows that this rank owns."""
         with self.lock:
             self._require_no_other_step()
             with self._rows.opened():
                 self._abandon_failed_step()
-                self._rows.add(block, version, grad)
+                self._rows.add(block, version, grad, keeps=keeps)
                 own = self.weight.grad
                 assert own is not None
-                self.weight.grad = ShardedGrad.of(own, self.group)
+                self.weight.grad = ShardedGrad.of(without_ranks(own), self.group)
                 self._rows.updates.accept()
                 self._rows.updates.accept_gradient(self._optimizer_steps)
                 self._is_ready()
@@ -264,6 +282,15 @@ class ShardedStep(RowStep):
     def swap_in(self, optimizer: Any) -> None:
         self.settle()
         super().swap_in(optimizer)
+
+    def _is_zeroed(self, grad: Tensor) -> bool:
+        with self.group.main.task(Kind.STEP, ANYTHING, "another step with the same gradient") as task:
+            is_zeroed = all(task.round(note=int(super()._is_zeroed(grad))).notes)  # one without rows is zero anyway
+            task.finish()
+        return is_zeroed
+
+    def _fitting(self, column: Column, value: Any) -> Tensor:
+        return super()._fitting(column, without_ranks(value))  # such as a momentum that begins as the gradient
 
     def add_columns(self, leaving: Leaving) -> None:
         super().add_columns(leaving)
@@ -278,11 +305,12 @@ class ShardedStep(RowStep):
 
     def _abandon(self) -> None:
         self.forget_lookups()
+        self._has_rows = False
         super()._abandon()
 
     def forget_lookups(self) -> None:
         """Forget lookups whose gradients were not exchanged."""
-        self._lent, self._asked, self._answered, self._anew, self._has_rows = [], None, set(), [], False
+        self._lent, self._asked, self._answered, self._anew = [], None, set(), []
 
 
 def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tuple[Tensor, Tensor]:

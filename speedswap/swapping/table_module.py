@@ -125,7 +125,10 @@ class TableModule(nn.Module):
         if table is None:
             first_values = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
-            make = Table.create if process_group is None else functools.partial(create_sharded, process_group)
+            make = Table.create
+            if process_group is not None:
+                alike = {"reduction": reduction, "state_dtype": state_dtype}
+                make = functools.partial(create_sharded, process_group, alike=alike)
             table = make(
                 num_embeddings,
                 embedding_dim,

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from speedswap.errors import WeightError
 from speedswap.swapping.refusals import name_of, refusal, require_one_pass
+from speedswap.swapping.sharded_grad import ShardedGrad
 from speedswap.tables import Table, init
 
 __all__ = ["TableRows", "TableWeight", "as_plain", "is_one_value"]
@@ -248,6 +249,12 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     def grad(self) -> None:
         self._set_grad(None)
 
+    def _set_grad(self, grad: Tensor | None) -> None:
+        group = None if self.gradient_keeper is None else self.gradient_keeper.group
+        if group is not None and grad is not None and not isinstance(grad, ShardedGrad):
+            grad = ShardedGrad.of(grad, group)
+        super()._set_grad(grad)
+
     def _note_optimizer(self, asking: FrameType) -> None:
         """Note the optimizer in whose ``add_param_group`` or ``zero_grad`` a frame is, if it is in one."""
         # Locals are read of such frames alone: a frame keeps what it was asked for.
@@ -324,7 +331,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.ones_like: lambda rows, **kwargs: rows._like(torch.ones_like, **kwargs),
     torch.zeros_like: lambda rows, **kwargs: rows._like(torch.zeros_like, **kwargs),
     _tensor.data.__set__: lambda rows, values: rows._detached()._copy(values),
-    _tensor.grad.__set__: _Rows._set_grad,
+    _tensor.grad.__set__: lambda rows, grad: rows._set_grad(grad),
 }
 
 _FROM_TORCH_INIT = _functions("constant_ kaiming_uniform_ normal_ uniform_", nn.init)

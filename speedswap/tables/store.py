@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class RowStore(ABC):
         stays_at: the commit that is read, of a store that was opened to read one and does not follow later ones.
         is_shared: whether the ranks of a job hold the rows together: all of them make a call about rows, each with rows
             of its own or none.
+        was_found: whether the rows were in files before this store was asked for.
     """
 
     num_embeddings: int
@@ -95,6 +96,7 @@ class RowStore(ABC):
     reads_copies: bool = False
     stays_at: int | None = None
     is_shared: bool = False
+    was_found: bool = False
 
     @cached_property
     def locked(self) -> Locked:
@@ -404,6 +406,14 @@ class RowStore(ABC):
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
         """Return whether this store's own files are there."""
         return False
+
+    def require_elsewhere(self, path: str | os.PathLike[str]) -> None:
+        """Raise FileExistsError if this store is to be saved where its own files are."""
+        if self.lives_at(path):
+            self._refuse_own_place(path)
+
+    def _refuse_own_place(self, path: str | os.PathLike[str]) -> NoReturn:
+        raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
 
 
 def _of_inner(name: str) -> Callable[..., Any]:

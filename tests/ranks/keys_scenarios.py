@@ -285,3 +285,24 @@ def train_on_disk(group, path, begin, end):
     found = rows.tolist(), items.read(rows).tolist()
     items.table.close()
     return losses, *found
+
+
+def share_evicting_map(group, folder, kind):
+    """Give an evicting map to two tables, new, in a collection, or as one has it from files; return errors."""
+    id_map, said = speedswap.IdMap(4, evict="lru"), []
+    more = {} if group is None else {"process_group": group}
+    kept = {"path": f"{folder}/kept", **more}
+    if kind == "on disk" and group is not None:
+        speedswap.Embedding(5, 2, id_map=speedswap.IdMap(4, evict="lru"), **kept).table.close()
+    try:
+        if kind == "collection":
+            config = speedswap.EmbeddingConfig
+            configs = [config(name=name, num_embeddings=5, embedding_dim=2, id_map=id_map) for name in "ab"]
+            speedswap.EmbeddingCollection(configs, **more)
+        else:
+            first = speedswap.Embedding(5, 2, id_map=id_map, **(kept if kind == "on disk" else more))
+            speedswap.Embedding(5, 2, id_map=id_map, **more)
+            first.table.close()
+    except ValueError as error:
+        said.append(str(error))
+    return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from contextlib import nullcontext, suppress
 from itertools import pairwise
@@ -303,3 +304,30 @@ def differ(group):
             ids = ids + 1
         right.append(torch.equal(items(ids % ROWS).detach(), whole[ids % ROWS]))
     return right
+
+
+def load_between(group, folder, on_disk, depth):
+    """Train, load the first checkpoint while the next batch is on its way, train on.
+
+    Returns:
+        The rows looked up right after that, and those after all steps.
+    """
+    items = embedding(group, path=folder / f"rows-{depth}" if on_disk else None)
+    optimizer = torch.optim.SGD(items.parameters(), 1.0)
+    speedswap.save_checkpoint(folder / f"run-{depth}", items, optimizer)
+    some, others = torch.arange(6), torch.arange(20, 26)
+    looked_up = None
+    for step, ids in enumerate(
+        speedswap.lookahead([some, some, some, others, some, some], {items: all_ids}, depth=depth)
+    ):
+        rows = items(ids)
+        if step == 3:
+            time.sleep(0.3)  # the next batch comes before the load
+        elif step == 4:
+            looked_up = rows.detach().clone()
+        rows.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            speedswap.load_checkpoint(folder / f"run-{depth}", items, optimizer)
+    return looked_up, items.read()

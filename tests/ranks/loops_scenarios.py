@@ -10,6 +10,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, SparseAdam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import speedswap
+from speedswap.collectives import RankGroup
 
 ROWS, DIM, SAMPLES, STEPS = 40, 4, 6, 4
 
@@ -247,4 +248,27 @@ def loops(group, size):
     for name, each in LOOPS.items():
         run = Run(group, size)
         found[name] = (each(run) or [], run.state())
+    return found
+
+
+def begins_in_inference_mode(group, in_mode):
+    """Make a lane, and look up for the first time, in inference mode; then train. Return all rows."""
+    own = dist.new_group(dist.get_process_group_ranks(group))
+    items = []
+    with torch.inference_mode(in_mode):
+        RankGroup.of(own)
+    for dim in (2, 64):  # each row wider than those before
+        items.append(speedswap.Embedding(40, dim, seed=dim, process_group=own))
+        with torch.inference_mode(in_mode):
+            items[-1](torch.arange(5))
+    optimizer = SGD([each.weight for each in items], 0.1)
+    for number in range(2):
+        for each in items:
+            each(torch.arange(number, 9)).square().sum().backward()
+        many = torch.arange(2000) % 40  # more than a line has room for
+        items[0](many).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [each.read() for each in items]
+    dist.destroy_process_group(own)
     return found

@@ -14,12 +14,14 @@ import time
 from datetime import timedelta
 
 import fault_scenarios as faults
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import speedswap
 from speedswap.errors import SpeedswapError
+from speedswap.tables.ranks import Owners
 
 
 def optimizer_of(net):
@@ -241,3 +243,139 @@ def making(group):
 
 def group_lane(net):
     return net.users._step.group.main
+
+
+def step_again(group, how, size):
+    """Step twice with the gradient of rows that the first rank owns alone; then train with all rows.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        how: "retried" after an error of the last rank, "twice", "zeroed" between the two, "scaled" below what a number
+            can hold on the first rank alone, or "kept" for the next backward pass.
+        size: how many ranks.
+
+    Returns:
+        All rows, and how often they were written.
+    """
+    rows, owners = 20, Owners(20, 2)
+    settings = {"seed": 1, "dtype": torch.float64, "init": speedswap.init.constant(1.0)}
+    items = speedswap.Embedding(rows, 2, **settings, **({} if group is None else {"process_group": group}))
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1, weight_decay=0.5)
+    owned = torch.arange(rows)
+    owned, others = (owned[owners.of(owned) == rank] for rank in (0, 1))
+    items(owned[:3]).sum().backward()
+    if how == "retried" and group is not None:
+        with pytest.raises(MemoryError if group.rank() == size - 1 else speedswap.errors.PeerError):
+            fail_once(items, optimizer, fails=group.rank() == size - 1)
+    elif how != "retried":
+        optimizer.step()
+    torch.nn.utils.clip_grad_norm_(items.parameters(), 0.5)
+    if how == "zeroed":
+        optimizer.zero_grad(set_to_none=False)
+    elif how == "kept":
+        items(others[:2]).sum().backward()
+    elif how == "scaled":
+        items.weight.grad.mul_(0.0)
+        items(others[:2]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for factor in (1, 2):
+        (items(torch.arange(rows)) * factor).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return items.read(), items.table.writes
+
+
+def fail_once(items, optimizer, *, fails):
+    """Take a step in which this rank may run out of room just before the ranks agree to write."""
+    store = items.table.store.own.store.inner
+
+    def full(rows):
+        raise MemoryError("no room")
+
+    if fails:
+        store.reserve_rows = full
+    try:
+        optimizer.step()
+    finally:
+        if fails:
+            del store.reserve_rows
+
+
+def bad_argument(group, what):
+    """Let the last rank call with an argument that does not fit; return the error, and whether all go on."""
+    items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
+    splitter = speedswap.BatchSplitter(items, micro_batch_size=2)
+    is_bad = group.rank() == group.size() - 1
+    ids, said = torch.tensor([999 if is_bad else 3]), ""
+    try:
+        if what == "read":
+            items.read(ids)
+        elif what == "reset":
+            items.table.reset_rows(ids)
+        elif what == "map":
+            splitter.map(items, "a batch" if is_bad else ids)
+        elif what == "forward":
+            splitter.forward(items, "a batch" if is_bad else ids)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    dist.barrier(group)  # after which only an error that came at once leaves the ranks at one place
+    return said, items.read(torch.arange(3)).tolist()
+
+
+def other_columns(group, what):
+    """Ask for, or write, other columns than the other ranks; return the error, and all columns after it."""
+    items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
+    table, rows = items.table, torch.arange(4) + 4 * group.rank()
+    table.add_columns([speedswap.Column(name, (2,), torch.float32, speedswap.init.constant(7.0)) for name in "ab"])
+    name, said = ("weight", "a", "b")[group.rank()], ""
+    ones = torch.ones(4, 2)
+    try:
+        if what == "gather":
+            table.gather(rows, columns=[name])
+        elif what == "gather more":
+            table.gather(rows, columns=["weight", "a", "b"][: 1 + group.rank()])
+        elif what == "scatter":
+            table.scatter(rows, {name: ones})
+        elif what == "read":
+            table.read(0, 4, column=name)
+    except ValueError as error:
+        said = str(error)
+    block = table.gather(rows, columns=["b", "weight"] if group.rank() else ["weight", "b"])
+    items.read(rows[:0]) if group.rank() == 0 else table.gather(rows, columns=["weight"])
+    return said, block["weight"], block["b"]
+
+
+def other_settings(group):
+    """Make embeddings with other settings than the other ranks; return the errors, and whether one can be made."""
+    said = []
+    for settings in (
+        {"reduction": "mean" if group.rank() else "sum"},
+        {"state_dtype": torch.bfloat16 if group.rank() else None},
+    ):
+        try:
+            speedswap.Embedding(20, 2, process_group=group, **settings)
+        except ValueError as error:
+            said.append(str(error))
+    return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))
+
+
+def late_gradient(group, ranks, passes):
+    """Go back through the first of many lookups on the first rank alone; return the rows after the step.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        ranks: how many.
+        passes: after the first lookup, whose gradients are looked at one by one.
+    """
+    more = {} if group is None else {"process_group": group}
+    items = speedswap.Embedding(20, 2, seed=1, dtype=torch.float64, **more)
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
+    first = items(torch.arange(3))
+    for number in range(passes):
+        items(torch.arange(number % 4, 4)).sum().backward()
+        assert items.weight.grad is not None
+    if group is None or group.rank() == 0:
+        (first.sum() / (ranks if group is None else 1)).backward()
+    optimizer.step()
+    return items.read()

@@ -169,3 +169,24 @@ def open_torn(group, path):
     except speedswap.errors.TableFormatError as error:
         return str(error)
     return "read"
+
+
+def add_column(group, folder, adds):
+    """Add a column to a table on disk, or find it there; return its values, before and after rows start anew.
+
+    Args:
+        group: the ranks; None for one process.
+        folder: for the table.
+        adds: whether it is to be added.
+    """
+    more = {} if group is None else {"process_group": group}
+    table = speedswap.Embedding(ROWS, DIM, seed=1, path=f"{folder}/rows", **more).table
+    if adds:
+        table.add_columns([speedswap.Column("noise", (2,), torch.float32, speedswap.init.normal(), zero_row=4)])
+    found, rows = table.read(0, ROWS, column="noise"), torch.tensor([3, 700, ROWS - 1])
+    rows = rows if group is None or group.rank() == 0 else rows[:0]
+    table.scatter(rows, {"noise": torch.ones(len(rows), 2)})
+    table.reset_rows(rows)
+    again = table.read(0, ROWS, column="noise")
+    table.close()
+    return found, again

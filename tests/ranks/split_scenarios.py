@@ -188,3 +188,31 @@ def failing_alone(sizes):
         optimizer.step()
         optimizer.zero_grad()
     return net.users.read(), net.items.read(), net.layer.weight.detach()
+
+
+def mixed_training(group, size, looks):
+    """Train on an ordinary pass and a split batch per step; return rows and layer.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+        size: samples of a rank in the ordinary pass; in the split one each rank has one more than the rank before.
+        looks: whether the gradient is looked at between the two.
+    """
+    net = Net(group)
+    ranks = range(2) if group is None else [group.rank()]
+    model = net if group is None else DistributedDataParallel(speedswap.ignore_in_ddp(net), process_group=group)
+    splitter = None if group is None else speedswap.BatchSplitter(model, micro_batch_size=2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for number in range(3):
+        ids, targets = joined([batch_of(rank, number, size) for rank in ranks])
+        mean(model(ids), targets).backward()
+        if looks:
+            assert net.users.weight.grad is not None
+        ids, targets = joined([batch_of(rank, 10 + number, size + rank) for rank in ranks])
+        if splitter is None:
+            mean(net(ids), targets).backward()
+        else:
+            splitter.backward(lambda ids, targets: mean(model(ids), targets), ids, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.users.read(), net.items.read(), net.layer.weight.detach()

@@ -148,3 +148,15 @@ def test_keys_of_a_table_on_disk_are_found_again(ranks: RankPool, tmp_path: Path
     for each in found:
         assert each[1] == rows
         torch.testing.assert_close(torch.tensor(each[2]), torch.tensor(weights), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["new", "collection", "on disk"])
+def test_evicting_map_is_one_tables(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """Rows that start anew in one table would keep another key's values in the other."""
+    found = [
+        scenarios.share_evicting_map(None, tmp_path / "one", kind),
+        *ranks.run(scenarios.share_evicting_map, 2, tmp_path, kind),
+    ]
+    for said in found:
+        assert len(said) == 1
+        assert "evicts and is another table's" in said[0]

@@ -126,3 +126,11 @@ def test_lookaheads_that_were_left_do_not_disturb_later_ones(ranks: RankPool, ke
 def test_ids_that_differ_from_those_announced_are_looked_up(ranks: RankPool) -> None:
     """On one rank only: the others give up what has come for them."""
     assert ranks.run(scenarios.differ, 3) == [[True] * 4] * 3
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_load_between_steps_changes_no_bit(ranks: RankPool, tmp_path: Path, on_disk: bool) -> None:
+    """Rows of the next batch that came before a checkpoint is loaded are brought up to date."""
+    plain, ahead = (ranks.run(scenarios.load_between, 2, tmp_path, on_disk, depth) for depth in (0, 1))
+    for one, other in zip(plain, ahead, strict=True):
+        assert all(map(torch.equal, one, other))

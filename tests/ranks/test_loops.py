@@ -27,3 +27,10 @@ def test_loops_train_as_in_one_process(ranks: RankPool) -> None:
         (averaged, _), _ = found["averages"]
         assert "cannot be copied; save it" in averaged
         assert all(error is not None for error in [*found["moves"][0], *found["refused"][0], *found["hooks"][0][:2]])
+
+
+def test_training_after_an_evaluation_in_inference_mode(ranks: RankPool) -> None:
+    """The memory in which ranks send each other rows is made in the first lookup; it serves those of training, too."""
+    found, wanted = (ranks.run(scenarios.begins_in_inference_mode, 5, mode) for mode in (True, False))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, ours, theirs))

@@ -85,3 +85,46 @@ def test_copies_threads_and_modules_that_are_gone(ranks: RankPool) -> None:
         assert all("save" in text or "checkpoint" in text for text in said.values()), said
         assert thread_error == ["ThreadError"]
         assert errors == [None, None]
+
+
+@pytest.mark.parametrize("how", ["retried", "twice", "zeroed", "scaled", "kept"])
+def test_second_step_of_rows_that_one_rank_owns(ranks: RankPool, how) -> None:
+    """A rank without rows steps, counts and writes as the others do, whatever was done to its empty gradient."""
+    rows, writes = scenarios.step_again(None, how, 2)
+    for found, written in ranks.run(scenarios.step_again, 2, how, 2):
+        torch.testing.assert_close(found, rows, rtol=0, atol=1e-12)
+        assert written == writes
+
+
+@pytest.mark.parametrize("what", ["read", "reset", "map", "forward"])
+def test_argument_that_does_not_fit_on_one_rank(ranks: RankPool, what) -> None:
+    """The others hear of it at once, in the same call, and all go on."""
+    for rank, (said, rows) in enumerate(ranks.run(scenarios.bad_argument, 3, what)):
+        assert said.startswith(("IdError", "BatchError", "TypeError") if rank == 2 else "PeerError: rank 2 failed"), (
+            said
+        )
+        assert rows == [[0.0, 0.0]] * 3
+
+
+@pytest.mark.parametrize("what", ["gather", "gather more", "scatter", "read"])
+def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
+    """Else values of one would come as another's. Their order does not matter, nor the call that asks for weights."""
+    for said, weight, other in ranks.run(scenarios.other_columns, 3, what):
+        assert "another rank has others" in said
+        assert torch.equal(weight, torch.zeros(4, 2))
+        assert torch.equal(other, torch.full((4, 2), 7.0))
+
+
+def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
+    for said, rows in ranks.run(scenarios.other_settings, 2):
+        assert len(said) == 2
+        assert all("reduction" in text and "state_dtype" in text and "on another one" in text for text in said)
+        assert rows == 3
+
+
+@pytest.mark.parametrize("passes", [1, 70])
+def test_gradient_of_a_lookup_long_before(ranks: RankPool, passes) -> None:
+    """It is told apart from those of later lookups, however many there were."""
+    expected = scenarios.late_gradient(None, 2, passes)
+    for found in ranks.run(scenarios.late_gradient, 2, 2, passes):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

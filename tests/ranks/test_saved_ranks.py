@@ -129,3 +129,13 @@ def test_rows_of_different_steps_are_refused(ranks: RankPool, tmp_path: Path) ->
     for said in ranks.run(scenarios.open_torn, 2, str(tmp_path / "rows")):
         assert "shards of different steps" in said
         assert "load the last checkpoint" in said
+
+
+def test_added_columns_begin_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    """Also with another number of ranks, which copies no row that was never written; and rows that start anew."""
+    wanted, again = scenarios.add_column(None, tmp_path / "one", True)
+    assert torch.equal(again, wanted)
+    for size in (2, 3):
+        for values, again in ranks.run(scenarios.add_column, size, str(tmp_path), size == 2):
+            assert torch.equal(values, wanted)
+            assert torch.equal(again, wanted)

@@ -55,3 +55,11 @@ def test_failure_on_one_rank_ends_the_batch_on_all(ranks: RankPool, stage, error
     for rank, (said, *tables) in enumerate(ranks.run(scenarios.failing, 3, sizes, stage)):
         assert said == [error if rank == 1 else "PeerError"]
         close(tables, expected)
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["", "looked at"])
+def test_split_batch_after_an_ordinary_pass(ranks: RankPool, looks) -> None:
+    """The first pass counts once, as the mean over the ranks, whether its gradient was looked at or not."""
+    expected = scenarios.mixed_training(None, 5, looks)
+    for tables in ranks.run(scenarios.mixed_training, 2, 5, looks):
+        close(tables, expected)

@@ -195,7 +195,7 @@ class Loading:
         table = module.table
         keeps_state = self.trainer is None and module._step.state.optimizer is not None
         module._step.abandon()
-        with table.lock:
+        with table.lock, self._target.table.lock:  # no rows of the next batch are gathered from a part of it
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
             if self._is_as_saved and first.saved.path and own.store.lives_at(first.path) and not keeps_state:

@@ -24,6 +24,7 @@ from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.part import PARTS, PartStore
 from speedswap.tables.ranges import InRanges, Range
+from speedswap.tables.table.files import discard
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -54,6 +55,12 @@ class TableGroup(TableModule):
         **arguments: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, **arguments)
+        if self.table.store.was_found:
+            try:
+                _require_contents(self.table, configs)
+            except ValueError:
+                self.table.close()
+                raise
         self.configs = tuple(configs)
         self.first_rows = _first_rows(configs)
         rows = zip(self.first_rows, self.configs, strict=True)
@@ -112,12 +119,7 @@ class TableGroup(TableModule):
             if values:
                 module._init = None
         else:
-            found = table.attributes.get(PARTS, contents_of(configs))
-            if found != contents_of(configs) or (table.num_embeddings, table.dtype) != (num_rows, key.dtype):
-                raise ValueError(
-                    f"table {table.name!r} holds {found}, but tables is {contents_of(configs)} of {key.dtype}; give "
-                    "the configs that it was made with, in their order"
-                )
+            _require_contents(table, configs, key.dtype)
             module = cls(num_rows, key.embedding_dim, table=table, stored_dtype=key.stored_dtype, **arguments)
         module.weight.requires_grad_(key.trainable)
         return module
@@ -140,8 +142,7 @@ class TableGroup(TableModule):
         for config, first_row in zip(self.configs, self.first_rows, strict=True):
             if config.name in id_maps or config.name in self.table.store.id_maps:
                 table = Table(PartStore(self.table.store, first_row, config.num_embeddings, config.name))
-                if table.id_map is None:
-                    table.set_id_map(id_maps[config.name])
+                table.set_id_map(id_maps[config.name] if table.id_map is None else table.id_map)
                 assert table.id_map is not None
                 keyed[config.name] = KeyedRows(table.id_map, table, self._step, first_row)
         return keyed
@@ -182,6 +183,18 @@ class TableGroup(TableModule):
         return None
 
 
+def _require_contents(table: Table, configs: Sequence[EmbeddingConfig], dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError if a table holds other tables than these, or of another dtype."""
+    wanted, dtype = contents_of(configs), dtype or table.dtype
+    found = table.attributes.get(PARTS, wanted)
+    num_rows = sum(config.num_embeddings for config in configs)
+    if found != wanted or (table.num_embeddings, table.dtype) != (num_rows, dtype):
+        raise ValueError(
+            f"table {table.name!r} holds {found}, but tables is {wanted} of {dtype}; give the configs that it was made "
+            "with, in their order"
+        )
+
+
 def groups_of(
     groups: Sequence[Group],
     values: Mapping[str, Tensor] | None,
@@ -189,7 +202,7 @@ def groups_of(
     path: str | os.PathLike[str] | None,
     **arguments: Any,
 ) -> list[TableGroup]:
-    """Return all groups of a collection; if one of them cannot be made, no new table is left.
+    """Return all groups of a collection; if one of them cannot be made, no new table is left, and those found stay.
 
     Args:
         groups: the tables.
@@ -204,7 +217,7 @@ def groups_of(
     except BaseException:
         for module, group in zip(made, groups, strict=False):
             if group.table is None:
-                module.table.remove()
+                discard(module.table)
         raise
     return made
 

@@ -26,6 +26,7 @@ from speedswap.tables.disk.options import DiskArguments, DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.init import Initializer
 from speedswap.tables.ranks import ShardedStore, create_sharded
+from speedswap.tables.table.files import discard
 from speedswap.tables.whole_table import as_numpy
 
 if TYPE_CHECKING:
@@ -109,7 +110,13 @@ class Collection:
 
     def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
         """Return a new table of this collection's rows."""
-        create = Table.create if self.process_group is None else partial(create_sharded, self.process_group)
+        return self._table_at(path, init, seed, exist_ok=False)
+
+    def _table_at(self, path: Path | None, init: Initializer, seed: int, *, exist_ok: bool) -> Table:
+        """Return a new table of this collection's rows; of ranks also the one that is there, if ``exist_ok`` is set."""
+        create = Table.create
+        if self.process_group is not None:
+            create = partial(create_sharded, self.process_group, exist_ok=exist_ok)
         return create(
             self.num_rows,
             self.width,
@@ -129,7 +136,7 @@ class Collection:
         Raises:
             FileExistsError: the collection's directory exists.
         """
-        if self.path is None or self.process_group is not None:  # the ranks check theirs
+        if self.path is None or self.process_group is not None:  # ranks find it out together
             return self.path
         TableDirectory.discard_scratch(self.path)
         if self.path.exists():
@@ -146,10 +153,16 @@ class Collection:
 
     def _open(self, path: Path) -> None:
         """Continue with an existing memmap table."""
-        if self._table is not None and self._table.path is not None and self._table.path.samefile(path):
+        if self._table is not None and self._table.store.lives_at(path):
             return
-        _, every, seconds, _ = options = DiskOptions(**self.disk)
-        table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
+        if self.process_group is None:
+            _, every, seconds, _ = options = DiskOptions(**self.disk)
+            table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
+        else:
+            table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
+            if not table.store.was_found:
+                table.remove()
+                raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
         try:
             self._check_opened(table)
         except BaseException:
@@ -239,11 +252,6 @@ class Collection:
         """
         path = Path(loadFileName)
         if self.storage == "memmap" and path.is_dir():
-            if self.process_group is not None:
-                raise ValueError(
-                    f"loadFileName is {str(path)!r}, a directory, but the collection is owned by ranks; load a file of "
-                    "saveCupy"
-                )
             self._open(path)
         else:
             self._read_file(path if path.exists() else files.with_suffix(path, self.file_suffix))
@@ -262,7 +270,7 @@ class Collection:
             load(self._table)
         except BaseException:
             failed, self._table = self._table, None
-            failed.remove()
+            discard(failed)
             raise
 
 

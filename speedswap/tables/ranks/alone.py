@@ -29,7 +29,6 @@ class _Alone(WrappedStore):
         task: in which the other ranks serve it.
     """
 
-    is_shared = False
     together: Any = RowStore.together  # one rank's calls are no others'
 
     def __init__(self, inner: RowStore, task: Task) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,8 @@ from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.memory.host import resolve_storage
 from speedswap.tables.opening import create_store
-from speedswap.tables.ranks.moving import whole_columns
 from speedswap.tables.ranks.on_disk import on_disk
-from speedswap.tables.ranks.owned import OwnedRows
+from speedswap.tables.ranks.owned import OwnedRows, whole_columns
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.ranks.sharded import ShardedStore
 from speedswap.tables.record import Column, count, require_name, seed_of
@@ -49,6 +48,8 @@ def create_sharded(
     zero_row: int | None = None,
     stored_dtype: torch.dtype | None = None,
     rounding: str = "nearest",
+    exist_ok: bool = True,
+    alike: Mapping[str, object] | None = None,
     **disk: Unpack[DiskArguments],
 ) -> Table:
     """Create a table that the ranks of a process group own together; every rank makes it.
@@ -57,6 +58,8 @@ def create_sharded(
         process_group: the ranks.
         path: a directory, in which this rank's rows are a table of their own. Rows that are there already are taken up,
             also those of another number of ranks; then seed and initial values are those that they were made with.
+        exist_ok: False to refuse a path on disk where anything is already, as one process does.
+        alike: further settings that have to be the same on every rank.
 
     The other arguments and errors are those of :meth:`speedswap.Table.create`; they are the same on every rank, but for
     ``storage``, ``engine``, ``path`` and those of the disk. If one rank fails, none has a table.
@@ -68,25 +71,29 @@ def create_sharded(
     weight = Column("weight", row_shape, dtype, resolved, zero_row, stored_dtype, rounding)
     require_name(name)
     seed = group.agree_on_seed(seed_of(seed))
-    alike = (num_embeddings, embedding_dim, dtype, zero_row, stored_dtype, rounding, resolved.to_json())
+    more = {} if alike is None else dict(alike)
+    settings = (more, num_embeddings, embedding_dim, dtype, zero_row, stored_dtype, rounding, resolved.to_json())
     options = DiskOptions(**disk).require()
     name = name or ("table" if path is None else Path(path).absolute().name)
 
     with group.main.task(Kind.MAKE, ANYTHING, f"the making of table {name!r}") as task:
-        digest = hashlib.blake2b(repr(alike).encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(repr(settings).encode(), digest_size=7).digest()
         if len(set(task.round(note=int.from_bytes(digest, "little")).notes)) > 1:
+            others = "".join(f"{each} {value}, " for each, value in more.items())
             raise ValueError(
                 f"table {name!r} has num_embeddings {num_embeddings}, embedding_dim {embedding_dim}, dtype {dtype}, "
-                f"padding row {zero_row} and initial values {resolved.to_json()['kind']} on rank "
+                f"padding row {zero_row}, {others}and initial values {resolved.to_json()['kind']} on rank "
                 f"{group.ranks[group.rank]}, and others on another one; give the same on all ranks of process_group"
             )
         held = replace(weight, init=OwnedRows(resolved, owners, group.rank, zero_row), zero_row=None)
         if resolve_storage(storage, path) == "memmap" and path is not None and not options.scratch:
             place = Path(path).absolute()
-            own, torn = on_disk(group, task, owners, place, (weight, held), seed=seed, name=name, disk=options)
+            own, torn, was_found = on_disk(
+                group, task, owners, place, (weight, held), seed=seed, name=name, disk=options, exist_ok=exist_ok
+            )
             task.finish()
             store = ShardedStore(own, owners, group, name=own.name, weight=whole_columns(own.columns)["weight"])
-            store.torn = torn
+            store.torn, store.was_found = torn, was_found
             return Table(store)
         made = create_store(
             owners.rows_of(group.rank),

@@ -21,7 +21,7 @@ from speedswap.tables.files.place import Place
 from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.opening import open_store
-from speedswap.tables.ranks.moving import whole_columns
+from speedswap.tables.ranks.owned import whole_columns
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.tables.ranks.owned import OwnedRows
+from speedswap.tables.ranks.owned import whole_columns
 from speedswap.tables.ranks.owners import InOrder, Owners
 from speedswap.tables.ranks.sharded import ShardedStore
-from speedswap.tables.record import Column
 from speedswap.tables.table import Table
 
-__all__ = ["Shard", "own_shard", "place_rows", "take_shards", "whole_columns"]
+__all__ = ["Shard", "own_shard", "place_rows", "take_shards"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -103,14 +101,4 @@ def _starts(table: Table) -> dict[str, list[tuple[object, ...]]]:
             ).values()
         ]
         for name, held in table.store.initial_layout.by_name.items()
-    }
-
-
-def whole_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns of the whole table, given those of the rows that a rank owns."""
-    return {
-        name: replace(column, init=column.init.init, zero_row=column.init.zero_row)
-        if isinstance(column.init, OwnedRows)
-        else column
-        for name, column in columns.items()
     }

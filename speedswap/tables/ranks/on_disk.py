@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from speedswap.collectives import RankGroup, Task, share
 from speedswap.errors import TableFormatError
@@ -20,15 +21,30 @@ from speedswap.tables.files.shards_manifest import SHARD, ShardsManifest, shard_
 from speedswap.tables.opening import create_store, open_store
 from speedswap.tables.ranks.in_files import different_steps, open_shard, read_manifest
 from speedswap.tables.ranks.moving import Shard, take_shards
+from speedswap.tables.ranks.owned import owned_column, whole_columns
 from speedswap.tables.ranks.owned_keys import part_of
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.table import Table
 
-__all__ = ["on_disk", "remove_former"]
+__all__ = ["OnDisk", "on_disk", "remove_former"]
 
 _CACHE_BYTES = 64 << 20
 _log = logging.getLogger("speedswap")
+
+
+class OnDisk(NamedTuple):
+    """A rank's rows of a table on disk.
+
+    Attributes:
+        store: the rows.
+        torn: why the ranks' rows are not those of one step; None if they are.
+        was_found: True if any rank had rows there already.
+    """
+
+    store: LogStore
+    torn: str | None
+    was_found: bool
 
 
 def on_disk(
@@ -41,7 +57,8 @@ def on_disk(
     seed: int,
     name: str,
     disk: DiskOptions,
-) -> tuple[LogStore, str | None]:
+    exist_ok: bool,
+) -> OnDisk:
     """Return the rows that this rank owns of a table on disk; every rank calls this.
 
     They are in a directory of their own, and stay there: the same number of ranks goes on with them. Another number
@@ -56,21 +73,22 @@ def on_disk(
         seed: of the initial values of a new table.
         name: of it.
         disk: cache and commits.
-
-    Returns:
-        The rows; and why they are not those of one step, if so.
+        exist_ok: take up rows that are there already.
 
     Raises:
         ValueError: another table is there.
-        FileExistsError: something else is.
+        FileExistsError: something else is; or anything is, and ``exist_ok`` is False.
     """
     whole, weight = columns
     before = _found(path)
+    if not exist_ok and path.exists():
+        raise FileExistsError(f"path is {str(path)!r}, which exists; load what is there, or give another path")
     task.round()  # before anything is made there
     if before is not None:
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
         seed, name = before.seed, before.name
     place = path / shard_name(group.rank, len(group))
+    was_there = before is not None or place.exists()
     store, problem = _opened(place, owners.rows_of(group.rank), weight, seed, name, disk), None
     try:
         if before is not None and before.world_size != len(group):
@@ -78,7 +96,7 @@ def on_disk(
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
             raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
         store.flush()
-        found = share(task, [store.manifest.salt, store.writes, store.seed, [*store.columns]])
+        found = share(task, [store.manifest.salt, store.writes, store.seed, [*store.columns], was_there])
         if len({each[2] for each in found}) > 1:
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
         after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
@@ -91,7 +109,8 @@ def on_disk(
     except BaseException:
         store.close()
         raise
-    return store, problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
+    torn = problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
+    return OnDisk(store, torn, any(each[4] for each in found))
 
 
 def _found(path: Path) -> ShardsManifest | None:
@@ -146,6 +165,7 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
     Returns:
         Why they are not those of one step, if so: nothing was copied.
     """
+    assert isinstance(target.owners, Owners)
     owners, disk = Owners(before.num_embeddings, before.world_size), DiskOptions(cache_bytes=_CACHE_BYTES)
     with ExitStack() as opened:
         sources = []
@@ -157,8 +177,9 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
         problem = different_steps(path, [store.writes for store in stores], [[*store.columns] for store in stores])
         if problem is None:
             mine = target.table
-            theirs = stores[0].columns
-            mine.add_columns([column for each, column in theirs.items() if each not in mine.columns])
+            theirs = whole_columns(stores[0].columns)
+            new = [column for each, column in theirs.items() if each not in mine.columns]
+            mine.add_columns([owned_column(column, target.owners, target.rank) for column in new])
             take_shards(target, sources, [each for each in mine.columns if each in theirs])
             mine.attributes.clear()
             mine.attributes.update(stores[0].attributes)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from speedswap.tables.init import ColumnMemory, Initializer, from_json
+from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
 from speedswap.tables.ranks.owners import Owners
+from speedswap.tables.record import Column
 
-__all__ = ["OwnedRows"]
+__all__ = ["OwnedRows", "owned_column", "whole_columns"]
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,20 @@ class OwnedRows(Initializer):
         if not (1 <= num_embeddings < 2**62 and 1 <= world_size <= 2**20 and 0 <= rank < world_size and is_row):
             raise ValueError(f"init is of rank {rank} of {world_size}, with {num_embeddings} rows, row {zero_row} zero")
         return None if init is None else cls(init, Owners(num_embeddings, world_size), rank, zero_row)
+
+
+def whole_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
+    """Return the columns of the whole table, given those of the rows that a rank owns."""
+    return {
+        name: replace(column, init=column.init.init, zero_row=column.init.zero_row)
+        if isinstance(column.init, OwnedRows)
+        else column
+        for name, column in columns.items()
+    }
+
+
+def owned_column(column: Column, owners: Owners, rank: int) -> Column:
+    """Return a column of the whole table as the rank has it that owns some of the rows."""
+    if isinstance(column.init, CopyOf):
+        return column
+    return replace(column, init=OwnedRows(column.init, owners, rank, column.zero_row), zero_row=None)

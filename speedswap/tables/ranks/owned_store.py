@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +15,10 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import RankGroup
+from speedswap.tables.files.manifest import MANIFEST
+from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.ranks.owned import OwnedRows
+from speedswap.tables.ranks.owned import owned_column, whole_columns
 from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, WrappedStore
@@ -62,7 +67,8 @@ class OwnedStore(RowStore):
 
     @property
     def columns(self) -> dict[str, Column]:
-        return {**self.own.columns, "weight": replace(self._weight, rounding=self.own.columns["weight"].rounding)}
+        own = self.own.columns
+        return {**whole_columns(own), "weight": replace(self._weight, rounding=own["weight"].rounding)}
 
     @property
     def writes(self) -> int:
@@ -125,15 +131,12 @@ class OwnedStore(RowStore):
         self.own.reset_columns([self._owned(column) for column in columns])
 
     def _owned(self, column: Column) -> Column:
-        if isinstance(column.init, CopyOf):
-            if column.zero_row is not None:
-                raise ValueError(
-                    f"zero_row of column {column.name!r} is {column.zero_row}, but it begins as a copy of "
-                    f"{column.init.column!r}, and ranks own table {self.name!r}; scatter zeros to that row instead"
-                )
-            return column
-        init = OwnedRows(column.init, self.owners, self.group.rank, column.zero_row)
-        return replace(column, init=init, zero_row=None)
+        if isinstance(column.init, CopyOf) and column.zero_row is not None:
+            raise ValueError(
+                f"zero_row of column {column.name!r} is {column.zero_row}, but it begins as a copy of "
+                f"{column.init.column!r}, and ranks own table {self.name!r}; scatter zeros to that row instead"
+            )
+        return owned_column(column, self.owners, self.group.rank)
 
     # ------------------------------------------------------------------ steps and lifetime
 
@@ -152,8 +155,18 @@ class OwnedStore(RowStore):
     def close(self) -> None:
         self.own.close()
 
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether this rank's own files are part of a table there."""
+        return self.own.store.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
+
     def remove(self) -> None:
+        place = self.own.path
+        if place is not None:  # first what makes shards a table; of ranks that share the directory, one finds it
+            place.with_name(MANIFEST).unlink(missing_ok=True)
         self.own.remove()
+        if place is not None:
+            with suppress(OSError):  # another rank's rows are there
+                place.parent.rmdir()
 
 
 class _OwnRows(WrappedStore):
@@ -178,6 +191,10 @@ class _OwnRows(WrappedStore):
         super().note_change(rows)
         for each in self.ahead:
             each.note_change(rows)
+
+    def return_to(self, commit: int) -> None:
+        self.inner.return_to(commit)
+        self.note_change(None)
 
     def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         rounded: dict[str, Tensor] = {}

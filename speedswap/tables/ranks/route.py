@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +15,12 @@ from speedswap.tables.ranks.owners import Owners
 
 __all__ = ["Route", "Wanted", "starts_of"]
 
-# A note of a lookup: the number of rows, their bytes, and whether some line has no room for the ids.
-_BITS = 24
+# A note of a lookup: the number of rows; a digest of their columns, 0 for the weight alone; their bytes; and whether
+# some line has no room for the ids.
+_BITS = 32
 _FEW = (1 << _BITS) - 1
+_DIGEST_AT = 14
+_DIGESTS = 1 << (_BITS - _DIGEST_AT)
 _MOST_BYTES = 4096  # of a row beside a line
 
 
@@ -85,7 +89,15 @@ class Route:
     agreed: Agreed | None = None
 
     @classmethod
-    def of(cls, task: Task, owners: Owners, rank: int, wanted: Wanted, row_bytes: int = 0) -> Route:
+    def of(
+        cls,
+        task: Task,
+        owners: Owners,
+        rank: int,
+        wanted: Wanted,
+        row_bytes: int = 0,
+        columns: Sequence[str] = ("weight",),
+    ) -> Route:
         """Ask the owners of rows for them, which every rank does at once.
 
         Args:
@@ -94,13 +106,17 @@ class Route:
             rank: this one.
             wanted: by this rank.
             row_bytes: of the rows that :meth:`bring` is called for next, once, in host memory; 0 otherwise.
+            columns: that are to travel, one after the other.
+
+        Raises:
+            ValueError: another rank has other columns.
         """
         lane, ids, agreed = task.lane, None, None
         sheet = lane.sheet
         row_bytes = row_bytes if row_bytes <= _MOST_BYTES else 0
         sheet.reserve(row_bytes)
         spills = max(wanted.sent) > sheet.room
-        note = -(len(wanted.rows) << _BITS | row_bytes << 1 | spills)
+        note = -(len(wanted.rows) << _BITS | _digest(columns) << _DIGEST_AT | row_bytes << 1 | spills)
         with task.promised():
             lines = task.round(wanted.sent, note=note, ids=wanted.rows)
             if any(note > 0 for note in lines.notes):  # others had rows that came ahead of their step
@@ -110,6 +126,12 @@ class Route:
                 agreed = sheet.agreed = Agreed(row_bytes, lines.counts, wanted.sent)
             if not has_come and sum(-note >> _BITS for note in lines.notes) <= SPARE_IDS:  # for which all have memory
                 ids = task.post(task.letter(wanted.rows, wanted.sent, lines.counts, lane.spare(sum(lines.counts))))
+        if len({(-note & _FEW) >> _DIGEST_AT for note in lines.notes}) > 1:
+            task.finish()  # the others know
+            raise ValueError(
+                f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
+                "give the same ones"
+            )
         if ids is None and has_come:
             ids = wanted.rows if len(lane.ranks) == 1 else sheet.ids_that_came(lines.counts)
         elif ids is None:
@@ -163,6 +185,14 @@ class Route:
             Shape (m, dim).
         """
         return kernels.sum_rows(came, self.positions.to(came.device), len(self.union))
+
+
+def _digest(columns: Sequence[str]) -> int:
+    """Return a number for some columns, which is 0 for the weight alone."""
+    if list(columns) == ["weight"]:
+        return 0
+    digest = hashlib.blake2b(repr(list(columns)).encode(), digest_size=7).digest()
+    return 1 + int.from_bytes(digest, "little") % (_DIGESTS - 1)
 
 
 def starts_of(counts: Sequence[int]) -> Tensor:

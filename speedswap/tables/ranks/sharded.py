@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -128,18 +129,26 @@ class ShardedStore(OwnedStore):
             task.finish()
         return weights, local, Lent(route, block, version)
 
-    def route(self, task: Task, wanted: Wanted, device: torch.device | None = None) -> Route:
+    def route(
+        self,
+        task: Task,
+        wanted: Wanted,
+        device: torch.device | None = None,
+        columns: Collection[str] = ("weight",),
+    ) -> Route:
         """Ask the owners of rows for them; every rank calls this.
 
         Args:
             task: the ranks' common one.
             wanted: by this rank.
             device: where weights are brought to, next, if they are.
+            columns: that are to travel, in the order of the table's.
         """
         row_bytes = 0
         if device is not None and device.type == "cpu":
             row_bytes = math.prod(self._weight.row_shape) * self._weight.dtype.itemsize
-        return Route.of(task, self.owners, self.group.rank, wanted, row_bytes)
+        names = [name for name in self.columns if name in columns]
+        return Route.of(task, self.owners, self.group.rank, wanted, row_bytes, names)
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Begin to bring a later batch's rows from their owners, with those of other tables; every rank calls this."""
@@ -203,11 +212,12 @@ class ShardedStore(OwnedStore):
             return Block(rows, {"weight": self.look_up_at_own_pace(rows).to(device)})
         with self._task(Kind.GATHER, "a lookup") as task:
             wanted, places = Wanted.of(self.owners, rows)
-            route = self.route(task, wanted)
+            route = self.route(task, wanted, columns=self.columns if columns is None else columns)
             block = self.own.gather(route.union, columns=columns, device=device, checked=True)
             came = {
-                name: route.bring(task, values).index_select(0, places.to(device))
-                for name, values in block.columns.items()
+                name: route.bring(task, block[name]).index_select(0, places.to(device))
+                for name in self.columns
+                if name in block.columns
             }
             task.finish()
         for name, into in (out or {}).items():
@@ -233,7 +243,7 @@ class ShardedStore(OwnedStore):
     def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, keeps_last: bool) -> bool:
         with self.together(writing=True) as task:
             wanted, places = Wanted.of(self.owners, rows)
-            route = self.route(task, wanted)
+            route = self.route(task, wanted, columns=values)
             twice = any(task.round(note=int(len(route.union) != len(route.positions))).notes)
             if twice and not keeps_last:
                 raise DuplicateIdError(
@@ -241,7 +251,7 @@ class ShardedStore(OwnedStore):
                 )
             last = kernels.last_occurrences(route.positions)  # of each row of the union, in its order
             came: dict[str, Tensor] = {}
-            for name, tensor in values.items():
+            for name, tensor in ((name, values[name]) for name in self.columns if name in values):
                 ordered = torch.empty_like(tensor).index_copy_(0, places.to(tensor.device), tensor.detach())
                 sent = task.send(ordered, wanted.sent, route.received)
                 came[name] = sent.index_select(0, last.to(sent.device))
@@ -268,7 +278,7 @@ class ShardedStore(OwnedStore):
         """Overwrite rows of a column as :meth:`write` does; every rank calls this, with other rows than the others."""
         with self._task(Kind.SCATTER, "a write") as task:
             wanted, places = Wanted.of(self.owners, rows)
-            route = self.route(task, wanted)
+            route = self.route(task, wanted, columns=[column])
             ordered = torch.empty_like(values).index_copy_(0, places.to(values.device), values)
             came = task.send(ordered, wanted.sent, route.received)
             self._put(column, route.union[route.positions], came)
@@ -282,6 +292,14 @@ class ShardedStore(OwnedStore):
             "model with process_group= that loads this one's state_dict(). To average dense layers (AveragedModel), "
             "take a module without the embedding"
         )
+
+    def require_elsewhere(self, path: str | os.PathLike[str]) -> None:
+        """Raise FileExistsError on every rank if one of them has its files there; every rank calls this."""
+        with self._task(Kind.SAVE, "the saving") as task:
+            is_own = any(task.round(note=int(self.lives_at(path))).notes)
+            task.finish()
+        if is_own:
+            self._refuse_own_place(path)
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Save the table; every rank calls this."""

@@ -171,6 +171,7 @@ class Table:
             TableClosedError: the table is closed, or opened with mode ``r``.
         """
         if self.id_map is not None and self.id_map.stands_for(id_map):
+            self.id_map.holder = weakref.ref(self.store)  # of one from files, it is not known yet
             return
         if self.id_map is not None:
             raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
@@ -179,13 +180,13 @@ class Table:
                 f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
                 "make the table with id_map.num_rows rows"
             )
+        self.check_resettable()
+        id_map = self.store.map_of(id_map)
         if id_map.evict is not None and id_map.holder() not in (None, self.store):
             raise ValueError(
                 f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
                 "its own, or one with evict=None"
             )
-        self.check_resettable()
-        id_map = self.store.map_of(id_map)
         with self.lock:
             self.check_open(writing=True)
             id_map.holder = weakref.ref(self.store)

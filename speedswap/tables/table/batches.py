@@ -157,17 +157,18 @@ def reset_rows(
         >>> table.read(2, 5)[:, 0].tolist()
         [1.0, 0.5, 1.0]
     """
-    table.check_rows(rows)
-    require_unique(table, rows)
-    table.check_resettable()
-    if len(rows) or table.store.is_shared:
-        place = rows.device if device is None else torch.device(device)
-        ordered = rows.to("cpu", torch.int64).sort().values
-        with table.lock:
-            table.check_open(writing=True)
-            initial = table.store.initial_rows(ordered)
-            values = {name: column.to(place) for name, column in initial.items()}
-            table.scatter(ordered.to(place), values, checked=True, pending=pending)
+    with table.store.together(writing=True):
+        table.check_rows(rows)
+        require_unique(table, rows)
+        table.check_resettable()
+        if len(rows) or table.store.is_shared:
+            place = rows.device if device is None else torch.device(device)
+            ordered = rows.to("cpu", torch.int64).sort().values
+            with table.lock:
+                table.check_open(writing=True)
+                initial = table.store.initial_rows(ordered)
+                values = {name: column.to(place) for name, column in initial.items()}
+                table.scatter(ordered.to(place), values, checked=True, pending=pending)
 
 
 def check_resettable(table: Table) -> None:

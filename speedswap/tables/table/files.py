@@ -13,7 +13,7 @@ from speedswap.tables.id_map import IdMap
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
 
-__all__ = ["close", "export", "flush", "remove", "save"]
+__all__ = ["close", "discard", "export", "flush", "remove", "save"]
 
 
 def save(table: Table, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -34,8 +34,7 @@ def save(table: Table, path: str | os.PathLike[str], *, overwrite: bool = False)
         TableFullError: the disk has no room. An existing table is unchanged.
     """
     table.check_open()
-    if table.store.lives_at(path):
-        raise FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
+    table.store.require_elsewhere(path)
     table.store.save(Path(path), overwrite=overwrite)
 
 
@@ -122,3 +121,11 @@ def remove(table: Table) -> None:
         table.close()
     finally:
         table.store.remove()
+
+
+def discard(table: Table) -> None:
+    """Close a table because what was to use it could not be made; remove its files if they are new."""
+    if table.store.was_found:
+        table.close()
+    else:
+        table.remove()

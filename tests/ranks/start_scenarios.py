@@ -1,0 +1,139 @@
+"""Tables on disk that ranks take up, or make anew, where a start fails or has other settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+import speedswap
+from speedswap.swapping.collections import group as groups
+
+ROWS = 8
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def files_in(folder):
+    return sorted(
+        str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.name in ("MANIFEST", "HEAD")
+    )
+
+
+def collection(group, folder, names="ab", rows=ROWS, width=4):
+    """Return a collection on disk of tables of which the second is in a group of its own unless its width is 2."""
+    configs = [
+        speedswap.EmbeddingConfig(
+            name=name,
+            num_embeddings=ROWS if place == 0 else rows,
+            embedding_dim=2 if place == 0 else width,
+            feature_names=[name],
+            init=speedswap.init.zeros(),
+        )
+        for place, name in enumerate(names)
+    ]
+    return speedswap.EmbeddingCollection(configs, path=folder, process_group=group)
+
+
+def first_of(group, folder, **settings):
+    """Return a column of the first table, of a collection that is closed again."""
+    tables = collection(group, folder, **settings)
+    found = next(iter(tables.tables.values())).read(0, ROWS)[:, 0]
+    tables.close()
+    return found
+
+
+def train_on_disk(group, folder, **settings):
+    tables = collection(group, folder, **settings)
+    for number, table in enumerate(tables.tables.values()):
+        table.write(0, torch.full((ROWS, table.embedding_dim), 7.0 + number))
+    tables.close()
+
+
+def start_again(group, folder):
+    """Train, start with another number of rows, then with the right one; return what the first start has raised."""
+    train_on_disk(group, folder)
+    said = error_of(lambda: collection(group, folder, rows=ROWS + 1))
+    return said, first_of(group, folder)
+
+
+def fail_to_begin(group, folder):
+    """Let a new collection fail at its second group; return the error and what is there, then a column of a new one."""
+    make = groups._range
+
+    def fails(config, values):
+        if config.name == "b":
+            raise MemoryError("no room")
+        return make(config, values)
+
+    groups._range = fails
+    said = error_of(lambda: collection(group, folder))
+    groups._range = make
+    torch.distributed.barrier(group)
+    left = files_in(folder)
+    torch.distributed.barrier(group)
+    return said, left, first_of(group, folder)
+
+
+def remove(group, folder):
+    """Remove a table; return what is left, and a column of a new one in its place."""
+    made = {"process_group": group, "path": f"{folder}/items"}
+    items = speedswap.Embedding(ROWS, 2, init=speedswap.init.constant(1.0), **made)
+    items.table.remove()
+    torch.distributed.barrier(group)
+    left = os.listdir(folder)
+    torch.distributed.barrier(group)
+    again = speedswap.Embedding(ROWS, 2, init=speedswap.init.constant(2.0), **made)
+    return left, again.read()[:, 0]
+
+
+def save_over_itself(group, folder):
+    """Train, save a table in its own place, train on; return the error and a column, from memory and from files."""
+    items = speedswap.Embedding(ROWS, 2, init=speedswap.init.zeros(), process_group=group, path=f"{folder}/items")
+    optimizer = torch.optim.SGD(items.parameters(), 1.0)
+
+    def step():
+        optimizer.zero_grad()
+        items(torch.arange(ROWS)).sum().backward()
+        optimizer.step()
+
+    step()
+    said = error_of(lambda: items.table.save(f"{folder}/items", overwrite=True))
+    step()
+    found = items.read()[:, 0]
+    items.table.close()
+    again = speedswap.Embedding(ROWS, 2, process_group=group, path=f"{folder}/items")
+    return said, found, again.read()[:, 0]
+
+
+def begin_with_others(group, folder, settings):
+    """Train, start with other tables of the same size; return what that has raised, and a column of the first one."""
+    train_on_disk(group, folder, width=2)
+    said = error_of(lambda: collection(group, folder, width=2, **settings))
+    return said, first_of(group, folder, width=2)
+
+
+def switch_again(group, folder):
+    """Make a switcher's collection, fill it, and make and load it again; return errors, and a column of the rows."""
+
+    def factory():
+        more = {} if group is None else {"process_group": group}
+        return speedswap.ModelFactory(torch.nn.Embedding(4, 2), ROWS, 2, f"{folder}/words", **more)
+
+    weights = factory()
+    weights.zerosInit()
+    weights.table.write(0, torch.full((ROWS, 2), 7.0))
+    weights.table.close()
+    said = [error_of(factory().zerosInit), error_of(lambda: factory().loadCupy(__file__))]
+    weights = factory()
+    weights.loadCupy(f"{folder}/words")
+    found = weights.getNumpyVersion()[:, 0]
+    weights.table.close()
+    return said, found

@@ -1,0 +1,28 @@
+"""Gradients of rows that ranks own have the norms of all ranks' rows, whatever was done to them."""
+
+from __future__ import annotations
+
+import grad_scenarios as scenarios
+import pytest
+import torch
+from rank_pool import RankPool
+
+
+@pytest.mark.parametrize("ids", [[*range(20)], [3]], ids=["all rows", "one row"])
+def test_norms_are_those_of_all_rows(ranks: RankPool, ids: list[int]) -> None:
+    """Also on a rank that owns no row of the gradient; norms of the whole matrix are refused with a remedy."""
+    expected, _ = scenarios.norms(None, ids)
+    for found, said in ranks.run(scenarios.norms, 3, ids):
+        for name, norm in found.items():
+            torch.testing.assert_close(norm, expected[name], rtol=1e-6, atol=0, msg=lambda text, n=name: f"{n}: {text}")
+        assert len(said) == 2
+        assert all("take torch.linalg.vector_norm" in text for text in said)
+
+
+@pytest.mark.parametrize("how", ["set", "by hand"])
+def test_clipping_gradients_of_ones_own(ranks: RankPool, how: str) -> None:
+    """Dense layers stay alike on all ranks, and are those of one process."""
+    expected = scenarios.clip_another(None, how)
+    for found in ranks.run(scenarios.clip_another, 2, how):
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
