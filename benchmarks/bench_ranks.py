@@ -243,7 +243,7 @@ def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _accepted(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    off = max((abs(line["model_over_measured"] - 1) for line in found["model"]["held_out"]), default=0.0)
+    off = max(abs(line["model_over_measured"] - 1) for line in found["model"]["held_out"])
     load = max(each["speedswap"] for each in found["balance"]["ranks"]["64"].values())
     goals = (("model off by, held out", MOST_OFF, off), ("load of the busiest of 64 owners", MOST_LOAD, load))
     return [{"what": what, "goal": goal, "reached": reached, "met": reached <= goal} for what, goal, reached in goals]

@@ -185,3 +185,12 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
         pytest.skip(f"may not make a small file system here: {' '.join(command[:3])} fails")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch work in one thread, as a forked child has only that."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -251,3 +251,8 @@ if __name__ == "__main__":
     import speedswap  # noqa: F401
 
     be_parent()
+
+
+def largest(found: Iterable[Iterable[float]]) -> float:
+    """Return the largest of several ranks' numbers, or NaN if one is, which is not below any bound."""
+    return torch.tensor([number for each in found for number in each], dtype=torch.float64).max().item()

@@ -41,7 +41,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
     log.commit()
     log.log.journal()
     yield log
-    log.log.close()
+    log.close()
 
 
 @pytest.fixture

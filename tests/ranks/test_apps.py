@@ -185,6 +185,7 @@ def test_ncf_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     said = torchrun(2, [*COMMAND, *words, "ours"])
     assert main([*words, "one"]) == 0
     shown = re.compile(r"epoch +\d+  loss [\d.]+  HR@10 [\d.]+  NDCG@10 [\d.]+")
+    assert len(shown.findall(said)) == 2
     assert shown.findall(said) == shown.findall(capsys.readouterr().out)
     ours, one = (json.loads(Path(name, "run.json").read_text()) for name in ("ours", "one"))
     assert (ours["processes"], one["processes"]) == (2, 1)
@@ -220,6 +221,7 @@ def test_dlrm_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     said = torchrun(2, [*COMMAND, *words, "ours"])
     assert main([*words, "one"]) == 0
     shown = re.compile(r"epoch .*  [\d,]+ samples  test AUC [\d.]+  log loss [\d.]+")
+    assert shown.findall(said)
     assert shown.findall(said) == shown.findall(capsys.readouterr().out)
     Path("rows").write_text(text_of(GeneratedSamples(100, ids=200).read(100)))
     probabilities = []

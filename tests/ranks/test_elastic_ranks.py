@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rank_pool import largest
 
 JOB = Path(__file__).parent / "elastic_job.py"
 
@@ -26,4 +27,4 @@ def test_job_of_four_then_three_then_five_ranks_ends_as_one_process_that_was_not
     assert found["killed"] == {"4": 9, "3": 7, "5": 0}
     assert sum(found["steps"].values()) == 28
     assert all(found["steps"].values())
-    assert max(found["worst"].values()) <= 1e-12, found
+    assert largest([found["worst"].values()]) <= 1e-12, found

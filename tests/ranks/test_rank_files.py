@@ -9,7 +9,7 @@ import files_scenarios as scenarios
 import numpy as np
 import pytest
 import torch
-from rank_pool import RankPool
+from rank_pool import RankPool, largest
 
 import speedswap
 from speedswap.cli import main
@@ -60,4 +60,4 @@ def require_part(part: Path, text: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_async_save_has_the_state_of_its_call(ranks: RankPool, tmp_path: Path) -> None:
     """Training goes on before, while and after torch.distributed.checkpoint writes; neither disturbs the other."""
     for each in ranks.run(scenarios.save_beside, 5, str(tmp_path)):
-        assert max(map(max, each)) <= 1e-12
+        assert largest(each) <= 1e-12

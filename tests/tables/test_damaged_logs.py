@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import peak_of_memory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torture.crashes import Story
@@ -110,13 +111,6 @@ def test_hostile_log_takes_no_more_memory_than_twice_its_size(written, tmp_path)
     shutil.copytree(path, copy)
     log = (copy / "rows.log").read_bytes()
     (copy / "rows.log").write_bytes(log[:4096] * (len(log) // 4096))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _peak()
+    before = peak_of_memory(anew=True)
     assert opened_or_refused(copy, expected, "r") == "refused"
-    assert _peak() - before < 2 * len(log)
-
-
-def _peak() -> int:
-    """Return the most memory that this process has taken, in bytes."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+    assert peak_of_memory() - before < 2 * len(log)

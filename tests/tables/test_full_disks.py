@@ -71,16 +71,19 @@ def test_a_disk_that_fills_up_later_keeps_the_rows_it_has_room_for(small_disk: P
     first, last = torch.arange(1000), torch.arange(10_000, 20_000)
     table.scatter(first, torch.ones(1000, 64))
     table.flush()
-    refused = 0
+    table.scatter(torch.cat([first, last]), torch.full((11_000, 64), 2.0))
+    refused, value = 0, 2.0
     with filled(small_disk):
-        for value in range(2, 9):
+        for new in (3.0, 4.0, 5.0, 6.0, 7.0, 8.0):
             try:
-                table.scatter(torch.cat([first, last]), torch.full((11_000, 64), float(value)))
+                table.scatter(torch.cat([first, last]), torch.full((11_000, 64), new))
+                value = new
             except TableFullError:
                 refused += 1
     assert refused
     before = table.read()
-    assert before[:1000].unique().numel() == before[10_000:].unique().numel() == 1
+    assert before[:1000].unique().tolist() == before[10_000:].unique().tolist() == [value]
+    assert not before[1000:10_000].any()
     table.scatter(last, torch.full((10_000, 64), 9.0))
     table.close()
     with Table.open(small_disk / "t", "r") as again:

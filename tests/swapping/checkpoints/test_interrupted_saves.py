@@ -6,8 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ import speedswap
 from speedswap.errors import CheckpointError, TableFullError
 
 CHANGED = 10  # rows
+SMALL_DISK = "64m"
 CALLS = ("mkdir", "rename", "unlink", "rmdir", "fsync", "pwrite", "write", "link", "ftruncate")
 
 
@@ -57,9 +56,9 @@ def go_on(path: Path, value: float) -> None:
     save(path, trained, value)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_process_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The one before, or its own; the next save clears what is left."""
-    torch.set_num_threads(1)
     speedswap.save_checkpoint(tmp_path / "first", model(1.0), step=1)
     found, step = [], 0
     while True:
@@ -77,17 +76,6 @@ def test_a_process_killed_at_any_instant_leaves_a_whole_checkpoint(tmp_path: Pat
     assert len(found) > 20
     assert found == sorted(found)
     assert set(found) == {1.0, 2.0}
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("may not mount a file system here")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:

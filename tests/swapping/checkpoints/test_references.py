@@ -193,9 +193,9 @@ def test_a_large_table_is_loaded_without_its_untouched_rows(tmp_path: Path) -> N
     other.table.close()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_process_killed_at_any_instant_leaves_a_checkpoint_and_its_commit(tmp_path: Path) -> None:
     """The one before, or its own; the next save lets go of what a killed one has held."""
-    torch.set_num_threads(1)
 
     def training(folder: Path, make: Callable[..., Any]) -> tuple[Any, Any]:
         items = make(folder)
