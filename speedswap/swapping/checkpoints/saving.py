@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
@@ -170,7 +170,7 @@ def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
     """Return the checkpoints that stay: how many of the newest, or of which steps.
 
     Raises:
-        TypeError, ValueError: they are neither.
+        ValueError: they are neither.
     """
     if keep is None or isinstance(keep, range):
         return keep
@@ -179,7 +179,8 @@ def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
             frozenset(map(operator.index, keep)) if isinstance(keep, Iterable) else operator.index(keep)
         )
     except TypeError:
-        raise TypeError(f"keep is {keep!r}; give 1 or more, steps to keep, or None for all") from None
+        found = 0
     if isinstance(found, int) and found < 1:
-        raise ValueError(f"keep is {keep}; give 1 or more, steps to keep, or None for all")
+        shown = keep if isinstance(keep, SupportsIndex) else repr(keep)
+        raise ValueError(f"keep is {shown}; give 1 or more, steps to keep, or None for all")
     return found
