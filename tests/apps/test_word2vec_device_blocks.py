@@ -118,12 +118,12 @@ def test_negatives_follow_the_counts_to_the_power_of_three_quarters(corpus_of, d
 
 
 def test_blocks_end_with_the_negatives(corpus_of, device):
-    corpus = corpus_of([["a"] * 5000 + ["b"]])
+    corpus = corpus_of([["a"] * 5000 + ["b"] * 50])
     (batch,) = sampler_of(corpus, device).batches(1, blocks_per_batch=1000)
     negatives = batch.contexts[:, -NOISE:]
     assert batch.contexts.shape[1] == BLOCK + 10 + NOISE
     rare = float((negatives == 1).float().mean())
-    assert rare == pytest.approx(1 / (5000**0.75 + 1), rel=0.5)
+    assert rare == pytest.approx(50**0.75 / (5000**0.75 + 50**0.75), rel=0.4)  # of 5,000: five standard deviations
 
 
 def test_subsampling_keeps_that_share_of_the_words(corpus_of, device):

@@ -178,6 +178,11 @@ void simulated_set_capacity(uint64_t nbytes) {
     state().capacity = nbytes;
 }
 
+void simulated_set_allowed(uint64_t nbytes) {
+    Lock lock(state().mutex);
+    state().allowed = nbytes;
+}
+
 // The first thing that went wrong on the device since it was last asked for; 0 if nothing did.
 int simulated_take_fault(char* text, size_t room) {
     Lock lock(state().mutex);

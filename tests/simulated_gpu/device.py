@@ -50,6 +50,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory": (None, [ctypes.POINTER(_u64)]),
     "reset_peak": (None, []),
     "set_capacity": (None, [_u64]),
+    "set_allowed": (None, [_u64]),
     "kernel": (None, [_pointer, ctypes.POINTER(_size), _int]),
     "hold": (None, []),
     "held": (_int, []),

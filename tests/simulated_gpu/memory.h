@@ -68,7 +68,7 @@ struct DeviceAllocator final : c10::Allocator {
         require_own_process();
         if (nbytes == 0) return {nullptr, nullptr, &free_device, kDevice};
         Lock lock(all.mutex);
-        TORCH_CHECK_WITH(OutOfMemoryError, all.allocated + nbytes <= all.capacity - kReserved,
+        TORCH_CHECK_WITH(OutOfMemoryError, all.allocated + nbytes <= std::min(all.capacity - kReserved, all.allowed),
                          "CUDA out of memory. Tried to allocate ", nbytes / 1048576.0,
                          " MiB. GPU 0 has a total capacity of ", all.capacity / 1048576.0, " MiB of which ",
                          (all.capacity - kReserved - all.allocated) / 1048576.0, " MiB is free (simulated).");

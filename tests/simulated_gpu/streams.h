@@ -75,6 +75,7 @@ struct State {
     std::mt19937_64 random{0};
     StreamId next_stream = 0x51000;
     size_t capacity = size_t(4) << 30, allocated = 0, peak = 0, total = 0;
+    size_t allowed = SIZE_MAX;  // to this process
     int64_t allocations = 0;
     std::string fault;
     std::atomic<bool> faulty{false};

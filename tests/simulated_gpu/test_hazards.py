@@ -389,6 +389,19 @@ def test_there_is_only_so_much_memory() -> None:
     assert 0 < free < total == torch.cuda.get_device_properties(0).total_memory
 
 
+def test_a_process_may_have_a_share_of_the_memory() -> None:
+    _, total = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((held + 2**20) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            torch.empty(2**21, dtype=torch.uint8, device="cuda")
+        torch.empty(2**19, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.empty(2**21, dtype=torch.uint8, device="cuda")
+
+
 # ---- torch on it
 
 
@@ -476,7 +489,7 @@ def test_the_simulation_fails_where_it_has_nothing() -> None:
     with pytest.raises((AttributeError, RuntimeError, AssertionError)):
         torch.cuda.memory_snapshot()
     with pytest.raises((AttributeError, RuntimeError, AssertionError)):
-        torch.cuda.set_per_process_memory_fraction(0.5)
+        torch.cuda.get_per_process_memory_fraction()
     with pytest.raises(NotImplementedError, match="the simulated GPU has no events between processes"):
         torch.cuda.Event(interprocess=True)
     with pytest.raises(AttributeError):

@@ -250,6 +250,15 @@ def _mem_get_info(device: Any = None) -> tuple[int, int]:
     return memory.free, memory.capacity
 
 
+def _set_memory_fraction(fraction: float, device: Any = None) -> None:
+    _require_this(device)
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    simulated.call("set_allowed", int(fraction * simulated.Memory().capacity))
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -278,6 +287,7 @@ REPLACED: dict[str, Any] = {
     "memory_stats": _memory_stats,
     "memory_stats_as_nested_dict": _memory_stats_nested,
     "empty_cache": _nothing,
+    "set_per_process_memory_fraction": _set_memory_fraction,
     "ipc_collect": _nothing,
     "synchronize": synchronize,
     "Stream": Stream,
