@@ -142,12 +142,24 @@ class OptimizerState:
         state = optimizer.state[self.weight]
         if self._is_initial:
             return
-        for key, value in self._row_state.scalars.items():
+        device = block.weight.device
+        for key, initial in self._row_state.scalars.items():
             if key not in state:
-                state[key] = _copy(value)
+                state[key] = _copy(initial)
+            value = state[key]
+            if isinstance(value, Tensor) and value.device != device and self._kernels_count(optimizer):
+                state[key] = value.to(device)  # a module was moved since
         for column in self._row_state.columns:
             state[column.name] = block[column.name]
         self._scalars.remember(self._row_state.scalars, self._before)
+
+    def _kernels_count(self, optimizer: Optimizer) -> bool:
+        """Return whether kernels count the optimizer's steps: they read any address as one of their own device."""
+        return any(
+            group.get("fused") or group.get("capturable")
+            for group in optimizer.param_groups
+            if any(parameter is self.weight for parameter in group["params"])
+        )
 
     def take(self, optimizer: Optimizer) -> tuple[dict[Column, Any], Found | None]:
         """Return what the optimizer's step has left of each column, and columns that the table lacks, if any."""

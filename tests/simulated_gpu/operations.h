@@ -175,6 +175,13 @@ class Call {
                 if (tensor.defined() && !tensor.is_cuda() && tensor.dim() > 0) far = &tensor;
             });
         }
+        const auto& arguments = op_.schema().arguments();
+        for (size_t i = begin; i < stack.size(); ++i)
+            visit(stack[i], [&](const Tensor& tensor) {
+                TORCH_CHECK(arguments[i - begin].name() != "state_steps" || on_gpu(tensor),
+                            "an illegal memory access was encountered: ", name(),
+                            " reads the number of steps from host memory");
+            });
         TORCH_CHECK(!far, "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and ",
                     far ? far->device().str() : "", "! (when checking arguments of ", name(), ")");
     }

@@ -177,6 +177,25 @@ def test_fifty_steps_equal_torch_on_the_rows_alone(name: str, attach_first: bool
     assert set(ours.table.columns) == {"weight", *reference.columns}
 
 
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("towards", [True, False], ids=["to the device", "from it"])
+def test_training_goes_on_where_the_module_is_moved(towards: bool, settings: dict[str, Any], device: str) -> None:
+    """The count of steps goes with it where kernels read it, as those of fused optimizers do."""
+    places = ("cpu", device) if towards else (device, "cpu")
+    tables = []
+    for devices in (places, ("cpu", "cpu")):
+        items = speedswap.Embedding(ROWS, DIM, seed=3)
+        optimizer = torch.optim.Adam(items.parameters(), lr=0.05, **settings)
+        for number, place in enumerate(devices):
+            items.to(place)
+            for step in range(2):
+                ids, target = batch(2 * number + step, place)
+                train_step(items, optimizer, ids, target.float())
+        tables.append(items.table)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(*(table.read(column=name) for table in tables))
+
+
 def test_weight_and_state_share_one_record_when_attached_first() -> None:
     ours, _ = twins("cpu")
     speedswap.attach(torch.optim.Adam(ours.parameters()), ours)
