@@ -351,6 +351,17 @@ def test_promises_of_pinned_memory(device, capsys):
     assert "pinned memory keeps its promises" in capsys.readouterr().out
 
 
+def test_memory_is_measured_where_the_system_tells_no_kinds_of_it_apart(tmp_path):
+    """As in gVisor."""
+    import gpu_promises
+
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython: 3\nVmRSS:\t    5120 kB\n")
+    assert gpu_promises.anonymous_bytes(status) == 5 << 20
+    status.write_text("VmRSS:\t    5120 kB\nRssAnon:\t    4096 kB\nRssFile:\t    1024 kB\n")
+    assert gpu_promises.anonymous_bytes(status) == 4 << 20
+
+
 def test_what_a_probe_said_before_it_ended_is_kept(monkeypatch):
     """A broken CUDA installation may end the process that asks it."""
     said = """

@@ -264,7 +264,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 REPLACED: dict[str, Any] = {
-    "is_available": lambda: not simulated.forked(),
+    "is_available": lambda: True,  # in a forked child too: torch counts devices once
     "is_initialized": lambda: not simulated.forked(),
     "_lazy_init": _nothing,
     "init": _nothing,
