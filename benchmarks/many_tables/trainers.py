@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE, SPARSE, trained_by_torch
+from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE, SPARSE, has_fused, trained_by_torch
 from speedswap.apps.bench.workload import spread_ids
 from speedswap.apps.errors import WrongResultError
 
@@ -268,16 +268,18 @@ def contestants(optimizer: str, device: str) -> list[Contestant]:
     """Return the trainers that have this optimizer: ours first."""
     sparse = SPARSE[optimizer].__name__ + ("" if optimizer == "adam" else ", sparse")
     on_gpu = ", on the GPU" if device != "cpu" else ""
-    everyone = [
-        Contestant("speedswap", "speedswap", Ours),
-        Contestant("speedswap, fused", "speedswap", partial(Ours, fused=True)),
-        Contestant("speedswap, separate modules", "speedswap", Separate),
-        Contestant(f"torch {sparse}{on_gpu}", "torch", Torch),
-    ]
+    fused = has_fused(optimizer, device)
+    best = f"speedswap{', fused' if fused else ''}"
+    everyone = [Contestant("speedswap", "speedswap", Ours)]
+    if fused:
+        everyone.append(Contestant(best, "speedswap", partial(Ours, fused=True)))
     if device != "cpu":
-        ahead, near = partial(Ours, fused=True, ahead=True), partial(Ours, fused=True, storage="device")
-        everyone.insert(2, Contestant("speedswap, fused, lookahead", "speedswap", ahead))
-        everyone.insert(3, Contestant("speedswap, fused, on the GPU", "speedswap", near))
+        ahead, near = partial(Ours, fused=fused, ahead=True), partial(Ours, fused=fused, storage="device")
+        everyone.append(Contestant(f"{best}, lookahead", "speedswap", ahead))
+        everyone.append(Contestant(f"{best}, on the GPU", "speedswap", near))
+    everyone.append(Contestant("speedswap, separate modules", "speedswap", Separate))
+    everyone.append(Contestant(f"torch {sparse}{on_gpu}", "torch", Torch))
+    if device != "cpu":
         everyone.append(Contestant("FBGEMM, on the GPU", "FBGEMM", partial(Fbgemm, near=True)))
     if device != "cpu" or optimizer != "adam":  # which FBGEMM's CPU build lacks
         everyone.append(Contestant("FBGEMM", "FBGEMM", Fbgemm))

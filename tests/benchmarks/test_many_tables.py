@@ -8,9 +8,10 @@ import bench_many_tables
 import pytest
 import torch
 from bench_many_tables import Plan, main, measure
+from many_tables import trainers
 from many_tables.trainers import Contestant, Ours, Separate, Shape, contestants, draw, verify
 
-from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
+from speedswap.apps.bench.trainers import OPTIMIZERS, has_fused, step_peers
 from speedswap.apps.errors import WrongResultError
 
 SMALL = Plan(Shape(3, 400, 8, 32), ("uniform",), (1, 4), 400, 64, steps=4, repeats=1)
@@ -23,10 +24,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarn
 def test_every_contestant_trains_many_tables_as_torch_does(optimizer, ours, device):
     peers = step_peers(device)
     found = [one for one in contestants(optimizer, device) if (one.package == "speedswap") == ours]
-    assert len(found) == (5 if device == "cuda" else 3) if ours else len(found) >= 1
+    fused = has_fused(optimizer, device)
+    assert len(found) == (4 if device == "cuda" else 2) + fused if ours else len(found) >= 1
     for one in found:
         if ours or peers[one.package].present:
             verify(optimizer, one, device)
+
+
+def test_an_optimizer_without_a_fused_implementation_is_measured_without_it(device, monkeypatch):
+    """As Adagrad on a GPU up to torch 2.11."""
+    monkeypatch.setattr(trainers, "has_fused", lambda optimizer, device: False)
+    found = [one for one in contestants("adagrad", device) if one.package == "speedswap"]
+    assert len(found) == (4 if device == "cuda" else 2)
+    assert not [one.name for one in found if "fused" in one.name]
+    for one in found:
+        verify("adagrad", one, device)
 
 
 class Shifted(Ours):

@@ -31,6 +31,7 @@ __all__ = [
     "Ours",
     "Trainer",
     "contestants",
+    "has_fused",
     "step_peers",
     "trained_by_torch",
     "verify",
@@ -224,14 +225,30 @@ class Contestant:
 COLUMNS = {"sgd": 1, "adagrad": 2, "adam": 3}
 
 
+def has_fused(optimizer: str, device: str) -> bool:
+    """Return whether torch has an optimizer fused there: up to release 2.11, Adagrad on the CPU alone."""
+    weight = nn.Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        DENSE[optimizer]([weight], lr=LEARNING_RATE[optimizer], fused=True).step()
+    except RuntimeError as error:
+        if "fused" not in str(error):
+            raise
+        return False
+    return True
+
+
 def contestants(optimizer: str, device: str) -> Iterator[Contestant]:
     """Yield the trainers that have this optimizer: ours first."""
     columns = COLUMNS[optimizer]
     sparse_name = SPARSE[optimizer].__name__ + (", sparse" if optimizer != "adam" else "")
     yield Contestant("speedswap", "speedswap", Ours, columns)
-    yield Contestant("speedswap, fused", "speedswap", partial(Ours, fused=True), columns)
+    fused = has_fused(optimizer, device)
+    if fused:
+        yield Contestant("speedswap, fused", "speedswap", partial(Ours, fused=True), columns)
     yield Contestant("speedswap, lookahead", "speedswap", partial(Ours, ahead=True), columns)
-    yield Contestant("speedswap, fused, lookahead", "speedswap", partial(Ours, fused=True, ahead=True), columns)
+    if fused:
+        yield Contestant("speedswap, fused, lookahead", "speedswap", partial(Ours, fused=True, ahead=True), columns)
     yield Contestant(f"torch {sparse_name}", "torch", partial(Torch, sparse=True, home="cpu"), columns)
     if device != "cpu":
         yield Contestant(f"torch {sparse_name}, on the GPU", "torch", partial(Torch, sparse=True, home=device), columns)

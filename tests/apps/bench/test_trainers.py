@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from speedswap.apps.bench.trainers import OPTIMIZERS, Contestant, Ours, contestants, step_peers, verify
+from speedswap.apps.bench.trainers import (
+    DENSE,
+    OPTIMIZERS,
+    Contestant,
+    Ours,
+    contestants,
+    has_fused,
+    step_peers,
+    verify,
+)
 from speedswap.apps.errors import WrongResultError
 
 
@@ -19,6 +28,26 @@ def test_every_contestant_trains_as_torch_does(optimizer, device):
     assert {"speedswap", "torch"} <= {one.package for one in everyone}
     for one in everyone:
         verify(optimizer, one, device)
+
+
+class NotFused(torch.optim.Adagrad):
+    """As torch 2.11 has it for a GPU."""
+
+    def step(self, closure=None):
+        if self.defaults["fused"]:
+            raise RuntimeError("`fused=True` requires all the params to be floating point Tensors of supported devices")
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_an_optimizer_without_a_fused_implementation_is_measured_without_it(device, monkeypatch):
+    assert has_fused("adam", device)
+    monkeypatch.setitem(DENSE, "adagrad", NotFused)
+    assert not has_fused("adagrad", device)
+    found = [one for one in contestants("adagrad", device) if one.package == "speedswap"]
+    assert [one.name for one in found] == ["speedswap", "speedswap, lookahead"]
+    for one in found:
+        verify("adagrad", one, device)
 
 
 class Forgetful(Ours):
