@@ -26,12 +26,14 @@ def positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
 
 def steps(count: int, step: int, device: torch.device) -> Tensor:
     """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
+    # Each stream has its own: another one may have yet to make them.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if count <= _SMALL:
-        return _small_steps(count, step, device)
-    return (_large_steps if count <= _LARGE else _new_steps)(count, step, device)
+        return _small_steps(count, step, device, stream)
+    return (_large_steps if count <= _LARGE else _new_steps)(count, step, device, stream)
 
 
-def _new_steps(count: int, step: int, device: torch.device) -> Tensor:
+def _new_steps(count: int, step: int, device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):  # used later in other modes
         return torch.arange(count, device=device) * step
 

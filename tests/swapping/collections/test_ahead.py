@@ -13,6 +13,7 @@ import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from speedswap.batching.nested import Batch
 from speedswap.errors import BatchError, IdError
+from speedswap.swapping.collections.small_tensors import steps
 
 BATCH = 6
 SIZES = {"user": (9, 4), "item": (30, 4), "word": (7, 6)}
@@ -98,6 +99,19 @@ def test_lookahead_trains_as_the_plain_loop(kind: str, form: str, depth: int, de
     assert rows == ours_rows
     for one, other in zip(plain, ours, strict=True):
         assert torch.equal(one, other)
+
+
+def test_streams_share_no_offsets_that_one_of_them_has_yet_to_make(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("is about a GPU")
+    count = 9_999  # of no other test
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(20_000_000)
+        steps(count, 2, torch.device(device, 0))
+    with torch.cuda.stream(second):
+        found = steps(count, 2, torch.device(device, 0)).cpu()
+    assert torch.equal(found, torch.arange(count) * 2)
 
 
 @pytest.mark.parametrize("form", ["keyed", "one"])
