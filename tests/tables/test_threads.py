@@ -195,7 +195,7 @@ def test_a_table_is_made_while_another_thread_sums_up_the_caches() -> None:
 
 
 def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tmp_path: Path) -> None:
-    """Whether a writer of this process has it is looked up among locks that come and go."""
+    """Its own writer is found among locks that come and go."""
 
     def folder(name: str) -> OpenDirectory:
         (tmp_path / name).mkdir()
