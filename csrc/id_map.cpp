@@ -49,10 +49,15 @@ bool IdMap::add(const Keys& keys, int64_t* rows, Undo* undo, int threads) {
     Undo& way_back = undo == nullptr ? own : *undo;
     Undo* const log = undo != nullptr || wanted > capacity_ ? &way_back : nullptr;
     begin_batch(way_back);
-    if (evict_ != Evict::none) touch(keys, rows, log);
-    if (add_missing(keys, missing, rows, log)) {
-        finish_candidates(rows, keys.count);
-        return true;
+    try {
+        if (evict_ != Evict::none) touch(keys, rows, log);
+        if (add_missing(keys, missing, rows, log)) {
+            finish_candidates(rows, keys.count);
+            return true;
+        }
+    } catch (...) {  // no memory: what was added so far is whole
+        forget_candidates();
+        throw;
     }
     this->undo(way_back);
     return false;
@@ -72,6 +77,7 @@ void IdMap::begin_batch(Undo& undo) {
     undo.cursor = cursor_;
     undo.cells.clear();
     undo.touches.clear();
+    undo.text_bytes[0] = undo.text_bytes[1] = 0;
     renewed_.clear();
     ++clock_;
 }
@@ -103,17 +109,8 @@ bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, i
         int64_t row = rows_.find(key);  // of a key that came earlier in this batch
         if (row == 0) {
             if (admit_after_ > 1 && !is_admitted(key, undo)) continue;
-            row = free_row(undo);
+            row = give_row(key, undo);
             if (row == 0) return false;
-            rows_.put(row, key);
-            if (evict_ != Evict::none) {
-                last_.reserve(row + 1);
-                last_[row] = clock_;
-            }
-            if (evict_ == Evict::lfu) {
-                counts_.reserve(row + 1);
-                counts_[row] = 0;
-            }
         }
         if (evict_ == Evict::lfu && counts_[row] != UINT32_MAX) ++counts_[row];
         rows[position] = row;
@@ -125,13 +122,15 @@ bool IdMap::add_missing(const Keys& keys, const std::vector<int64_t>& missing, i
 bool IdMap::is_admitted(const Key& key, Undo* undo) {
     int64_t cell = probation_.find(key);
     if (cell == 0) {
-        cell = cursor_ = cursor_ % capacity_ + 1;
+        cell = cursor_ % capacity_ + 1;
         sightings_.reserve(cell + 1);
         changed_.reserve(cell / kTogether + 1);
         const bool taken = sightings_[cell] != 0;
         save(undo, true, cell, taken);
+        probation_.make_room(cell, key, saved_text(undo, true));
+        cursor_ = cell;
         if (taken) probation_.remove(cell);
-        probation_.put(cell, key);
+        probation_.place(cell, key);
         sightings_[cell] = 0;
         probation_used_ = std::max(probation_used_, cell);
     } else {
@@ -144,14 +143,23 @@ bool IdMap::is_admitted(const Key& key, Undo* undo) {
     return true;
 }
 
-// Returns a row that no key has, 0 if there is none.
-int64_t IdMap::free_row(Undo* undo) {
-    if (used_ < capacity_) return ++used_;
-    const int64_t row = evict_ == Evict::none ? 0 : victim();
+// Returns the row that a key is given, 0 if there is none. If it throws, no row has lost its key or come without one.
+int64_t IdMap::give_row(const Key& key, Undo* undo) {
+    const bool is_fresh = used_ < capacity_;
+    const int64_t row = is_fresh ? used_ + 1 : evict_ == Evict::none ? 0 : victim();
     if (row == 0) return 0;
-    save(undo, false, row, true);
-    rows_.remove(row);
-    renewed_.push_back(row);
+    if (!is_fresh) save(undo, false, row, true);
+    rows_.make_room(row, key, saved_text(undo, false));
+    if (evict_ != Evict::none) last_.reserve(row + 1);
+    if (evict_ == Evict::lfu) counts_.reserve(row + 1);
+    if (!is_fresh) {
+        renewed_.push_back(row);
+        rows_.remove(row);
+    }
+    rows_.place(row, key);
+    if (evict_ != Evict::none) last_[row] = clock_;
+    if (evict_ == Evict::lfu) counts_[row] = 0;
+    used_ = std::max(used_, row);
     return row;
 }
 
@@ -248,7 +256,12 @@ void IdMap::forget_candidates() {
 
 // ---- the way back --------------------------------------------------------------------------------------------------
 
-void IdMap::save(Undo* undo, bool on_probation, int64_t cell, bool taken) const {
+// The last batch is undone without more memory: there is room for the strings that come back.
+int64_t IdMap::saved_text(const Undo* undo, bool on_probation) {
+    return undo == nullptr ? 0 : undo->text_bytes[on_probation];
+}
+
+void IdMap::save(Undo* undo, bool on_probation, int64_t cell, bool taken) {
     if (undo == nullptr) return;
     Undo::Cell was = {on_probation, cell, taken, 0, {}, 0, 0};
     if (taken) {
@@ -257,8 +270,12 @@ void IdMap::save(Undo* undo, bool on_probation, int64_t cell, bool taken) const 
         was.text.assign(key.text, size_t(key.length));
         was.last = on_probation ? 0 : last(cell);
         was.count = count(on_probation, cell);
+        KeyTable& table = on_probation ? probation_ : rows_;
+        table.make_room_for_text(undo->text_bytes[on_probation] + key.length);
     }
+    const auto length = int64_t(was.text.size());
     undo->cells.push_back(std::move(was));
+    undo->text_bytes[on_probation] += length;
 }
 
 void IdMap::undo(Undo& undo) {
@@ -270,7 +287,7 @@ void IdMap::undo(Undo& undo) {
         KeyTable& table = was->on_probation ? probation_ : rows_;
         if (!was->on_probation || sightings_[was->cell] != 0) table.remove(was->cell);
         const Key key = {was->number, was->text.data(), int64_t(was->text.size())};
-        if (was->taken) table.put(was->cell, key);
+        if (was->taken) table.place(was->cell, key);
         if (was->on_probation) {
             sightings_[was->cell] = was->count;
         } else {

@@ -43,6 +43,7 @@ class IdMap {
         int64_t cursor = 0;
         std::vector<Cell> cells;
         std::vector<Touch> touches;
+        int64_t text_bytes[2] = {};  // of the cells' exact strings, by on_probation
     };
 
     // What a table of keys holds, by cell from 1 on: to be saved and restored.
@@ -93,14 +94,15 @@ class IdMap {
     void touch(const Keys& keys, const int64_t* rows, Undo* undo);
     bool add_missing(const Keys& keys, const std::vector<int64_t>& missing, int64_t* rows, Undo* undo);
     bool is_admitted(const Key& key, Undo* undo);
-    int64_t free_row(Undo* undo);
+    int64_t give_row(const Key& key, Undo* undo);
     int64_t victim();
     void choose_candidates();
     void finish_candidates(const int64_t* rows, int64_t count);
     void forget_candidates();
     uint64_t rank(int64_t row) const;
     Candidate candidate(int64_t row) const { return {rank(row), uint32_t(row)}; }
-    void save(Undo* undo, bool on_probation, int64_t cell, bool taken) const;
+    void save(Undo* undo, bool on_probation, int64_t cell, bool taken);
+    static int64_t saved_text(const Undo* undo, bool on_probation);
 
     int64_t capacity_;
     int64_t admit_after_;

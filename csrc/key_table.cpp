@@ -109,14 +109,24 @@ void KeyTable::find_all(const Keys& keys, int64_t* rows, int threads) const {
 
 // ---- changing ------------------------------------------------------------------------------------------------------
 
-void KeyTable::put(int64_t cell, const Key& key) {
-    if (lines_for(taken_ + 1, kSlots) > int64_t(num_lines_)) grow();
+void KeyTable::make_room(int64_t cell, const Key& key, int64_t spare) {
+    if (lines_for(std::min(taken_ + 1, capacity_), kSlots) > int64_t(num_lines_)) grow();
     numbers_.reserve(cell + 1);
+    if (!exact_) return;
+    begins_.reserve(cell + 1);
+    lengths_.reserve(cell + 1);
+    if (unused_text_ > int64_t(text_.size()) / 2 + 4096) compact_text(key.length + spare);
+    make_room_for_text(key.length + spare);
+}
+
+void KeyTable::make_room_for_text(int64_t bytes) {
+    const size_t needed = text_.size() + size_t(bytes);
+    if (exact_ && needed > text_.capacity()) text_.reserve(std::max(needed, 2 * text_.capacity()));
+}
+
+void KeyTable::place(int64_t cell, const Key& key) {
     numbers_[cell] = key.number;
     if (exact_) {
-        begins_.reserve(cell + 1);
-        lengths_.reserve(cell + 1);
-        if (unused_text_ > int64_t(text_.size()) / 2 + 4096) compact_text();
         begins_[cell] = int64_t(text_.size());
         lengths_[cell] = key.length;
         text_.insert(text_.end(), key.text, key.text + key.length);
@@ -197,9 +207,9 @@ void KeyTable::grow() {
     }
 }
 
-void KeyTable::compact_text() {
+void KeyTable::compact_text(int64_t spare) {
     std::vector<char> kept;
-    kept.reserve(text_.size() - size_t(unused_text_));
+    kept.reserve(text_.size() - size_t(unused_text_) + size_t(spare));
     for (int64_t cell = 1; cell <= last_cell_; ++cell) {
         const char* const begin = text_.data() + begins_[cell];
         begins_[cell] = int64_t(kept.size());

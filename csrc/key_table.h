@@ -60,8 +60,16 @@ class KeyTable {
     void prefetch_number(int64_t cell) const { __builtin_prefetch(numbers_.data() + cell); }
     void prefetch_line(int64_t cell) const { prefetch(numbers_[cell]); }
 
-    // Puts a key that is not there into a free cell.
-    void put(int64_t cell, const Key& key);
+    // Makes room for a key in a cell, which may still have another one, and for `spare` more bytes of exact strings.
+    void make_room(int64_t cell, const Key& key, int64_t spare = 0);
+    void make_room_for_text(int64_t bytes);
+    // Puts a key that is not there into a free cell, for which there is room: does not throw.
+    void place(int64_t cell, const Key& key);
+    // Does both. If it throws, nothing has changed.
+    void put(int64_t cell, const Key& key) {
+        make_room(cell, key);
+        place(cell, key);
+    }
     // Frees a cell.
     void remove(int64_t cell);
 
@@ -88,7 +96,7 @@ class KeyTable {
     void index(uint32_t slot, uint64_t hash);
     std::pair<uint64_t, uint32_t*> strayed_past(uint64_t full);
     void grow();
-    void compact_text();
+    void compact_text(int64_t spare);
 
     int64_t capacity_;
     bool exact_;

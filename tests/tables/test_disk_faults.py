@@ -6,6 +6,7 @@ import errno
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torture.folders import Disk
 from torture.reference import OPTIMIZERS, Reference, batch
 
 from speedswap import Column, Embedding, Table, init
-from speedswap.errors import TableError, TableFullError
+from speedswap.errors import TableError, TableFormatError, TableFullError
 
 ROWS, DIM = 40_000, 32
 
@@ -206,3 +207,56 @@ def test_reserved_room_lasts_until_the_writes_that_it_is_for(tmp_path: Path) -> 
     for name in ("weight", "state"):
         assert (table.read(column=name) == 3.0).all()
     table.close()
+
+
+@pytest.mark.parametrize("dim", [64, 8])
+@pytest.mark.parametrize("change", ["scatter", "write"])
+def test_a_damaged_row_in_a_later_piece_leaves_all_as_it_was(tmp_path: Path, dim: int, change: str) -> None:
+    """Pieces are read before the first of them is written, where their records hold more than is written."""
+    with Table.create(1000, dim, path=tmp_path / "t") as table:
+        table.add_columns([Column("state", (dim,), torch.float32, init.constant(0.0))])
+        table.write(0, torch.arange(1000.0).repeat_interleave(dim).view(1000, dim))
+    raw = bytearray((tmp_path / "t" / "rows.log").read_bytes())
+    raw[raw.index(torch.full((dim,), 700.0).numpy().tobytes()) + 5] ^= 16
+    (tmp_path / "t" / "rows.log").write_bytes(raw)
+    with Table.open(tmp_path / "t", cache_bytes=1) as table:
+        where, count = (torch.arange(0, 1000, 2), 500) if change == "scatter" else (0, 1000)
+        with pytest.raises(TableFormatError, match=r"row 700 is not|rows 700 to 703 are not"):
+            getattr(table, change)(where, torch.full((count, dim), -1.0))
+        for start, stop in ((0, 690), (710, 1000)):
+            assert torch.equal(table.read(start, stop)[:, 0], torch.arange(start, stop).float())
+
+
+@pytest.mark.parametrize("dim", [64, 8])
+def test_records_that_are_written_as_a_whole_are_not_read(device: str, tmp_path: Path, dim: int) -> None:
+    """In several pieces, from any device, where a group is a row."""
+    table = rewritten(tmp_path, 20_000, dim, cache_bytes=1)
+    reads = table.store.log.stats()["groups_read"]
+    table.scatter(torch.randperm(20_000), torch.full((20_000, dim), 2.0, device=device))
+    assert (table.store.log.stats()["groups_read"] == reads) == (dim == 64)
+    assert (table.read() == 2.0).all()
+    table.close()
+
+
+@pytest.mark.parametrize("allocations", [0, 1])
+@pytest.mark.parametrize("begins", ["as", "unlike"])
+@pytest.mark.parametrize("storage", ["memmap", "pageable"])
+def test_rows_of_another_store_are_taken_as_a_whole_or_not_at_all(
+    tmp_path: Path, storage: str, begins: str, allocations: int
+) -> None:
+    """The disk is full before room is made for all of them, or right after that."""
+    path = tmp_path / "source" if storage == "memmap" else None
+    source = Table.create(20_000, 64, storage=storage, path=path, init=init.constant(1.0))
+    source.write(0, torch.full((20_000, 64), 3.0))
+    first = init.constant(1.0 if begins == "as" else 2.0)
+    target = Table.create(20_000, 64, path=tmp_path / "target", init=first, cache_bytes=2**20)
+    before = target.read()
+    target.store.log.fail("allocate", allocations, errno.ENOSPC, times=10**6)
+    with pytest.raises(TableFullError) if allocations == 0 else nullcontext():
+        target.store.take_rows(source.store, ["weight"])
+    assert torch.equal(target.read(), before) if allocations == 0 else (target.read() == 3.0).all()
+    target.store.log.fail("allocate", 0, 0, times=0)
+    target.store.take_rows(source.store, ["weight"])
+    assert (target.read() == 3.0).all()
+    target.close()
+    source.close()

@@ -12,6 +12,8 @@ import torch
 from speedswap import Column, IdMap, Table, init
 from speedswap.errors import TableFormatError, TableFullError
 from speedswap.tables.formats import FORMATS, ordered, pieces
+from speedswap.tables.formats.exporting import outgoing
+from speedswap.tables.formats.format import format_of, least_bytes
 
 VALUES = [[0.1, -2.0], [1e-7, 4.0], [3.0, 0.0]]
 SUFFIXES = [form.suffixes[0] for form in FORMATS.values()]
@@ -60,7 +62,7 @@ def test_rows_on_the_device_are_exported(device, tmp_path, piece_bytes):
 @pytest.mark.parametrize("suffix", [".txt", ".bin"])
 def test_keys_that_occur_twice_are_written_and_read_back_without_them(table, tmp_path, suffix):
     table.export(tmp_path / f"rows{suffix}", keys=["a", "b", "a"])
-    with pytest.raises(TableFormatError, match="key 'a' of row 2 is that of row 0 as well"):
+    with pytest.raises(TableFormatError, match=r"key 'a' of row 2 is that of row 0 as well.* keys='drop'"):
         Table.from_file(tmp_path / f"rows{suffix}")
     assert torch.equal(Table.from_file(tmp_path / f"rows{suffix}", keys="drop").read(), table.read())
 
@@ -230,3 +232,35 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(suffix, small_disk):
     with pytest.raises(TableFullError, match=r"no room on the disk .*; nothing was left there: free space"):
         table.export(small_disk / f"rows{suffix}")
     assert [path.name for path in small_disk.iterdir() if path.name != "lost+found"] == []
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_rows_that_cannot_fit_are_refused_before_any_is_read(suffix, small_disk, tmp_path):
+    """A disk that is too small is known before it has been written full; the file of before stays."""
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    file = small_disk / f"rows{suffix}"
+    file.write_bytes(b"of before")
+    with Table.create(10**6, 16, path=tmp_path / "t", init=init.normal()) as table:
+        with pytest.raises(TableFullError, match=r"the rows take at least \d+ bytes, and \d+ are free"):
+            table.export(file, overwrite=True)
+        assert table.store.log.stats()["rows_brought"] == 0
+    assert [(path.name, path.read_bytes()) for path in small_disk.iterdir()] == [(file.name, b"of before")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_rows_take_no_fewer_bytes_than_the_disk_is_asked_for(dtype, suffix, tmp_path):
+    """Zeros and keys of one digit are the shortest."""
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    if suffix in (".txt", ".bin") and not (dtype.is_floating_point and (suffix == ".txt" or dtype.itemsize <= 4)):
+        pytest.skip("the format does not hold the dtype")
+    table = Table.create(5000, 64, dtype=dtype, storage="pageable")
+    form = FORMATS[format_of(tmp_path / f"rows{suffix}", None)]
+    keys = None if form.keys == "never" else ["1"] * 5000
+    table.export(tmp_path / f"rows{suffix}", keys=keys)
+    with outgoing(table, format_of(tmp_path / f"rows{suffix}", None), ["weight"], keys) as rows:
+        least = least_bytes(form, rows)
+    size = (tmp_path / f"rows{suffix}").stat().st_size
+    assert size // 8 < least <= size

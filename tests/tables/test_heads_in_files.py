@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +139,41 @@ def test_more_maps_than_files_may_be_open(tmp_path: Path) -> None:
     reopened = speedswap.EmbeddingCollection.open(configs(), tmp_path / "t")
     assert all(id_map.lookup(torch.arange(6)).tolist() == [1, 2, 3, 4, 5, 0] for id_map in reopened.id_maps.values())
     reopened.close()
+
+
+def test_a_commit_of_many_maps_waits_for_none_of_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are synced in the background, and named without a look at the directory for each."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return real(*args)
+
+        monkeypatch.setattr(os, name, call)
+
+    table = Table.create(1200, 4, path=tmp_path / "t", commit_seconds=None)
+    table.store.id_maps.update({f"m{i}": speedswap.IdMap(9) for i in range(120)})
+    for name in ("fsync", "listdir"):
+        counted(name)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, limits[1]), limits[1]))
+    try:
+        for step in range(3):
+            for id_map in table.store.id_maps.values():
+                id_map.add(torch.tensor([step]))
+            table.write(0, torch.ones(10, 4))
+            table.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert calls["fsync"] == 0
+    assert calls["listdir"] <= 10
+    table.close()
+    with Table.open(tmp_path / "t", "r") as again:
+        maps = again.store.id_maps.values()
+        assert [id_map.lookup(torch.arange(4)).tolist() for id_map in maps] == [[1, 2, 3, 0]] * 120
 
 
 # ---------------------------------------------------------------------------- a commit that cannot begin

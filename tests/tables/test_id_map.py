@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from children import exit_status
+from children import exit_status, run_script
 from hypothesis import given
 from hypothesis import strategies as st
 from id_map_model import Full, Model
@@ -510,3 +510,57 @@ def test_arrays_of_any_layout_are_keys() -> None:
     assert users.add(keys)[0].tolist() == [1, 2, 3, 4]
     assert users.lookup(keys[::-1]).tolist() == [4, 3, 2, 1]
     assert users.lookup(np.broadcast_to(np.uint64(2), (1, 2))).tolist() == [[3, 3]]
+
+
+@pytest.mark.parametrize("turn", ["now", "ahead"])
+@pytest.mark.parametrize(
+    ("kind", "admit_after", "evict"), [("int64", 1, ""), ("int64", 2, "lru"), ("exact", 1, "lfu"), ("exact", 2, "")]
+)
+def test_a_batch_that_finds_no_memory_leaves_no_row_without_a_key(
+    kind: str, admit_after: int, evict: str, turn: str
+) -> None:
+    """Nor does undoing it wait for a key that was not put anywhere: asked for ahead, it has not come."""
+    found = run_script(
+        """
+        import faulthandler, random, resource, sys
+        import torch
+        from speedswap import IdMap
+
+        faulthandler.dump_traceback_later(90, exit=True)
+        kind, admit_after, evict, turn = sys.argv[1:]
+        torch.set_num_threads(1)
+        users = IdMap(150_000 if evict else 2**30, keys=kind, evict=evict or None, admit_after=int(admit_after))
+        draw, failures = random.Random(7), 0
+
+        def keys(first):
+            numbers = range(first, first + 20_000)
+            return [f"user {number}" for number in numbers] if kind == "exact" else torch.tensor(numbers)
+
+        def own_keys():
+            found = users.row_keys()
+            if kind != "exact":
+                return found
+            text, ends = found[0].numpy().tobytes(), found[1].tolist()
+            return [text[begin:end] for begin, end in zip(ends, ends[1:])]
+
+        for batch in range(80):
+            some, before = keys(10_000 * batch), len(users)
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            if batch > 5:
+                resource.setrlimit(resource.RLIMIT_AS, (used + draw.randrange(3 << 19), resource.RLIM_INFINITY))
+            try:
+                users.begin(users.ask(some)) if turn == "ahead" else users.add(some)
+            except MemoryError:
+                failures += 1
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                assert turn == "now" or len(users) == before
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert torch.equal(users.lookup(own_keys()), torch.arange(1, len(users) + 1))
+        assert failures > 2 and len(users) > 20_000, (failures, len(users))
+        """,
+        kind,
+        admit_after,
+        evict,
+        turn,
+    )
+    assert found.returncode == 0, found.stderr

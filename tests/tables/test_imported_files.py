@@ -170,9 +170,9 @@ def test_wrong_arguments_are_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe.npy", "rows.npy", "table"]
 
 
-def test_a_full_disk_is_an_error_that_leaves_nothing(small_disk, tmp_path):
-    np.save(tmp_path / "rows.npy", np.ones((100_000, 16), np.float32))
-    with pytest.raises(TableFullError):
+def test_a_full_disk_is_an_error_before_a_row_is_read_and_leaves_nothing(small_disk, tmp_path):
+    np.save(tmp_path / "rows.npy", np.full((100_000, 16), np.nan, np.float32))
+    with pytest.raises(TableFullError, match="free space there"):
         Table.from_file(tmp_path / "rows.npy", small_disk / "table")
     assert list(small_disk.iterdir()) == []
 

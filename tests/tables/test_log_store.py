@@ -317,6 +317,17 @@ def test_rows_of_a_table_whose_weight_began_anew_come_along(make: Callable[..., 
     assert_same(target, source)
 
 
+@pytest.mark.parametrize("taken", ["rows", "block.rows"])
+def test_ids_that_change_between_gather_and_scatter_are_taken_as_they_are_then(tmp_path: Path, taken: str) -> None:
+    """A gather holds its rows in the cache for the scatter of the same rows, which a step does not change."""
+    with speedswap.Table.create(1000, 64, path=tmp_path / "t") as table:
+        rows = torch.arange(5)
+        block = table.gather(rows)
+        rows += 50
+        table.scatter(rows if taken == "rows" else block.rows, block.weight + 1)
+        assert table.read()[:, 0].nonzero().flatten().tolist() == [50, 51, 52, 53, 54]
+
+
 def of_torch_init() -> Any:
     return initializers.from_torch(torch.nn.init.uniform_)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,10 @@ import torch
 from children import run_script
 
 import speedswap
-from speedswap.errors import TableClosedError
+from speedswap.errors import TableBusyError, TableClosedError
 from speedswap.tables.disk.options import cache_bytes_for, promise
+from speedswap.tables.files.lock import WriterLock
+from speedswap.tables.files.open_directory import OpenDirectory
 
 STORAGES = ["pageable", "memmap"]
 
@@ -188,3 +192,39 @@ def test_a_table_is_made_while_another_thread_sums_up_the_caches() -> None:
     maker.join(60)
     assert maker.ident is not None
     assert not maker.is_alive()
+
+
+def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tmp_path: Path) -> None:
+    """Its own writer is found among locks that come and go."""
+
+    def folder(name: str) -> OpenDirectory:
+        (tmp_path / name).mkdir()
+        return OpenDirectory(tmp_path / name)
+
+    held = [WriterLock(folder(f"held {place}"), say=False) for place in range(200)]
+    stop = threading.Event()
+
+    def come_and_go(directories: list[OpenDirectory]) -> None:
+        while not stop.is_set():
+            for lock in [WriterLock(directory, say=False) for directory in directories]:
+                lock.release()
+
+    directories = [[folder(f"other {thread} {place}") for place in range(20)] for thread in range(3)]
+    others = [threading.Thread(target=come_and_go, args=(some,)) for some in directories]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    gc.freeze()  # each try collects garbage
+    try:
+        for other in others:
+            other.start()
+        for _ in range(200):
+            with pytest.raises(TableBusyError, match="is open for writing in process"):
+                WriterLock(OpenDirectory(tmp_path / "held 0"), say=False)
+    finally:
+        gc.unfreeze()
+        sys.setswitchinterval(interval)
+        stop.set()
+        for other in others:
+            other.join(60)
+        for lock in held:
+            lock.release()

@@ -145,18 +145,40 @@ class LogCache:
             room: for all of them; made here where they are several pieces.
 
         Raises:
-            TableFullError: there is no room; nothing has changed.
+            TableFullError, TableFormatError: there is no room, or a record is damaged; nothing has changed.
         """
-        if room is None and not self.is_one_piece(rows):
+        is_one_piece, overwrite = self.is_one_piece(rows), self.fills_records(fields)
+        if room is None and not is_one_piece:
             with self.room_for(rows) as room:
                 self.scatter(rows, fields, blocks, room)
             return
-        # What comes from a GPU may fail to arrive, and then the row must have its values of before.
-        on_cpu = all(block.device.type == "cpu" for block in blocks.values())
-        whole = on_cpu and self.manifest.group_rows == 1 and len(fields) == len(self.layout.held)
+        if not is_one_piece and not overwrite:
+            self.require_sound(rows[piece] for piece in self.pieces(len(rows)))
         for piece in self.pieces(len(rows)):
-            with self.brought(rows[piece], overwrite=whole) as places:
-                self.scatter_places(places, fields, {name: block[piece] for name, block in blocks.items()}, room)
+            parts = {name: block[piece] for name, block in blocks.items()}
+            if is_one_piece:
+                # What comes from a GPU may fail to arrive, and then the row must have its values of before.
+                overwrite = overwrite and all(part.device.type == "cpu" for part in parts.values())
+            elif overwrite:
+                parts = {name: part.to(_CPU) for name, part in parts.items()}
+            with self.brought(rows[piece], overwrite=overwrite) as places:
+                self.scatter_places(places, fields, parts, room)
+
+    def fills_records(self, fields: Mapping[str, kernels.WantedColumn]) -> bool:
+        """Return whether columns are all that is stored of their rows, so that records need not be read."""
+        return self.manifest.group_rows == 1 and len(fields) == len(self.layout.held)
+
+    def require_sound(self, pieces: Iterable[Tensor]) -> None:
+        """Read rows that are about to be changed a piece at a time: a damaged one is an error before the first change.
+
+        Raises:
+            TableFormatError: a record is damaged.
+        """
+        for rows in pieces:
+            bringing = self.log.bring(rows, seen=False)
+            assert bringing is not None
+            with bringing:
+                self._arrived(bringing)
 
     def set_aside(self, names: Iterable[str]) -> None:
         """Leave columns out of the initial values of fresh rows, because all of their rows are about to be written."""
@@ -258,14 +280,18 @@ class LogCache:
 
     def settled(self, bringing: kernels.Bringing) -> Tensor:
         """Wait for rows that are being brought, give values to those that have none, and return their places."""
-        try:
-            places, fresh = bringing.wait()
-        except kernels.RowLogDamaged as error:
-            raise self.damage(error) from error
+        places, fresh = self._arrived(bringing)
         if len(fresh):
             self.fresh.fill(self._records, fresh)
             bringing.filled()
         return places
+
+    def _arrived(self, bringing: kernels.Bringing) -> tuple[Tensor, Tensor]:
+        """Wait for rows that are being brought; return their places, and the groups that have no values yet."""
+        try:
+            return bringing.wait()
+        except kernels.RowLogDamaged as error:
+            raise self.damage(error) from error
 
     # ------------------------------------------------------------------ all rows
 

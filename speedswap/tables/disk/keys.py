@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from speedswap.tables.key_sweep import Sweep
 __all__ = ["NOTHING", "LogKeys", "Saving"]
 
 _MOST_FILES = 16
-_MOST_OPEN = 64  # files that a commit leaves to the background: it holds them open
+_LEAST_OPEN, _OPEN_SHARE = 64, 8  # files that a commit leaves to the background: it holds them open
 _MOST_AHEAD = 2**20  # bytes of room that a file gets beyond its present end, so that not every step asks for some
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -180,7 +181,7 @@ class LogKeys:
             if end > room:
                 room = end + min(begin, _MOST_AHEAD)
                 os.posix_fallocate(file.fd, begin, room - begin)
-            if len(saving.writes) < _MOST_OPEN:
+            if len(saving.writes) < _most_open():
                 saving.writes.append((file, begin, raw))
             else:
                 _write(file, begin, raw)
@@ -197,6 +198,11 @@ class LogKeys:
         if all(file is not self._directory.files for file, _, _ in saving.writes):
             saving.writes.append((self._directory.files, 0, NOTHING))
         return self._directory.create_keys()
+
+
+def _most_open() -> int:
+    """Return the files that the background may hold open: a share of what the process may."""
+    return max(_LEAST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _OPEN_SHARE)
 
 
 def _write(file: OpenFile, begin: int, raw: Tensor) -> None:

@@ -167,24 +167,33 @@ class LogStore(LogColumns):
     def write(self, column: str, start: int, values: Tensor) -> None:
         self._held.stop()
         count = start % self._cache.manifest.group_rows + len(values)
-        fields = self._cache.fields((column,))
+        fields, pieces = self._cache.fields((column,)), [*self._cache.pieces(len(values))]
         with self._with_room(lambda: self._cache.make_room(count), len(values)) as room:
-            for piece in self._cache.pieces(len(values)):  # values on another device come piece by piece
+            if len(pieces) > 1 and not self._cache.fills_records(fields):
+                self._cache.require_sound(torch.arange(start + piece.start, start + piece.stop) for piece in pieces)
+            for piece in pieces:  # values on another device come piece by piece
                 rows = torch.arange(start + piece.start, start + piece.stop)
                 self._cache.scatter(rows, fields, {column: kernels.as_read(values[piece].detach()).to(_CPU)}, room)
 
     def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
-        if not self.log.touched and self._begins_as(source) and {*columns} == {*self.columns}:
-            for rows, held in source.written_rows():  # the others have the same initial values in both
-                self.put(rows, {name: held[name] for name in columns})
-            return
         self._held.stop()
-        self._commits.changed = True
-        fields = self._cache.fields(tuple(columns))
-        for piece in self._cache.pieces(self.num_embeddings):
-            rows = torch.arange(piece.start, piece.stop)
-            blocks = {name: kernels.as_read(source.read(name, piece.start, piece.stop)) for name in columns}
-            self._cache.scatter(rows, fields, blocks)
+        as_written = not self.log.touched and self._begins_as(source) and {*columns} == {*self.columns}
+        num_rows = self.num_embeddings
+        if as_written and isinstance(source, LogStore):
+            num_rows = source.log.touched * source.manifest.group_rows
+        self._with_room(lambda: self._cache.reserve(num_rows), num_rows)
+        try:
+            if as_written:
+                for rows, held in source.written_rows():  # the others have the same initial values in both
+                    self.put(rows, {name: held[name] for name in columns})
+                return
+            fields = self._cache.fields(tuple(columns))
+            for piece in self._cache.pieces(num_rows):
+                rows = torch.arange(piece.start, piece.stop)
+                blocks = {name: kernels.as_read(source.read(name, piece.start, piece.stop)) for name in columns}
+                self._cache.scatter(rows, fields, blocks)
+        finally:
+            self._cache.give_up_room()
 
     def _begins_as(self, source: RowStore) -> bool:
         """Return whether rows that were never written are equal here and in another store, bit by bit."""

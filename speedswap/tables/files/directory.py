@@ -72,6 +72,7 @@ class TableDirectory(Locked):
         self._manifest: ManifestFile | None = None  # as last read or written by this object
         self._manifest_path = str(place.path / MANIFEST)
         self._keys: dict[str, OpenFile] = {}  # of the manifest's id maps, until they are read
+        self._numbers: dict[str, int] = {}  # that new files begin to look for theirs at, by kind
 
     # ------------------------------------------------------------------ creating and replacing
 
@@ -445,10 +446,14 @@ class TableDirectory(Locked):
         return removed
 
     def _new_name(self, kind: str, pattern: re.Pattern[str]) -> tuple[str, Path]:
-        taken = {int(match[1]) for name in self.files.names() if (match := pattern.fullmatch(name))}
-        number = (max(taken, default=-1) + 1) % _NUMBERS
-        while number in taken:
+        number = self._numbers.get(kind)
+        if number is None:
+            taken = [int(match[1]) for name in self.files.names() if (match := pattern.fullmatch(name))]
+            number = max(taken, default=-1) + 1
+        while self.files.status(f"{kind}-{number % _NUMBERS}.bin") is not None:
             number += 1
+        number %= _NUMBERS
+        self._numbers[kind] = number + 1
         name = f"{kind}-{number}.bin"
         return name, self.files.path / name
 

@@ -18,7 +18,7 @@ __all__ = ["WriterLock"]
 
 _LOCK, _OWNER = "LOCK", "OWNER"
 _log = logging.getLogger("speedswap")
-_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
+_held: weakref.WeakValueDictionary[int, WriterLock] = weakref.WeakValueDictionary()  # by id()
 
 
 class WriterLock:
@@ -47,7 +47,7 @@ class WriterLock:
         self._file = _open_locked(directory)
         self._says = say
         self.was_left_open = self.is_noted(directory)
-        _held.add(self)
+        _held[id(self)] = self
         if say:
             try:
                 _write_owner(directory)
@@ -77,7 +77,7 @@ class WriterLock:
 
     @property
     def is_held(self) -> bool:
-        return self in _held
+        return _held.get(id(self)) is self
 
     def release(self) -> None:
         """Release the lock; harmless if it is not held, and completes an interrupted release."""
@@ -90,7 +90,7 @@ class WriterLock:
         finally:
             # Closing alone would not do if a copy of the descriptor lived on in a process forked by a library.
             fcntl.flock(self._file.fd, fcntl.LOCK_UN)
-            _held.discard(self)
+            _held.pop(id(self), None)
             self._file.close()
 
 
@@ -124,11 +124,16 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
 
 def _is_of_this_process(file: OpenFile) -> bool:
     """Return whether a writer of this process holds the lock on a file."""
-    for lock in list(_held):
+    for lock in _all_held():
         with suppress(OSError):  # another thread is releasing it
             if os.path.sameopenfile(lock._file.fd, file.fd):
                 return True
     return False
+
+
+def _all_held() -> list[WriterLock]:
+    """Return the locks of this process, whatever other threads and the garbage collector take or release meanwhile."""
+    return [lock for found in _held.valuerefs() if (lock := found()) is not None]
 
 
 def _open(directory: OpenDirectory) -> int:
@@ -174,8 +179,8 @@ def _write_owner(directory: OpenDirectory) -> None:
 
 
 def _forget_in_child() -> None:
-    for lock in list(_held):
-        _held.discard(lock)
+    for lock in _all_held():
+        _held.pop(id(lock), None)
         lock._file.close()  # this copy of the descriptor; the parent's holds on
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from speedswap.errors import TableFullError
 from speedswap.tables.files.shards_manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.files.whole import remove_leftovers, write_whole
-from speedswap.tables.formats.format import FORMATS, format_of
+from speedswap.tables.formats.format import FORMATS, format_of, least_bytes
 from speedswap.tables.formats.keys import KeySource, RowKeys, keys_of_map, opened_keys
 from speedswap.tables.formats.pieces import Outgoing
 from speedswap.tables.id_map import IdMap
@@ -20,7 +20,7 @@ from speedswap.tables.id_map import IdMap
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
 
-__all__ = ["export_table", "require_folder", "says_if_no_room", "write_rows"]
+__all__ = ["export_table", "require_folder", "require_room", "says_if_no_room", "write_rows"]
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -61,6 +61,7 @@ def _write(
     remove_leftovers(real.parent)
     with says_if_no_room(real), ExitStack() as written:
         rows = written.enter_context(outgoing(table, format, columns, keys))
+        require_room(least_bytes(FORMATS[format], rows), real)
         FORMATS[format].write(written.enter_context(write_whole(real)), rows)
 
 
@@ -98,6 +99,18 @@ def require_folder(folder: Path) -> None:
     """Raise FileNotFoundError if a folder does not exist."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder; make it first", str(folder))
+
+
+def require_room(nbytes: int, path: Path) -> None:
+    """Raise TableFullError if a file of so many bytes cannot be written beside the present one at a path."""
+    disk = os.statvfs(path.parent)
+    free = disk.f_bfree * disk.f_frsize
+    if disk.f_blocks and nbytes > free:  # some file systems do not tell
+        raise TableFullError(
+            errno.ENOSPC,
+            f"no room on the disk of {path.parent}: the rows take at least {nbytes} bytes, and {free} are free; "
+            "nothing was left there: free space, or give another place",
+        )
 
 
 @contextmanager

@@ -128,6 +128,7 @@ class _Filling:
     def fill(self, table: Table, sink: KeySink | None) -> Table:
         """Write all rows to a table, which is removed if that fails."""
         try:
+            table.reserve(["weight"])  # every row is written
             for piece in self._rows.pieces(self._columns):
                 for column, values in piece.values.items():
                     name = self._names[column]
