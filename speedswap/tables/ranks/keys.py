@@ -98,7 +98,8 @@ class ShardedIdMap(OwnedKeys):
         assert part is not None
         again = cls(IdMap(**part.settings), group)
         with group.main.task(Kind.REOPENED, again.number, "the opening of an id map") as task:
-            again._used_in_parts = again._last_in_parts = sum(task.round(note=part.cursor.used).notes)
+            again._used_by = task.round(note=part.cursor.used).notes
+            again._last_in_parts = sum(again._used_by)
             again._adopt(*again._restored([part], "the id map"))
         again._is_frozen = found._is_frozen
         return again
