@@ -144,6 +144,8 @@ class Lookahead(Generic[Batch]):
             # An error is raised in its turn: the batches before it are trained on first.
             while len(waiting) <= self.depth and not (waiting and waiting[-1].error):
                 waiting.append(self._next(source, modules))
+            if (error := waiting[-1].error) is not None:  # in each turn, as other ranks announce a batch in each
+                self._end_announcements(modules, failed=not isinstance(error, StopIteration))
             turn = waiting.popleft()
             if isinstance(turn.error, StopIteration):
                 return
@@ -163,10 +165,14 @@ class Lookahead(Generic[Batch]):
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):
                 turn.prefetched[module].append(lookup)
-        except BaseException as error:
-            for module in modules:
-                module.end_announcements(failed=not isinstance(error, StopIteration))
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             return _Turn(error=error)
+        except BaseException:
+            self._end_announcements(modules, failed=True)
+            raise
         return turn
+
+    @staticmethod
+    def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:
+        for module in modules:
+            module.end_announcements(failed=failed)

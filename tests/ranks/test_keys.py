@@ -90,9 +90,7 @@ def test_owners_evict_the_same_keys_after_a_checkpoint(
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_owners_evict_the_same_keys_after_a_table_is_opened_again(
-    ranks: RankPool, policy: str, tmp_path: Path
-) -> None:
+def test_owners_evict_the_same_keys_after_a_table_is_opened_again(ranks: RankPool, policy: str, tmp_path: Path) -> None:
     """As in a table that was never closed, though ranks had filled their shares of the rows unequally."""
     wanted = ranks.run(scenarios.evict_on_disk, 3, policy, str(tmp_path / "open"), [])
     again = ranks.run(scenarios.evict_on_disk, 3, policy, str(tmp_path / "closed"), [1, 2, 7])

@@ -85,11 +85,16 @@ def test_evaluation_takes_what_came_ahead(ranks: RankPool) -> None:
         assert taken == 4
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("counts", "steps"), [((5, 3), [3, 3]), ((4, 6, 1), [1, 1]), ((2, 0), [0, 0])])
-def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts, steps) -> None:
-    """Ranks with more batches say so, leave them out, and all go on together with the next epoch."""
-    found = ranks.run(scenarios.uneven, len(counts), counts, 1)
-    for rank, (taken, said, rows) in enumerate(found):
+def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts, steps, depth) -> None:
+    """Ranks with more batches say so, leave them out, and all go on together with the next epoch.
+
+    Nothing that was announced waits for ranks that have stopped, until the time limit closes the lane.
+    """
+    found = ranks.run(scenarios.uneven, len(counts), counts, depth)
+    for rank, (taken, said, rows, waits) in enumerate(found):
+        assert not waits
         assert taken == steps
         others = {counts[(rank + epoch) % len(counts)] != steps[0] for epoch in range(2)}
         assert any("have come to their end before those of this rank" in text for text in said) == (True in others)
