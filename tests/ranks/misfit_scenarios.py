@@ -360,6 +360,65 @@ def other_settings(group):
     return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))
 
 
+def other_optimizers(group, how):
+    """Train two tables, the last rank with other settings from the second step on.
+
+    Returns:
+        The error; whether it left the tables as they were; and whether ranks train on once their settings are the same.
+    """
+    is_other = group.rank() == group.size() - 1
+    users, items = (speedswap.Embedding(20, 2, process_group=group, name=name) for name in ("users", "items"))
+    both = torch.nn.ModuleList([users, items])
+
+    def optimizer_of(is_other):
+        if how == "class" and is_other:
+            return torch.optim.RMSprop(both.parameters(), lr=0.1)
+        if how == "one table" and is_other:
+            return torch.optim.Adam(users.parameters(), lr=0.1)
+        options = {"lr": {"lr": 0.2}, "betas": {"betas": (0.9, 0.99)}, "flag": {"amsgrad": True}}
+        return torch.optim.Adam(both.parameters(), **{"lr": 0.1, **(options.get(how, {}) if is_other else {})})
+
+    def train(optimizer):
+        optimizer.zero_grad()
+        (users(torch.arange(9)) + items(torch.arange(9))).square().sum().backward()
+        optimizer.step()
+
+    optimizer, said = optimizer_of(False), ""
+    train(optimizer)
+    before = users.read(), items.read()
+    if how == "scheduler":
+        optimizer.param_groups[0]["lr"] *= 0.25 if is_other else 0.5
+    else:
+        optimizer = optimizer_of(is_other)
+    try:
+        train(optimizer)
+    except SpeedswapError as error:
+        said = f"{type(error).__name__}: {error}"
+    kept = torch.equal(users.read(), before[0]) and torch.equal(items.read(), before[1])
+    train(optimizer_of(False))
+    return said, kept, not torch.equal(items.read(), before[1])
+
+
+def same_optimizers(group):
+    """Train a table with settings that say the same in another way, beside a dense layer with others; return its rows.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+    """
+    is_other = group is not None and group.rank() == 1
+    items, own = speedswap.Embedding(20, 2, dtype=torch.float64, process_group=group), torch.nn.Linear(2, 2)
+    groups = [
+        {"params": own.parameters(), "lr": 0.3 if is_other else 0.2},
+        {"params": items.parameters(), "name": f"of {is_other}", "lr": torch.tensor(0.1) if is_other else 0.1},
+    ]
+    optimizer = torch.optim.Adam(groups[::-1] if is_other else groups, foreach=False if is_other else None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        items(torch.arange(9)).square().sum().backward()
+        optimizer.step()
+    return items.read()
+
+
 def late_gradient(group, ranks, passes):
     """Go back through the first of many lookups on the first rank alone; return the rows after the step.
 
