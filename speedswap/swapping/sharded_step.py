@@ -13,7 +13,6 @@ gradients stay here until all of them have come through.
 from __future__ import annotations
 
 import copy
-import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task, share
+from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task, digest_of, share
 from speedswap.errors import RanksError
 from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, KEEPS, ONE_LOOKUP, JointGradients
 from speedswap.swapping.lost_updates import LostUpdates
@@ -353,9 +352,9 @@ def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> 
         def agree() -> None:
             for group, task in tasks.items():
                 settings = {} if optimizer is None else _settings_of(optimizer, group)
-                digest = hashlib.blake2b(repr(settings).encode(), digest_size=7).digest()
+                digest = digest_of(settings)
                 agreed.append(task)  # before: what fails here after the round, the others have agreed with
-                if len({*task.round(note=int.from_bytes(digest, "little")).notes}) > 1:
+                if len({*task.round(note=digest).notes}) > 1:
                     ours = [step for step in every_step() if isinstance(step, ShardedStep) and step.group is group]
                     _raise_different(task, settings, {step.number: step.table.name for step in ours})
 

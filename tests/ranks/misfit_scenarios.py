@@ -348,16 +348,41 @@ def other_columns(group, what):
 
 def other_settings(group):
     """Make embeddings with other settings than the other ranks; return the errors, and whether one can be made."""
-    said = []
+    said, is_other = [], group.rank() > 0
     for settings in (
-        {"reduction": "mean" if group.rank() else "sum"},
-        {"state_dtype": torch.bfloat16 if group.rank() else None},
+        {"reduction": "mean" if is_other else "sum"},
+        {"state_dtype": torch.bfloat16 if is_other else None},
+        {"name": "users" if is_other else "items"},  # as tables that are made in the order of a set
     ):
         try:
             speedswap.Embedding(20, 2, process_group=group, **settings)
         except ValueError as error:
             said.append(str(error))
     return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))
+
+
+def other_order(group):
+    """Make a collection of tables in another order than the other rank; return the error."""
+    names = ["users", "items"][:: -1 if group.rank() else 1]
+    configs = [speedswap.EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=2, seed=1) for name in names]
+    try:
+        speedswap.EmbeddingCollection(configs, process_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def other_maps(group):
+    """Give embeddings id maps with other settings than the other rank; return the errors, and rows of keys after it."""
+    said, is_other = [], group.rank() > 0
+    for settings in ({"admit_after": 2}, {"evict": "lru"}, {"keys": "exact"}):
+        try:
+            id_map = speedswap.IdMap(10, **(settings if is_other else {}))
+            speedswap.Embedding(11, 2, id_map=id_map, process_group=group)
+        except ValueError as error:
+            said.append(str(error))
+    items = speedswap.Embedding(11, 2, id_map=speedswap.IdMap(10), process_group=group)
+    return said, items.id_map.add(torch.tensor([7, 8]))[0].tolist()
 
 
 def other_optimizers(group, how):

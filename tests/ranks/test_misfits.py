@@ -117,9 +117,28 @@ def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
 
 def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
     for said, rows in ranks.run(scenarios.other_settings, 2):
-        assert len(said) == 2
+        assert len(said) == 3
         assert all("reduction" in text and "state_dtype" in text and "on another one" in text for text in said)
+        assert "name users" in said[2] or "name items" in said[2]
         assert rows == 3
+
+
+def test_tables_of_a_collection_are_in_one_order_on_all_ranks(ranks: RankPool) -> None:
+    """Else they would share each other's rows."""
+    for rank, said in enumerate(ranks.run(scenarios.other_order, 2)):
+        assert f"tables {['users', 'items'][:: -1 if rank else 1]}" in said
+        assert "give the same on all ranks" in said
+
+
+def test_id_maps_have_the_same_settings_on_all_ranks(ranks: RankPool) -> None:
+    """Else owners would admit or evict their keys by their own, or wait for messages of another size."""
+    for rank, (said, rows) in enumerate(ranks.run(scenarios.other_maps, 2)):
+        assert len(said) == 3
+        assert f"admit_after {1 + rank}" in said[0]
+        assert f"evict {[None, 'lru'][rank]!r}" in said[1]
+        assert f"keys {['int64', 'exact'][rank]!r}" in said[2]
+        assert all("give the same on all ranks" in text for text in said)
+        assert rows == [1, 2]
 
 
 @pytest.mark.parametrize(("how", "says"), [
