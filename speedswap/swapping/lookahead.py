@@ -68,7 +68,7 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
 
     Raises:
         TypeError: ``loader`` is not iterable, a key of ``ids`` is another object, or a function returns something else.
-        ValueError: ``depth`` is negative, or ``ids`` is empty.
+        ValueError: ``depth`` is negative, or not the same on all ranks that own the rows together; or ``ids`` is empty.
 
     Example:
         >>> import torch, speedswap
@@ -132,7 +132,7 @@ class Lookahead(Generic[Batch]):
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
         with ExitStack() as rest:  # of every module, also where a pending write has failed
             for module in modules:
-                module.begin_lookahead()
+                module.begin_lookahead(self.depth)
                 rest.callback(module.table.drain)
                 rest.callback(module.end_lookahead)
             yield from self._turns(modules)

@@ -303,10 +303,10 @@ class TableModule(nn.Module):
             ids = self._keyed.rows(given, device, adds=False)
         return Announced(self.table, (ids,), device, ids, asked)
 
-    def begin_lookahead(self) -> None:
-        """Let rows be written behind the next step, and lookups be announced."""
+    def begin_lookahead(self, depth: int) -> None:
+        """Let rows be written behind the next step, and lookups be announced, so many batches ahead."""
         if isinstance(self._step, ShardedStep):
-            self._step.group.ahead.begin()
+            self._step.group.ahead.begin(depth)
         self._step.lookaheads += 1
 
     def end_announcements(self, *, failed: bool) -> None:

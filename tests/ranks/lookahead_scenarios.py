@@ -226,6 +226,24 @@ def uneven(group, counts, depth):
 _announce = Ahead.announce
 
 
+def other_depths(group):
+    """Look ahead of as many batches as this rank's number; return the error, and the steps taken after it."""
+    items, said = embedding(group), ""
+    optimizer = torch.optim.SGD(items.parameters(), 0.1)
+    try:
+        for _ in speedswap.lookahead(batches_of(group, 5), {items: all_ids}, depth=1 + group.rank()):
+            raise AssertionError("a batch has its turn")
+    except ValueError as error:
+        said = str(error)
+    steps = 0
+    for ids in speedswap.lookahead(batches_of(group, 5), {items: all_ids}, depth=2):
+        items(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return said, steps
+
+
 class Failing:
     """A loader that raises on one rank in place of a batch, or gives it a bad id."""
 

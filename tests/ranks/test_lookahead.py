@@ -101,6 +101,13 @@ def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts
         assert torch.equal(rows, found[0][2])
 
 
+def test_ranks_look_as_far_ahead_as_each_other(ranks: RankPool) -> None:
+    """Else one would leave the loop before the other has taken its last batches."""
+    for said, steps in ranks.run(scenarios.other_depths, 2):
+        assert said == "depth is 1 on rank 0, 2 on rank 1; give all ranks the same"
+        assert steps == 5
+
+
 @pytest.mark.parametrize(
     ("where", "error"),
     [
