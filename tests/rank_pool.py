@@ -158,10 +158,10 @@ class RankPool:
         return output.read_text(errors="replace") if output.exists() else ""
 
 
-def check(group: dist.ProcessGroup, scenario: str) -> None:
+def check(group: dist.ProcessGroup, scenario: str) -> Any:
     """Call a function, ``module.name``, with this rank and the number of ranks; so that the ranks alone import it."""
     module, name = scenario.split(".")
-    getattr(importlib.import_module(module), name)(group.rank(), group.size())
+    return getattr(importlib.import_module(module), name)(group.rank(), group.size())
 
 
 # ---------------------------------------------------------------------- the ranks

@@ -7,7 +7,7 @@ from speedswap.collectives.group import RankGroup
 from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lane import SPARE_IDS, Lane
 from speedswap.collectives.letters import Letter, Parcel, as_bytes, packed, unpacked
-from speedswap.collectives.lines import Round, note_of
+from speedswap.collectives.lines import Round, digest_of, note_of
 from speedswap.collectives.pace import OwnPace, Server
 from speedswap.collectives.sharing import share
 from speedswap.collectives.sheet import ROOM, Agreed
@@ -37,6 +37,7 @@ __all__ = [
     "Status",
     "Task",
     "as_bytes",
+    "digest_of",
     "is_distributed",
     "note_of",
     "packed",

@@ -20,6 +20,8 @@ from speedswap.collectives.task import Task
 __all__ = ["Ahead", "Ended", "Errand"]
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
+_DEPTH_BITS = 10
+_MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 
 
 class Ended(NamedTuple):
@@ -127,11 +129,23 @@ class Ahead:
             self._thread.end()
         self.lane.close()
 
-    def begin(self) -> None:
-        """Let the announcements of another lookahead come; every rank calls this."""
+    def begin(self, depth: int) -> None:
+        """Let the announcements of another lookahead come; every rank calls this.
+
+        Args:
+            depth: how many batches ahead; the same on all ranks, which announce as many before a turn.
+
+        Raises:
+            ValueError: it is not, on all of them.
+        """
         with self._main.task(Kind.BEGIN, ANYTHING, "the beginning of a lookahead") as task:
-            self._time = max(task.round(note=self._time).notes)
+            notes = task.round(note=self._time << _DEPTH_BITS | min(depth, _MOST_DEPTH)).notes
             task.finish()
+        self._time = max(notes) >> _DEPTH_BITS
+        depths = [note & _MOST_DEPTH for note in notes]
+        if len({*depths}) > 1:
+            given = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self.lane.ranks, depths, strict=True))
+            raise ValueError(f"depth is {given}; give all ranks the same")
 
     def announce(self, errand: Errand) -> None:
         """Let an errand be done, after those announced before."""

@@ -16,6 +16,7 @@ from speedswap.collectives.exchange import is_distributed
 from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lane import Lane
 from speedswap.collectives.pace import OwnPace, Server
+from speedswap.errors import RanksError
 
 __all__ = ["RankGroup"]
 
@@ -23,8 +24,9 @@ __all__ = ["RankGroup"]
 class RankGroup:
     """The ranks that share tables, with the lanes on which they send each other rows. Made by :meth:`of`.
 
+    It ends with the process group and the tables: lanes have connections and threads, and their store may be a server.
+
     Attributes:
-        process_group: the ranks.
         ranks: as torch.distributed numbers them.
         rank: the place of this process among them.
         main: the lane of what the program itself asks for, in its order.
@@ -33,7 +35,7 @@ class RankGroup:
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self.process_group = process_group
+        self._process_group = weakref.ref(process_group)
         self.ranks = dist.get_process_group_ranks(process_group)
         timeout = _timeout_of(process_group)
         payload = process_group if _has_backend(process_group, "cuda") else None
@@ -44,6 +46,14 @@ class RankGroup:
         self._tables: weakref.WeakValueDictionary[int, Server] = weakref.WeakValueDictionary()
         self.own_pace = OwnPace(self.main, self._tables)
         _all.add(self)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks, as torch knows them."""
+        found = self._process_group()
+        if found is None:
+            raise RanksError("the process group of the tables was destroyed; make tables with another one")
+        return found
 
     def end(self) -> None:
         """Close the lanes before the process ends; the main one first, on which the other ranks may wait."""
@@ -101,7 +111,7 @@ class RankGroup:
         return _groups[process_group]
 
 
-_groups: dict[dist.ProcessGroup, RankGroup] = {}
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # those of destroyed process groups, too
 os.register_at_fork(after_in_child=_all.clear)  # which does not have the threads of their lanes
 

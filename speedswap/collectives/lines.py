@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import NamedTuple
 
-__all__ = ["ANYWHERE", "FAILED", "OK", "TORN", "Line", "Round", "note_of"]
+__all__ = ["ANYWHERE", "FAILED", "OK", "TORN", "Line", "Round", "digest_of", "note_of"]
 
 OK, FAILED, TORN = range(3)  # statuses
 ANYWHERE = -1  # the stage of a rank that has failed
@@ -55,3 +56,8 @@ class Round(NamedTuple):
 def note_of(number: float) -> int:
     """Return a number as a note, with all its bits."""
     return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def digest_of(settings: object) -> int:
+    """Return a note that tells whether ranks have the same settings: a digest of their text."""
+    return int.from_bytes(hashlib.blake2b(repr(settings).encode(), digest_size=7).digest(), "little")

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -216,7 +217,7 @@ class EventMonitor(Callback):
             self._looks += 1
             if self._looks > MOST_LOOKS:
                 return False
-        return bool(self._last.grad.any())
+        return _has_values(self._last.grad)
 
     def _before_step(self, *_: Any) -> None:
         self._stepping, self._one_pass = True, False
@@ -292,7 +293,7 @@ class EventMonitor(Callback):
 
     def _kept_now(self) -> bool:
         grad = None if self._last is None else self._last.grad
-        return grad is not None and (grad._version == self._last_version or bool(grad.any()))
+        return grad is not None and (grad._version == self._last_version or _has_values(grad))
 
     def _forget_window(self) -> None:
         self.backward_passes = 0
@@ -316,6 +317,12 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             alive(*args)
 
     return call
+
+
+def _has_values(grad: Tensor) -> bool:
+    """Return whether a gradient is other than zero here, without a question to other ranks that have parts of it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(grad.any())
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:

@@ -184,7 +184,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     LostUpdates.steps_anywhere += 1
     steps = [step for _, step in _steps_of(optimizer)]
     if steps:
-        with deferred_interrupts(), joint_step(steps) as agree, Commit() as commit:
+        with deferred_interrupts(), joint_step(steps, optimizer) as agree, Commit() as commit:
             try:
                 # First all, on all ranks, so that one that does not fit keeps every table as it is.
                 leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]

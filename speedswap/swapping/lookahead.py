@@ -68,7 +68,7 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
 
     Raises:
         TypeError: ``loader`` is not iterable, a key of ``ids`` is another object, or a function returns something else.
-        ValueError: ``depth`` is negative, or ``ids`` is empty.
+        ValueError: ``depth`` is negative, or not the same on all ranks that own the rows together; or ``ids`` is empty.
 
     Example:
         >>> import torch, speedswap
@@ -132,7 +132,7 @@ class Lookahead(Generic[Batch]):
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
         with ExitStack() as rest:  # of every module, also where a pending write has failed
             for module in modules:
-                module.begin_lookahead()
+                module.begin_lookahead(self.depth)
                 rest.callback(module.table.drain)
                 rest.callback(module.end_lookahead)
             yield from self._turns(modules)
@@ -144,6 +144,8 @@ class Lookahead(Generic[Batch]):
             # An error is raised in its turn: the batches before it are trained on first.
             while len(waiting) <= self.depth and not (waiting and waiting[-1].error):
                 waiting.append(self._next(source, modules))
+            if (error := waiting[-1].error) is not None:  # in each turn, as other ranks announce a batch in each
+                self._end_announcements(modules, failed=not isinstance(error, StopIteration))
             turn = waiting.popleft()
             if isinstance(turn.error, StopIteration):
                 return
@@ -163,10 +165,14 @@ class Lookahead(Generic[Batch]):
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):
                 turn.prefetched[module].append(lookup)
-        except BaseException as error:
-            for module in modules:
-                module.end_announcements(failed=not isinstance(error, StopIteration))
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
             return _Turn(error=error)
+        except BaseException:
+            self._end_announcements(modules, failed=True)
+            raise
         return turn
+
+    @staticmethod
+    def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:
+        for module in modules:
+            module.end_announcements(failed=failed)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.swapping.optimizers import holds
-from speedswap.swapping.weight import TableWeight
+from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Table
 
 __all__ = ["LostUpdates"]
@@ -54,7 +54,8 @@ class LostUpdates:
 
     def is_zeroed(self, grad: Tensor) -> bool:
         """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""
-        return grad._version != self._grad_version and not bool(grad.any())
+        with as_plain():  # this rank's rows, where ranks own them
+            return grad._version != self._grad_version and not bool(grad.any())
 
     def after_step(self) -> str | None:
         """Return the error for rows that were changed after the optimizer's step; None if they were not."""

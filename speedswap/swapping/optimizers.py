@@ -1,19 +1,55 @@
-"""Facts about torch's optimizers: the parameters that one holds, the one that steps, and the steps under way."""
+"""Facts about torch's optimizers: the parameters of one, their settings, the one that steps, the steps under way."""
 
 from __future__ import annotations
 
 import inspect
+from numbers import Real
 from types import FrameType
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["holds", "innermost", "is_inner_step", "steps_under_way"]
+__all__ = ["holds", "innermost", "is_inner_step", "settings_of", "steps_under_way"]
+
+_OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # ways to the same result
 
 
 def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
     """Return whether a parameter is in one of the optimizer's groups."""
     return any(parameter is weight for group in optimizer.param_groups for parameter in group["params"])
+
+
+def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:
+    """Return what an optimizer's step with a parameter group depends on, as text that can be compared.
+
+    Numbers have six digits, so that one that two machines round apart is the same. What is neither a number, a string
+    nor None, nor a sequence of those, is left out, as are tensors on a GPU, which it would have to wait for.
+
+    Args:
+        optimizer: of the group.
+        group: one of its parameter groups.
+
+    Returns:
+        The name of the class, as ``"optimizer"``, and the settings by name.
+    """
+    texts = {name: _text_of(group[name]) for name in optimizer.defaults if name in group and name not in _OF_THE_DEVICE}
+    return {"optimizer": type(optimizer).__name__, **{name: text for name, text in texts.items() if text is not None}}
+
+
+def _text_of(value: Any) -> str | None:
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu" or value.numel() != 1:
+            return None
+        value = value.item()
+    if isinstance(value, (float, int, Real)):  # the first two are found sooner
+        return f"{float(value):.6g}"
+    if value is None or isinstance(value, str):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        texts = [_text_of(each) for each in value]
+        return f"({', '.join(text for text in texts if text is not None)})"
+    return None
 
 
 def innermost(optimizer: Optimizer) -> Optimizer:

@@ -38,6 +38,7 @@ from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, steps_under_way
 from speedswap.swapping.padding import Padding
+from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Column, Commit
 
 __all__ = ["Leaving", "RowStep", "drop", "every_step", "step_of"]
@@ -189,7 +190,9 @@ class RowStep(Locked):
         if self._rows.block is not None or grad is None:
             return grad is not None
         self.weight.grad = None
-        if bool(grad.any()):
+        with as_plain():  # this rank's rows, where ranks own them
+            has_values = bool(grad.any())
+        if has_values:
             raise LostUpdateError(
                 f"the gradient of the embedding over table {self.table.name!r} came from no lookup, so it belongs to "
                 "no rows; train it through what the embedding returns"

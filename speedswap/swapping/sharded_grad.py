@@ -2,8 +2,10 @@
 
 Every rank holds the gradient of the rows that it owns, and clips it together with dense gradients that are alike on all
 ranks. Norms of its own rows alone would scale them differently on every rank, and the dense layers would drift apart in
-silence. So the few operations that look at a gradient as a whole look at the gradients of all ranks: norms, and
-``GradScaler``'s search for values that are not finite. All ranks run them, as they run the same training loop.
+silence. So the operations that look at a gradient as a whole look at the gradients of all ranks: norms, sums and means,
+the largest and the smallest value, ``any`` and ``all``, and ``GradScaler``'s search for values that are not finite. All
+ranks run them, as they run the same training loop. Others, such as a median, and those of a dimension or of chosen
+rows, are about this rank's rows.
 """
 
 from __future__ import annotations
@@ -163,11 +165,17 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
     return [own[place] if place in own else next(norms) for place in range(len(tensors))]
 
 
+def _of_ranks(grad: ShardedGrad, what: str, *own: float) -> list[list[float]]:
+    """Return the numbers of all ranks, in their order, for each of this rank's."""
+    with grad.group.main.task(Kind.NORM, ANYTHING, f"{what} of a gradient") as task:
+        found = [task.round(note=note_of(number)).numbers for number in own]
+        task.finish()
+    return found
+
+
 def _over_ranks(grad: ShardedGrad, own: Tensor, order: float) -> Tensor:
     """Return the norm of the gradients of all ranks, given that of this rank's."""
-    with grad.group.main.task(Kind.NORM, ANYTHING, "the norm of a gradient") as task:
-        norms = task.round(note=note_of(float(own))).numbers
-        task.finish()
+    (norms,) = _of_ranks(grad, "the norm", float(own))
     if any(math.isnan(norm) for norm in norms):
         total = math.nan
     elif order == math.inf:
@@ -182,6 +190,46 @@ def _over_ranks(grad: ShardedGrad, own: Tensor, order: float) -> Tensor:
         is_plain = scale == 0 or math.isinf(scale)
         total = scale if is_plain else scale * sum((norm / scale) ** order for norm in norms) ** (1 / order)
     return torch.full_like(own, total)
+
+
+def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float], of_none: float) -> Callable[..., Any]:
+    """Return a function that reduces a gradient as ``func`` does; as a whole, that of all ranks.
+
+    Args:
+        func: reduces a tensor, or one dimension of it.
+        combine: the results of all ranks.
+        of_none: the result of a rank that has no value.
+    """
+
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        with _plain():
+            grad = args[0] if args else None
+            if not isinstance(grad, ShardedGrad) or not _is_reduced_whole(func, grad, args[1:], kwargs):
+                return func(*args, **kwargs)
+            # A rank without rows has the shape and the dtype of the result all the same.
+            own = (
+                func(*args, **kwargs) if grad.numel() else func(grad.new_zeros((1,) * grad.dim()), *args[1:], **kwargs)
+            )
+            count = grad.numel()
+        numbers, counts = _of_ranks(grad, f"{func.__name__}()", float(own) if count else of_none, count)
+        if not sum(counts):
+            with _plain():
+                return func(*args, **kwargs)  # which raises, or returns what is so of no values
+        if func.__name__ == "mean":
+            total = sum(number * each for number, each in zip(numbers, counts, strict=True) if each) / sum(counts)
+        else:
+            total = math.nan if any(map(math.isnan, numbers)) else combine(numbers)
+        return torch.full_like(own, total)
+
+    return reduce
+
+
+def _is_reduced_whole(func: Callable[..., Any], grad: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a reduction with these arguments is over all dimensions."""
+    if func.__name__ in ("max", "min"):  # others are of a dimension, or of two tensors
+        return not args and not kwargs
+    dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
+    return _is_whole(grad, None if dim == () else dim)
 
 
 def _check_finite(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
@@ -201,13 +249,14 @@ def _functions(names: str) -> set[Any]:
     return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
 
 
-# What a loop does to a gradient before it looks at its norm. Others, such as an index, may keep as many values on one
-# rank as there are, and fewer on another.
+# What a loop does to a gradient before it looks at it as a whole. Others, such as an index, may keep as many values on
+# one rank as there are, and fewer on another.
 _KEEPING = _functions(
     "abs absolute add addcdiv addcmul bfloat16 clamp clamp_max clamp_min clip clone contiguous cpu cuda data detach "
-    "div divide double float half mul multiply nan_to_num neg negative pow rsub sign square sqrt sub subtract to "
-    "true_divide type type_as __abs__ __add__ __mul__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __rtruediv__ __sub__ "
-    "__truediv__"
+    "div divide double eq float ge gt half isfinite isinf isnan le logical_not lt masked_fill mul multiply nan_to_num "
+    "ne neg negative pow rsub sign square sqrt sub subtract to true_divide type type_as where __abs__ __add__ __eq__ "
+    "__ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __rtruediv__ "
+    "__sub__ __truediv__"
 )
 _RESHAPING = _functions("flatten mT permute ravel reshape swapaxes T t transpose view")
 
@@ -225,4 +274,18 @@ _HANDLED: dict[Any, Callable[..., Any]] = {
     Tensor.dist: _dist,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _check_finite,
+    **{
+        getattr(place, name): _reduction(getattr(place, name), combine, of_none)
+        for name, combine, of_none in (
+            ("sum", sum, 0.0),
+            ("mean", sum, 0.0),
+            ("max", max, -math.inf),
+            ("amax", max, -math.inf),
+            ("min", min, math.inf),
+            ("amin", min, math.inf),
+            ("any", max, 0.0),
+            ("all", min, 1.0),
+        )
+        for place in (Tensor, torch)
+    },
 }

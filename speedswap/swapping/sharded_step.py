@@ -16,18 +16,21 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task
+from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task, digest_of, share
+from speedswap.errors import RanksError
 from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, KEEPS, ONE_LOOKUP, JointGradients
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
+from speedswap.swapping.optimizers import settings_of
 from speedswap.swapping.padding import Padding
-from speedswap.swapping.row_step import Leaving, RowStep, drop
+from speedswap.swapping.row_step import Leaving, RowStep, drop, every_step, step_of
 from speedswap.swapping.sharded_grad import ShardedGrad, without_ranks
 from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Column, Commit
@@ -327,25 +330,33 @@ def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tupl
 
 
 @contextmanager
-def joint_step(steps: Sequence[RowStep]) -> Iterator[Callable[[], None]]:
+def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> Iterator[Callable[[], None]]:
     """Surround what a rank does for an optimizer's step, before and after it, so that all ranks write or none.
 
     Args:
         steps: of all embeddings that the optimizer trains.
+        optimizer: the one that has stepped; it is not looked at before its step.
 
     Yields:
         A function to be called when nothing can fail any more but the writing. It raises PeerError if another rank has
-        failed. What fails after it leaves the ranks' tables at different steps, and ends their work together.
+        failed, and RanksError if their optimizers have other settings. What fails after it leaves the ranks' tables at
+        different steps, and ends their work together.
     """
     groups = dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))
     with ExitStack() as stack:
-        tasks = [stack.enter_context(group.main.task(Kind.STEP, ANYTHING, "the optimizer's step")) for group in groups]
+        tasks = {
+            group: stack.enter_context(group.main.task(Kind.STEP, ANYTHING, "the optimizer's step")) for group in groups
+        }
         agreed: list[Task] = []
 
         def agree() -> None:
-            for task in tasks:
+            for group, task in tasks.items():
+                settings = {} if optimizer is None else _settings_of(optimizer, group)
+                digest = digest_of(settings)
                 agreed.append(task)  # before: what fails here after the round, the others have agreed with
-                task.round()
+                if len({*task.round(note=digest).notes}) > 1:
+                    ours = [step for step in every_step() if isinstance(step, ShardedStep) and step.group is group]
+                    _raise_different(task, settings, {step.number: step.table.name for step in ours})
 
         try:
             yield agree
@@ -359,3 +370,32 @@ def joint_step(steps: Sequence[RowStep]) -> Iterator[Callable[[], None]]:
             raise
         for task in agreed:
             task.finish()
+
+
+def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[int, dict[str, str]]:
+    """Return an optimizer's settings of each table that ranks of a group own, by the table's number."""
+    found: dict[int, dict[str, str]] = {}
+    for some in optimizer.param_groups:
+        steps = [step for parameter in some["params"] if isinstance(step := step_of(parameter), ShardedStep)]
+        numbers = [step.number for step in steps if step.group is group]
+        if numbers:
+            found |= dict.fromkeys(numbers, settings_of(optimizer, some))
+    return dict(sorted(found.items()))
+
+
+def _raise_different(task: Task, settings: dict[int, dict[str, str]], names: dict[int, str]) -> NoReturn:
+    """Raise RanksError for the ranks' settings, which are not alike; every rank calls this."""
+    everyone = [dict(each) for each in share(task, [*settings.items()])]
+    task.finish()  # the others know
+    place = next(place for place, each in enumerate(everyone) if each != everyone[0])
+    one, other = task.lane.ranks[0], task.lane.ranks[place]
+    number = min(number for number in names if everyone[0].get(number) != everyone[place].get(number))
+    mine, theirs = (each.get(number, {"optimizer": "none"}) for each in (everyone[0], everyone[place]))
+    differing = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+    if mine["optimizer"] != theirs["optimizer"]:
+        differing = ["optimizer"]
+    values = [", ".join(f"{key} {each.get(key, 'missing')}" for key in differing) for each in (mine, theirs)]
+    raise RanksError(
+        f"table {names[number]!r} is trained with {values[0]} on rank {one}, but with {values[1]} on rank {other}: "
+        "owners step in their own rows, so all ranks need one optimizer, with the same settings. No table has changed"
+    )

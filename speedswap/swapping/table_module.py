@@ -127,7 +127,8 @@ class TableModule(nn.Module):
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
             make = Table.create
             if process_group is not None:
-                alike = {"reduction": reduction, "state_dtype": state_dtype}
+                # By the name, ranks notice that they make tables in another order.
+                alike = {"name": name, "reduction": reduction, "state_dtype": state_dtype, **self._alike()}
                 make = functools.partial(create_sharded, process_group, alike=alike)
             table = make(
                 num_embeddings,
@@ -163,6 +164,10 @@ class TableModule(nn.Module):
         self._step = _step_over(table, self.weight, padding, reduction, state_dtype, rounding)
         self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
         self._keyed = self._keyed_by(id_map)
+
+    def _alike(self) -> dict[str, object]:
+        """Return further settings that have to be the same on all ranks, for those who own the rows together."""
+        return {}
 
     def _keyed_by(self, id_map: IdMap | None) -> KeyedRows | None:
         if id_map is None:
@@ -298,10 +303,10 @@ class TableModule(nn.Module):
             ids = self._keyed.rows(given, device, adds=False)
         return Announced(self.table, (ids,), device, ids, asked)
 
-    def begin_lookahead(self) -> None:
-        """Let rows be written behind the next step, and lookups be announced."""
+    def begin_lookahead(self, depth: int) -> None:
+        """Let rows be written behind the next step, and lookups be announced, so many batches ahead."""
         if isinstance(self._step, ShardedStep):
-            self._step.group.ahead.begin()
+            self._step.group.ahead.begin(depth)
         self._step.lookaheads += 1
 
     def end_announcements(self, *, failed: bool) -> None:

@@ -22,8 +22,9 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 
 
 def recovers(check):
-    """Leave a scenario out where torch (before 2.12) cannot bring fully_shard back; the refusal is checked below."""
-    return check if hasattr(FSDPModule, "reset_iter_state") else functools.wraps(check)(lambda rank, world_size: None)
+    """Skip a scenario where torch (before 2.12) cannot bring fully_shard back; the refusal is checked below."""
+    why = "torch before 2.12 cannot bring layers under fully_shard back from a failure"
+    return check if hasattr(FSDPModule, "reset_iter_state") else functools.wraps(check)(lambda rank, world_size: why)
 
 
 def ce(model, inputs, targets, **options):

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch._dynamo  # once for all ranks: the first optimizer's step of each would import it
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torture.elastic_training import Doom, Training, expected, train

@@ -1,4 +1,4 @@
-"""Norms of gradients whose rows are spread over ranks, by the ways in which loops ask for them."""
+"""Norms and sums of gradients whose rows are spread over ranks, by the ways in which loops ask for them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,26 @@ NORMS = {
     "total": lambda grad: torch.nn.utils.get_total_norm([grad]),
 }
 
+REDUCTIONS = {
+    "sum": torch.sum,
+    "sum of all dimensions": lambda grad: grad.sum(dim=(0, 1), keepdim=True),
+    "norm by hand": lambda grad: grad.pow(2).sum().sqrt(),
+    "mean": lambda grad: grad.mean(),
+    "largest": lambda grad: grad.abs().max(),
+    "smallest": torch.min,
+    "amax": lambda grad: grad.detach().amax(),
+    "amin of all dimensions": lambda grad: torch.amin(grad, (0, -1)),
+    "any": lambda grad: (grad > 1).any(),
+    "none": lambda grad: torch.isnan(grad).any(),
+    "finite": lambda grad: torch.isfinite(grad).all(),
+    "below": lambda grad: grad.lt(1).all(),
+    "in double": lambda grad: torch.sum(grad.float(), dtype=torch.float64),
+    "filled": lambda grad: grad.masked_fill(grad > 0, 2.0).sum(),
+}
+
 
 def norms(group, ids):
-    """Return norms of a gradient, by name, and what those that no rank can know raise."""
+    """Return norms and the like of a gradient, by name, and what those that no rank can know raise."""
     items = speedswap.Embedding(20, 2, **owned(group, "sum"))
     items(torch.tensor(ids if group is None or group.rank() == 0 else [], dtype=torch.int64)).square().sum().backward()
     grad, said = items.weight.grad, []
@@ -39,7 +56,21 @@ def norms(group, ids):
             norm()
         except TypeError as error:
             said.append(str(error))
-    return {name: norm(grad).squeeze() for name, norm in NORMS.items()}, said
+    own = grad.sum(1), grad.max(1).values, grad[:1].sum(), torch.max(grad, grad)  # of rows that this rank has
+    assert [each.shape for each in own] == [(len(grad),), (len(grad),), (), grad.shape]
+    return {name: norm(grad).squeeze() for name, norm in (NORMS | REDUCTIONS).items()}, said
+
+
+def reduce_no_rows(group):
+    """Return the sum of a gradient that has no rows on any rank, and what its largest value raises."""
+    items = speedswap.Embedding(20, 2, **owned(group, "sum"))
+    items(torch.empty(0, dtype=torch.int64)).sum().backward()
+    grad, said = items.weight.grad, ""
+    try:
+        grad.max()
+    except RuntimeError as error:
+        said = str(error)
+    return grad.sum().item(), said, items.read(torch.tensor([0])).shape
 
 
 def clip_another(group, how):
@@ -56,7 +87,8 @@ def clip_another(group, how):
                 each.grad = each.grad * 1.0
             torch.nn.utils.clip_grad_norm_(parameters, 0.1)
         else:
-            total = torch.stack([each.grad.detach().norm() for each in parameters]).norm()
+            norm_of = {"by hand": torch.norm, "squares": lambda grad: grad.square().sum().sqrt()}[how]
+            total = torch.stack([norm_of(each.grad.detach()) for each in parameters]).norm()
             for each in parameters:
                 each.grad.mul_(0.1 / total)
         optimizer.step()

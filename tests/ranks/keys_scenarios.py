@@ -306,3 +306,32 @@ def share_evicting_map(group, folder, kind):
     except ValueError as error:
         said.append(str(error))
     return said
+
+
+def evict_on_disk(group, policy, path, close_before):
+    """Return shares, the rows of keys, their weights and the number of keys, of a table on disk with too few rows.
+
+    Args:
+        close_before: steps before which the table is closed and opened again.
+    """
+
+    def opened():
+        ids = speedswap.IdMap(41, evict=policy)
+        rows = speedswap.Embedding(
+            42, 2, id_map=ids, seed=3, dtype=torch.float64, process_group=group, reduction="sum", path=path
+        )
+        return rows, torch.optim.SGD(rows.parameters(), lr=0.1)
+
+    rows, optimizer = opened()
+    for step in range(12):
+        if step in close_before:
+            rows.table.close()
+            rows, optimizer = opened()
+        generator = torch.Generator().manual_seed(100 * step + group.rank())
+        optimizer.zero_grad()
+        rows((torch.randn(8, generator=generator).abs() * 60).long()).square().sum().backward()
+        optimizer.step()
+    known = rows.id_map.lookup(torch.arange(300))
+    found = rows.id_map.share, known.tolist(), rows.read().tolist(), len(rows.id_map)
+    rows.table.close()
+    return found

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import speedswap
-from speedswap.collectives import RankGroup
+from speedswap.collectives import Ahead, RankGroup
 from speedswap.errors import PeerError
 from speedswap.tables.ranks import LookupsAhead, RowsAhead
 
@@ -195,11 +195,21 @@ def evaluate(group, depth):
 
 
 def uneven(group, counts, depth):
-    """Train on loaders of different lengths; return the numbers of steps in two epochs, and the warnings."""
+    """Train on loaders of different lengths.
+
+    Returns:
+        The numbers of steps in two epochs, the warnings, the rows, and whether a thread waits for other ranks that do
+        not come.
+    """
     items = embedding(group)
     optimizer = torch.optim.SGD(items.parameters(), 0.1)
-    steps = []
-    with warnings.catch_warnings(record=True) as caught:
+    steps, errands = [], []
+
+    def announce(ahead, errand):
+        errands.append(errand)
+        _announce(ahead, errand)
+
+    with warnings.catch_warnings(record=True) as caught, mock.patch.object(Ahead, "announce", announce):
         warnings.simplefilter("always")
         for epoch in range(2):
             loader = batches_of(group, counts[(group.rank() + epoch) % len(counts)])
@@ -209,7 +219,29 @@ def uneven(group, counts, depth):
                 optimizer.step()
                 optimizer.zero_grad()
                 steps[-1] += 1
-    return steps, [str(each.message) for each in caught], items.read()
+    waits = not all(errand._is_over.wait(5) for errand in errands)
+    return steps, [str(each.message) for each in caught], items.read(), waits
+
+
+_announce = Ahead.announce
+
+
+def other_depths(group):
+    """Look ahead of as many batches as this rank's number; return the error, and the steps taken after it."""
+    items, said = embedding(group), ""
+    optimizer = torch.optim.SGD(items.parameters(), 0.1)
+    try:
+        for _ in speedswap.lookahead(batches_of(group, 5), {items: all_ids}, depth=1 + group.rank()):
+            raise AssertionError("a batch has its turn")
+    except ValueError as error:
+        said = str(error)
+    steps = 0
+    for ids in speedswap.lookahead(batches_of(group, 5), {items: all_ids}, depth=2):
+        items(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return said, steps
 
 
 class Failing:

@@ -348,16 +348,100 @@ def other_columns(group, what):
 
 def other_settings(group):
     """Make embeddings with other settings than the other ranks; return the errors, and whether one can be made."""
-    said = []
+    said, is_other = [], group.rank() > 0
     for settings in (
-        {"reduction": "mean" if group.rank() else "sum"},
-        {"state_dtype": torch.bfloat16 if group.rank() else None},
+        {"reduction": "mean" if is_other else "sum"},
+        {"state_dtype": torch.bfloat16 if is_other else None},
+        {"name": "users" if is_other else "items"},  # as tables that are made in the order of a set
     ):
         try:
             speedswap.Embedding(20, 2, process_group=group, **settings)
         except ValueError as error:
             said.append(str(error))
     return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))
+
+
+def other_order(group):
+    """Make a collection of tables in another order than the other rank; return the error."""
+    names = ["users", "items"][:: -1 if group.rank() else 1]
+    configs = [speedswap.EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=2, seed=1) for name in names]
+    try:
+        speedswap.EmbeddingCollection(configs, process_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def other_maps(group):
+    """Give embeddings id maps with other settings than the other rank; return the errors, and rows of keys after it."""
+    said, is_other = [], group.rank() > 0
+    for settings in ({"admit_after": 2}, {"evict": "lru"}, {"keys": "exact"}):
+        try:
+            id_map = speedswap.IdMap(10, **(settings if is_other else {}))
+            speedswap.Embedding(11, 2, id_map=id_map, process_group=group)
+        except ValueError as error:
+            said.append(str(error))
+    items = speedswap.Embedding(11, 2, id_map=speedswap.IdMap(10), process_group=group)
+    return said, items.id_map.add(torch.tensor([7, 8]))[0].tolist()
+
+
+def other_optimizers(group, how):
+    """Train two tables, the last rank with other settings from the second step on.
+
+    Returns:
+        The error; whether it left the tables as they were; and whether ranks train on once their settings are the same.
+    """
+    is_other = group.rank() == group.size() - 1
+    users, items = (speedswap.Embedding(20, 2, process_group=group, name=name) for name in ("users", "items"))
+    both = torch.nn.ModuleList([users, items])
+
+    def optimizer_of(is_other):
+        if how == "class" and is_other:
+            return torch.optim.RMSprop(both.parameters(), lr=0.1)
+        if how == "one table" and is_other:
+            return torch.optim.Adam(users.parameters(), lr=0.1)
+        options = {"lr": {"lr": 0.2}, "betas": {"betas": (0.9, 0.99)}, "flag": {"amsgrad": True}}
+        return torch.optim.Adam(both.parameters(), **{"lr": 0.1, **(options.get(how, {}) if is_other else {})})
+
+    def train(optimizer):
+        optimizer.zero_grad()
+        (users(torch.arange(9)) + items(torch.arange(9))).square().sum().backward()
+        optimizer.step()
+
+    optimizer, said = optimizer_of(False), ""
+    train(optimizer)
+    before = users.read(), items.read()
+    if how == "scheduler":
+        optimizer.param_groups[0]["lr"] *= 0.25 if is_other else 0.5
+    else:
+        optimizer = optimizer_of(is_other)
+    try:
+        train(optimizer)
+    except SpeedswapError as error:
+        said = f"{type(error).__name__}: {error}"
+    kept = torch.equal(users.read(), before[0]) and torch.equal(items.read(), before[1])
+    train(optimizer_of(False))
+    return said, kept, not torch.equal(items.read(), before[1])
+
+
+def same_optimizers(group):
+    """Train a table with settings that say the same in another way, beside a dense layer with others; return its rows.
+
+    Args:
+        group: the ranks; None for one process that has all their samples.
+    """
+    is_other = group is not None and group.rank() == 1
+    items, own = speedswap.Embedding(20, 2, dtype=torch.float64, process_group=group), torch.nn.Linear(2, 2)
+    groups = [
+        {"params": own.parameters(), "lr": 0.3 if is_other else 0.2},
+        {"params": items.parameters(), "name": f"of {is_other}", "lr": torch.tensor(0.1) if is_other else 0.1},
+    ]
+    optimizer = torch.optim.Adam(groups[::-1] if is_other else groups, foreach=False if is_other else None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        items(torch.arange(9)).square().sum().backward()
+        optimizer.step()
+    return items.read()
 
 
 def late_gradient(group, ranks, passes):

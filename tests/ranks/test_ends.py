@@ -33,6 +33,28 @@ assert set(os.listdir("/proc/self/task")) <= before
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_connections_end_with_the_process_group():
+    """A process that goes on without its job has neither their threads nor their sockets, once the tables are gone."""
+    done = run_script(
+        START
+        + """
+import gc
+def held():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+before = held()
+table = speedswap.Embedding(100, 4, process_group=dist.group.WORLD)
+table.read(torch.arange(4))
+dist.barrier()
+assert held()[0] > before[0] and held()[1] > before[1]
+dist.destroy_process_group()
+del table
+gc.collect()
+assert held()[0] <= before[0] and held()[1] <= before[1], (before, held())
+"""
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_process_ends_in_a_round_to_which_another_rank_does_not_come():
     """A thread waits there for rows ahead of their step, as long as the job's time limit allows."""
     done = run_script(

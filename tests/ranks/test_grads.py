@@ -1,4 +1,4 @@
-"""Gradients of rows that ranks own have the norms of all ranks' rows, whatever was done to them."""
+"""Gradients of rows that ranks own have the norms and sums of all ranks' rows, whatever was done to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ def test_norms_are_those_of_all_rows(ranks: RankPool, ids: list[int]) -> None:
         assert all("take torch.linalg.vector_norm" in text for text in said)
 
 
-@pytest.mark.parametrize("how", ["set", "by hand"])
+def test_gradient_without_rows(ranks: RankPool) -> None:
+    """Its largest value is the error of torch, on all ranks."""
+    expected = scenarios.reduce_no_rows(None)
+    assert ranks.run(scenarios.reduce_no_rows, 3) == [expected] * 3
+    assert expected[0] == 0
+    assert expected[1]
+
+
+@pytest.mark.parametrize("how", ["set", "by hand", "squares"])
 def test_clipping_gradients_of_ones_own(ranks: RankPool, how: str) -> None:
     """Dense layers stay alike on all ranks, and are those of one process."""
     expected = scenarios.clip_another(None, how)

@@ -89,6 +89,16 @@ def test_owners_evict_the_same_keys_after_a_checkpoint(
         assert found[0][0][3] > 36  # of which ranks have evicted
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_owners_evict_the_same_keys_after_a_table_is_opened_again(ranks: RankPool, policy: str, tmp_path: Path) -> None:
+    """As in a table that was never closed, though ranks had filled their shares of the rows unequally."""
+    wanted = ranks.run(scenarios.evict_on_disk, 3, policy, str(tmp_path / "open"), [])
+    again = ranks.run(scenarios.evict_on_disk, 3, policy, str(tmp_path / "closed"), [1, 2, 7])
+    assert again == wanted
+    assert [share for share, *_ in wanted] == [14, 14, 13]
+    assert wanted[0][3] > 36  # of which ranks have evicted
+
+
 def test_shares_stay_as_ranks_fill_them() -> None:
     assert shares_of(10, [0, 0, 0]) == [4, 3, 3]
     assert shares_of(10, [4, 3, 2]) == [4, 3, 3]

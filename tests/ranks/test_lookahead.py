@@ -85,15 +85,27 @@ def test_evaluation_takes_what_came_ahead(ranks: RankPool) -> None:
         assert taken == 4
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(("counts", "steps"), [((5, 3), [3, 3]), ((4, 6, 1), [1, 1]), ((2, 0), [0, 0])])
-def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts, steps) -> None:
-    """Ranks with more batches say so, leave them out, and all go on together with the next epoch."""
-    found = ranks.run(scenarios.uneven, len(counts), counts, 1)
-    for rank, (taken, said, rows) in enumerate(found):
+def test_all_ranks_stop_with_the_first_whose_batches_end(ranks: RankPool, counts, steps, depth) -> None:
+    """Ranks with more batches say so, leave them out, and all go on together with the next epoch.
+
+    Nothing that was announced waits for ranks that have stopped, until the time limit closes the lane.
+    """
+    found = ranks.run(scenarios.uneven, len(counts), counts, depth)
+    for rank, (taken, said, rows, waits) in enumerate(found):
+        assert not waits
         assert taken == steps
         others = {counts[(rank + epoch) % len(counts)] != steps[0] for epoch in range(2)}
         assert any("have come to their end before those of this rank" in text for text in said) == (True in others)
         assert torch.equal(rows, found[0][2])
+
+
+def test_ranks_look_as_far_ahead_as_each_other(ranks: RankPool) -> None:
+    """Else one would leave the loop before the other has taken its last batches."""
+    for said, steps in ranks.run(scenarios.other_depths, 2):
+        assert said == "depth is 1 on rank 0, 2 on rank 1; give all ranks the same"
+        assert steps == 5
 
 
 @pytest.mark.parametrize(

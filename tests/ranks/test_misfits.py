@@ -117,9 +117,52 @@ def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
 
 def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
     for said, rows in ranks.run(scenarios.other_settings, 2):
-        assert len(said) == 2
+        assert len(said) == 3
         assert all("reduction" in text and "state_dtype" in text and "on another one" in text for text in said)
+        assert "name users" in said[2] or "name items" in said[2]
         assert rows == 3
+
+
+def test_tables_of_a_collection_are_in_one_order_on_all_ranks(ranks: RankPool) -> None:
+    """Else they would share each other's rows."""
+    for rank, said in enumerate(ranks.run(scenarios.other_order, 2)):
+        assert f"tables {['users', 'items'][:: -1 if rank else 1]}" in said
+        assert "give the same on all ranks" in said
+
+
+def test_id_maps_have_the_same_settings_on_all_ranks(ranks: RankPool) -> None:
+    """Else owners would admit or evict their keys by their own, or wait for messages of another size."""
+    for rank, (said, rows) in enumerate(ranks.run(scenarios.other_maps, 2)):
+        assert len(said) == 3
+        assert f"admit_after {1 + rank}" in said[0]
+        assert f"evict {[None, 'lru'][rank]!r}" in said[1]
+        assert f"keys {['int64', 'exact'][rank]!r}" in said[2]
+        assert all("give the same on all ranks" in text for text in said)
+        assert rows == [1, 2]
+
+
+@pytest.mark.parametrize(("how", "says"), [
+    ("class", ("'users' is trained with optimizer Adam on rank 0", "with optimizer RMSprop on rank 2")),
+    ("lr", ("'users' is trained with lr 0.1 on rank 0", "with lr 0.2 on rank 2")),
+    ("betas", ("betas (0.9, 0.999) on rank 0", "betas (0.9, 0.99) on rank 2")),
+    ("flag", ("amsgrad 0 on rank 0", "amsgrad 1 on rank 2")),
+    ("one table", ("'items' is trained with optimizer Adam on rank 0", "with optimizer none on rank 2")),
+    ("scheduler", ("with lr 0.05 on rank 0", "with lr 0.025 on rank 2")),
+])  # fmt: skip
+def test_optimizers_have_the_same_settings_on_all_ranks(ranks: RankPool, how, says) -> None:
+    """Else each owner would step in its own rows with its own: an error of all in the first step that would."""
+    for said, is_kept, goes_on in ranks.run(scenarios.other_optimizers, 3, how):
+        assert said.startswith("RanksError: table ")
+        assert all(text in said for text in says), said
+        assert is_kept
+        assert goes_on
+
+
+def test_settings_that_may_differ_between_ranks(ranks: RankPool) -> None:
+    """Those of dense layers, the way to compute the same step, names, and the order of groups."""
+    expected = scenarios.same_optimizers(None)
+    for found in ranks.run(scenarios.same_optimizers, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)  # an lr of torch's is a float32
 
 
 @pytest.mark.parametrize("passes", [1, 70])

@@ -54,6 +54,7 @@ class TableGroup(TableModule):
         id_maps: Mapping[str, IdMap] | None = None,
         **arguments: Any,
     ) -> None:
+        self.configs = tuple(configs)
         super().__init__(num_embeddings, embedding_dim, **arguments)
         if self.table.store.was_found:
             try:
@@ -61,13 +62,15 @@ class TableGroup(TableModule):
             except ValueError:
                 self.table.close()
                 raise
-        self.configs = tuple(configs)
         self.first_rows = _first_rows(configs)
         rows = zip(self.first_rows, self.configs, strict=True)
         self._step.padding = Padding(
             first + config.padding_idx for first, config in rows if config.padding_idx is not None
         )
         self.keyed = self._keyed_tables(id_maps or {})
+
+    def _alike(self) -> dict[str, object]:
+        return {"tables": [config.name for config in self.configs]}
 
     @classmethod
     def of(

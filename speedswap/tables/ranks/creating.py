@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speedswap.collectives import ANYTHING, Kind, RankGroup
+from speedswap.collectives import ANYTHING, Kind, RankGroup, digest_of
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.shards_manifest import shard_name
@@ -62,7 +61,7 @@ def create_sharded(
         alike: further settings that have to be the same on every rank.
 
     The other arguments and errors are those of :meth:`speedswap.Table.create`; they are the same on every rank, but for
-    ``storage``, ``engine``, ``path`` and those of the disk. If one rank fails, none has a table.
+    ``name``, ``storage``, ``engine``, ``path`` and those of the disk. If one rank fails, none has a table.
     """
     group = RankGroup.of(process_group)
     owners = Owners(count("num_embeddings", num_embeddings), len(group))
@@ -77,8 +76,7 @@ def create_sharded(
     name = name or ("table" if path is None else Path(path).absolute().name)
 
     with group.main.task(Kind.MAKE, ANYTHING, f"the making of table {name!r}") as task:
-        digest = hashlib.blake2b(repr(settings).encode(), digest_size=7).digest()
-        if len(set(task.round(note=int.from_bytes(digest, "little")).notes)) > 1:
+        if len(set(task.round(note=digest_of(settings)).notes)) > 1:
             others = "".join(f"{each} {value}, " for each, value in more.items())
             raise ValueError(
                 f"table {name!r} has num_embeddings {num_embeddings}, embedding_dim {embedding_dim}, dtype {dtype}, "

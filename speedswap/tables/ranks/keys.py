@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._interrupts import deferred_interrupts
-from speedswap.collectives import Kind, RankGroup, Task
+from speedswap.collectives import ANYTHING, Kind, RankGroup, Task, digest_of
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.id_map import IdMap
@@ -79,7 +79,8 @@ class ShardedIdMap(OwnedKeys):
         """Return the map with the settings of another one, whose keys the ranks of a group own from now on.
 
         Raises:
-            ValueError: it has keys already; or it evicts, and has fewer rows than the group ranks.
+            ValueError: it has keys already; or it evicts, and has fewer rows than the group ranks; or other ranks give
+                a map with other settings.
         """
         given = id_map if id_map.successor is None else id_map.successor
         if isinstance(given, ShardedIdMap):
@@ -88,7 +89,16 @@ class ShardedIdMap(OwnedKeys):
             return given
         if len(id_map):
             raise ValueError(f"id_map has {len(id_map)} keys already; a table owned by ranks begins with a new map")
-        found = id_map.successor = cls(id_map, group)
+        settings = {name: getattr(id_map, name) for name in SETTINGS}
+        with group.main.task(Kind.MAKE, ANYTHING, "the making of an id map") as task:
+            if len({*task.round(note=digest_of(settings)).notes}) > 1:
+                task.finish()  # the others know
+                raise ValueError(
+                    f"id_map has {', '.join(f'{name} {value!r}' for name, value in settings.items())} on rank "
+                    f"{group.ranks[group.rank]}, and others on another one; give the same on all ranks"
+                )
+            found = id_map.successor = cls(id_map, group)
+            task.finish()
         return found
 
     @classmethod
@@ -98,7 +108,8 @@ class ShardedIdMap(OwnedKeys):
         assert part is not None
         again = cls(IdMap(**part.settings), group)
         with group.main.task(Kind.REOPENED, again.number, "the opening of an id map") as task:
-            again._used_in_parts = again._last_in_parts = sum(task.round(note=part.cursor.used).notes)
+            again._used_by = task.round(note=part.cursor.used).notes
+            again._last_in_parts = sum(again._used_by)
             again._adopt(*again._restored([part], "the id map"))
         again._is_frozen = found._is_frozen
         return again

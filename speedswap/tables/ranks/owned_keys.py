@@ -41,8 +41,8 @@ class OwnedKeys(IdMap):
         self.group = group
         self.capacity, self.evict = settings.capacity, settings.evict
         self._used_by = [0] * len(group)  # rows of what is being restored, by the rank that owns their keys
-        self._used_in_parts = self._last_in_parts = 0  # the sum, and the last of those rows
-        self.share = self._share_of(0)
+        self._last_in_parts = 0  # the last of those rows
+        self.share = self._own_share()
         super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
         self.holder = settings.holder
         self._rows = torch.zeros(1, dtype=torch.int32)  # of each own key, by its place in the loops' map
@@ -60,20 +60,11 @@ class OwnedKeys(IdMap):
         """True if sightings of a key are counted, so that each of them is sent to its owner."""
         return self.admit_after > 1 or self.evict == "lfu"
 
-    def _share_of(self, used: int) -> int:
-        """Return the number of keys that this rank can own, with those that it has among them.
-
-        Args:
-            used: rows of its keys.
-        """
+    def _own_share(self) -> int:
+        """Return the number of keys that this rank can own, with those that it has among them."""
         if self.evict is None:
             return self.capacity
-        size, rank = len(self.group), self.group.rank
-        if sum(self._used_by) == self._used_in_parts:
-            share = shares_of(self.capacity, self._used_by)[rank]
-        else:  # each rank has read its own part alone
-            free = self.capacity - self._used_in_parts
-            share = used + free // size + (rank < free % size)
+        share = shares_of(self.capacity, self._used_by)[self.group.rank]
         if not share:
             raise ValueError(
                 f"capacity is {self.capacity}, of which this rank, one of {len(self.group)} that evict, gets no row; "
@@ -93,7 +84,6 @@ class OwnedKeys(IdMap):
         return super()._saved(cells)._replace(own_rows=rows)
 
     def _kept(self, part: SavedMap) -> SavedMap:
-        self._used_in_parts += part.cursor.used
         rows = part.own_rows
         last = part.cursor.used if rows is None else int(rows.max()) if len(rows) else 0
         self._last_in_parts = max(self._last_in_parts, last)
@@ -113,14 +103,14 @@ class OwnedKeys(IdMap):
     @contextmanager
     def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
         self._used_by = [0] * len(self.group)
-        self._used_in_parts = self._last_in_parts = 0
+        self._last_in_parts = 0
         with super().restoring(raw, what=what):
             yield
 
     def _restored(self, parts: list[SavedMap], what: str) -> tuple[SavedMap, kernels.KeyMap]:
         with says_damaged(what, "; restore all parts of it from a copy"):
-            require(self._last_in_parts == self._used_in_parts, "the keys of some rows are missing")
-        share = self._share_of(sum(part.cursor.used for part in parts))
+            require(self._last_in_parts == sum(self._used_by), "the keys of some rows are missing")
+        share = self._own_share()
         own = [part for part in parts if part.cursor.used or part.cursor.probation_used]
         if len(own) == 1 and _fits_ring(own[0], share):  # as this rank has saved it, places on probation too
             saved = own[0]._replace(free_rows_are_stale=any(part.free_rows_are_stale for part in parts))
@@ -133,9 +123,9 @@ class OwnedKeys(IdMap):
     def _adopt(self, saved: SavedMap, restored: kernels.KeyMap) -> None:
         assert saved.own_rows is not None
         super()._adopt(saved, restored)
-        self.share = self._share_of(saved.cursor.used)
+        self.share = self._own_share()
         self._rows = torch.cat([torch.zeros(1, dtype=torch.int32), saved.own_rows])
-        self._used = self._used_in_parts
+        self._used = sum(self._used_by)
 
     def whole_bytes(self) -> Tensor:
         """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
