@@ -58,7 +58,7 @@ def create_store(
         directory.publish()
     except BaseException:
         if store is not None:
-            store.log.close()
+            store.close_log()
         directory.remove()
         raise
     return store
@@ -144,7 +144,7 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
         target.take_over(source)
         target.flush()
     finally:
-        target.log.close()
+        target.close_log()
     if source.attributes_lag:
         _log.warning(
             "table %r was not closed by the process that wrote it, and its attributes, such as an optimizer's step "

@@ -65,6 +65,28 @@ def test_a_really_full_disk_never_ends_the_process(small_disk: Path) -> None:
     table.close()
 
 
+def test_the_room_of_what_was_refused_is_free_while_its_error_is_held(small_disk: Path) -> None:
+    before = free_bytes(small_disk)
+    with pytest.raises(TableFullError) as made:
+        Table.create(100_000, 64, path=small_disk / "full", init=torch.nn.init.normal_)
+    assert free_bytes(small_disk) == pytest.approx(before, abs=2**16)
+    table = Table.create(100_000, 64, path=small_disk / "t")
+    rows = torch.arange(0, 25_000)
+    table.scatter(rows, torch.ones(len(rows), 64))
+    table.flush()
+    before = free_bytes(small_disk)
+    with pytest.raises(TableFullError) as saved:
+        table.save(small_disk / "copy")
+    assert free_bytes(small_disk) == pytest.approx(before, abs=2**16)
+    table.close()
+    assert made.value is not saved.value
+
+
+def free_bytes(disk: Path) -> int:
+    status = os.statvfs(disk)
+    return status.f_bfree * status.f_frsize
+
+
 def test_a_disk_that_fills_up_later_keeps_the_rows_it_has_room_for(small_disk: Path) -> None:
     """Each scatter is there or not as a whole, and training goes on when there is room again."""
     table = Table.create(20_000, 64, path=small_disk / "t", cache_bytes=2**20)

@@ -251,12 +251,19 @@ class LogStore(LogColumns):
             filled: whether initial values are written that cannot be computed again.
         """
         manifest = LogManifest.of(name, num_embeddings, seed, layout, secrets.randbits(64), scratch=options.scratch)
-        files = new_log(directory, manifest)
-        directory.write_manifest(manifest)
-        store = cls(directory, manifest, files, options)
-        if filled:
-            store._write_initial([column for column in layout.columns.values() if not is_lazy(column)])
-            store._commits.finish(store._cache.log)
+        files, store = new_log(directory, manifest), None
+        try:
+            directory.write_manifest(manifest)
+            store = cls(directory, manifest, files, options)
+            if filled:
+                store._write_initial([column for column in layout.columns.values() if not is_lazy(column)])
+                store._commits.finish(store._cache.log)
+        except BaseException:
+            if store is not None:
+                store.close_log()
+            for file in files:
+                file.close()
+            raise
         return store
 
     def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
@@ -303,12 +310,16 @@ class LogStore(LogColumns):
         if failures:
             raise failures[0]
 
-    def _shut(self) -> None:
-        """Close all files, whatever has not been committed."""
-        self._closed = True
+    def close_log(self) -> None:
+        """Close the log's files, whatever has not been committed; the directory stays locked."""
         self._cache.log.close()
         for file in self._files:  # else a removed table's room is not free before its object is
             file.close()
+
+    def _shut(self) -> None:
+        """Close all files, whatever has not been committed."""
+        self._closed = True
+        self.close_log()
         self._directory.release()
         if self._options.scratch and not self._reads:
             self._directory.remove()
