@@ -618,7 +618,8 @@ class TableModule(nn.Module):
                 return
         with of_map:  # both, or neither
             write_all(self.table, values)
-            self._step.abandon()
+            if self.id_map is not None:  # the rows of the gradient are those of other keys
+                self._step.abandon()
 
 
 def _step_over(
