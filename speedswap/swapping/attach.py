@@ -15,7 +15,7 @@ from speedswap.errors import OptimizerError
 from speedswap.swapping.apart import rows_are_apart
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found
-from speedswap.swapping.optimizers import holds, innermost
+from speedswap.swapping.optimizers import holds, innermost, saved_settings
 from speedswap.swapping.probe import is_probing
 from speedswap.swapping.row_step import RowStep, every_step, step_of
 from speedswap.swapping.sharded_step import joint_step
@@ -40,7 +40,8 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     forward pass: the weight is in no optimizer although another one has stepped, or was changed in place without
     torch's optimizer hooks. Version counters show such a change; C++ code that writes past them is not found. An
     optimizer that holds the weight without a call of ``add_param_group`` (a deep copy of an optimizer, groups changed
-    by hand) is known once it has called ``zero_grad`` or stepped, or is attached here.
+    by hand) is known once it has called ``zero_grad`` or stepped, or is attached here. The ``state_dict`` of a deep
+    copy has the tables' state from its first step on, or once it is attached here.
 
     Args:
         optimizer: any torch optimizer that works row by row, or one that wraps such, as
@@ -120,9 +121,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if is_probing():
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    trainable = [step for _, step in _steps_of(optimizer) if step.weight.requires_grad]
-    # With a closure, gradients are still to come.
-    steps = [step for step in trainable if closure is not None or step.takes_part()]
+    held = [step for _, step in _steps_of(optimizer)]
+    trainable = [step for step in held if step.weight.requires_grad]
+    # With a closure, gradients are still to come. A weight that was frozen after its backward pass is stepped too.
+    steps = [step for step in held if (closure is not None and step.weight.requires_grad) or step.takes_part()]
     if steps:
         with joint_step(steps):
             _attach(optimizer, steps)
@@ -209,6 +211,7 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if initial and step.state.optimizer is None and step.weight.requires_grad:
             step.state.attach(optimizer, _examined(optimizer, step))
         if step.state.optimizer is optimizer:
+            step.state.notice_cleared(optimizer)
             state_dict["state"].pop(place, None)  # as it was before a failure was noticed
             columns = {} if rows_are_apart() else step.state.read(initial=initial)
             state = {**columns, **optimizer.state.get(step.weight, {})}
@@ -218,24 +221,23 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Write the tables' part of a state_dict that an optimizer loads, and return the rest of it."""
-    if rows_are_apart():
-        return state_dict
-    names = [name for group in state_dict["param_groups"] for name in group["params"]]
+    groups, saved = optimizer.param_groups, state_dict["param_groups"]
+    if rows_are_apart() or [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
+        return state_dict  # of other groups: torch will say so
+    names = [name for group in saved for name in group["params"]]
     states = dict(state_dict["state"])
     taken = []
-    for place, step in _steps_of(optimizer):
-        if place >= len(names):
-            continue  # torch will say so
-        loaded = None
-        if names[place] in states:
-            loaded = states[names[place]] = dict(states[names[place]])
-        if step.state.optimizer is None and optimizer in _with_initial_state and step.weight.requires_grad:
-            step.state.attach(optimizer, _examined(optimizer, step), loaded)
-        if step.state.optimizer is optimizer:
-            step.state.check_loaded(loaded)
-            taken.append((step, loaded))
-    for step, loaded in taken:
-        step.state.load(loaded)
+    with saved_settings(optimizer, state_dict):
+        for place, step in _steps_of(optimizer):
+            loaded = None
+            if names[place] in states:
+                loaded = states[names[place]] = dict(states[names[place]])
+            if step.state.optimizer is None and optimizer in _with_initial_state and step.weight.requires_grad:
+                step.state.attach(optimizer, _examined(optimizer, step), loaded)
+            if step.state.optimizer is optimizer:
+                taken.append((step, loaded, step.state.check_loaded(optimizer, loaded)))
+    for step, loaded, found in taken:
+        step.state.load(loaded, found)
     return {**state_dict, "state": states}
 
 

@@ -26,8 +26,11 @@ in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def _is_exporting() -> bool:
+    """Return whether ``torch.export``, ``torch.jit.trace``, ``torch.onnx`` or ``make_fx`` records what runs."""
     # Not torch.compiler.is_exporting: until torch 2.12 that is True in torch.compile's graphs as well.
-    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+    if getattr(torch.compiler, "_is_exporting_flag", False) or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -111,11 +111,13 @@ class OptimizerState:
         self._scalars = Scalars("")
         self._before: dict[str, Any] = {}  # the scalars before the step that is under way
         self._warning: str | None = None  # to log, unless a state is loaded before the next step
+        self._is_copied = False  # with the table, for a copy of the optimizer
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
         """Return the state of a copy of the table."""
         twin = OptimizerState(table, weight, *self._stored_as)
         twin._row_state = self._row_state
+        twin._is_copied = True
         return twin
 
     @property
@@ -137,8 +139,14 @@ class OptimizerState:
         """Note the scalars that :meth:`put_back` returns to, before anything of a step."""
         self._before = {key: _copy(value) for key, value in optimizer.state.get(self.weight, {}).items()}
 
+    def notice_cleared(self, optimizer: Optimizer) -> None:
+        """Let every row's state start over if the optimizer's was cleared, as by ``optimizer.state.clear()``."""
+        if self.weight not in optimizer.state:
+            self.load(None)
+
     def put_in(self, optimizer: Optimizer, block: Block) -> None:
         """Give the optimizer the state of a batch's rows, just before its step."""
+        self.notice_cleared(optimizer)
         state = optimizer.state[self.weight]
         if self._is_initial:
             return
@@ -221,6 +229,8 @@ class OptimizerState:
         existing = self.add(found)
         noted = self._noted_scalars()
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
+        if self._is_copied:  # a new optimizer of a copied model begins anew, as in torch; a copied one goes on
+            is_first = resumes = resumes and self._goes_on(optimizer)
         state = optimizer.state.get(self.weight, {}) if loaded is None else loaded
         starts_over = not resumes and not self._is_whole(state)
         if starts_over:
@@ -271,9 +281,17 @@ class OptimizerState:
         Raises:
             OptimizerError: its state does not go into this table. Nothing has changed.
         """
-        # A copy of an attached optimizer has its scalars and no rows.
-        left = optimizer.state.get(self.weight, {}).keys() <= self._row_state.scalars.keys()
-        row_state = probe(optimizer, self.weight, self.table.embedding_dim, self.table.dtype, fresh=left)
+        held = optimizer.state.get(self.weight, {})
+        # A copy of an attached optimizer has its scalars and no rows; what was loaded is nothing that rows start with.
+        left = held.keys() <= self._row_state.scalars.keys()
+        is_loaded = bool(held) and not any(_is_made_of_weight(value) for value in held.values())
+        asked = optimizer, self.weight, self.table.embedding_dim, self.table.dtype
+        try:
+            row_state = probe(*asked, fresh=left or is_loaded)
+        except OptimizerError:
+            if left or not is_loaded:
+                raise
+            row_state = probe(*asked)  # its constructor alone makes state
         columns = [self._as_stored(column) for column in row_state.columns]
         have = self.table.columns
         for column in columns:
@@ -337,6 +355,13 @@ class OptimizerState:
                 self._scalars.remember(self._row_state.scalars, state)
         self._write(state)
 
+    def _goes_on(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has the scalars that go with the table's state."""
+        state = optimizer.state.get(self.weight)
+        if state is None or any(_is_made_of_weight(value) for value in state.values()):
+            return False
+        return all(name in state for name in self._row_state.scalars)
+
     def _is_whole(self, state: dict[str, Any]) -> bool:
         """Return whether a parameter's state has every column for the whole table."""
         for column in self._row_state.columns:
@@ -363,30 +388,49 @@ class OptimizerState:
         scalars = {key: _copy(value) for key, value in self._row_state.scalars.items()} if self._is_initial else {}
         return {**scalars, **columns}
 
-    def check_loaded(self, state: dict[str, Any] | None) -> None:
+    def check_loaded(self, optimizer: Optimizer, state: dict[str, Any] | None) -> Found | None:
         """Check a parameter's state that is to be loaded, if there is one.
+
+        Args:
+            optimizer: the attached one, with the settings that go with the state.
+            state: the parameter's.
+
+        Returns:
+            What it keeps with these settings, where that is not what it has kept so far; for :meth:`load`.
 
         Raises:
             ValueError: a tensor's shape is not that of the table, or a column is missing.
+            OptimizerError: the columns do not go into this table. In all cases nothing has changed.
         """
         if state is None:
-            return
-        missing = [column.name for column in self._row_state.columns if column.name not in state]
+            return None
+        row_state, found = self._row_state, None
+        if state.keys() != row_state.scalars.keys() | {column.name for column in row_state.columns}:
+            found = self._probe(optimizer)
+            row_state = found.row_state
+        missing = [column.name for column in row_state.columns if column.name not in state]
         if missing:
             raise ValueError(
                 f"the optimizer's state_dict lacks {', '.join(missing)} of table {self.table.name!r}; load one that "
-                f"this optimizer, {type(self.optimizer).__name__}, has saved, and not with "
+                f"this optimizer, {type(optimizer).__name__}, has saved, and not with "
                 "StateDictOptions(flatten_optimizer_state_dict=True), which drops a table's state"
             )
-        self._columns_in(state, self._row_state)
+        self._columns_in(state, row_state)
+        return found
 
-    def load(self, state: dict[str, Any] | None) -> None:
+    def load(self, state: dict[str, Any] | None, found: Found | None = None) -> None:
         """Write the columns of a parameter's state; without one, every row's state starts over.
+
+        Args:
+            state: the parameter's.
+            found: what :meth:`check_loaded` has returned for it.
 
         Raises:
             ValueError: a tensor's shape is not that of the table. Nothing was written.
             TableFullError: the disk has no room for every row. Nothing was written.
         """
+        if found is not None:
+            self.add(found)
         if state is not None:
             self._write(state)
         elif not self._is_initial:
@@ -417,7 +461,7 @@ class OptimizerState:
         self._before = {}
         self._scalars.forget()
         if not initial:
-            self._scalars.remember(self._row_state.scalars, optimizer.state.get(self.weight, {}))
+            self._scalars.remember(self._row_state.scalars, optimizer.state[self.weight])  # an entry, even if empty
         self.table.commit()
 
     def _write(self, state: dict[str, Any]) -> None:

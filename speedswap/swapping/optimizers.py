@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Real
 from types import FrameType
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["holds", "innermost", "is_inner_step", "settings_of", "steps_under_way"]
+__all__ = ["holds", "innermost", "is_inner_step", "saved_settings", "settings_of", "steps_under_way"]
 
 _OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # ways to the same result
 
@@ -72,3 +74,23 @@ def steps_under_way(optimizer: Optimizer, frame: FrameType | None) -> int:
             steps += frame.f_locals["args"][0] is optimizer
         frame = frame.f_back
     return steps
+
+
+@contextmanager
+def saved_settings(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[None]:
+    """Give an optimizer's parameter groups the settings of a saved state, until the block ends.
+
+    Args:
+        optimizer: with as many groups.
+        state: its ``state_dict`` in a checkpoint.
+    """
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    try:
+        for group, saved in zip(groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        yield
+    finally:
+        for group, own in zip(groups, before, strict=True):
+            group.clear()
+            group.update(own)

@@ -254,7 +254,7 @@ def _run(
     toy = nn.Parameter(values[0].clone())
     clone = _clone(optimizer, weight, toy)
     if start is not None:
-        clone.state[toy].clear()
+        clone.state[toy] = _FirstValues()
         clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
     for group in clone.param_groups:
         if not decay and "weight_decay" in group:
@@ -292,8 +292,7 @@ def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Opt
         if is_divided(value):
             value = torch.zeros(1, *value.shape[1:], dtype=value.dtype)
         if isinstance(value, Tensor) and value.dim():
-            alike = is_one_value(value) or bool((value == value[:1]).all())
-            row = value[:1] if alike else torch.zeros_like(value[:1])
+            row = value[:1] if is_one_value(value) or _is_uniform(value) else torch.zeros_like(value[:1])
             value = row.expand(len(toy), *value.shape[1:])
             value = value.to(torch.promote_types(value.dtype, toy.dtype) if value.is_floating_point() else value.dtype)
         clone.state[toy][key] = (

@@ -565,6 +565,12 @@ class TableModule(nn.Module):
                 f"the rows of table {self.table.name!r} cannot be looked up on device {after.device}, and stay where "
                 "they are; leave the embedding out when the model is moved there"
             )
+        if after.device.type == "cpu" and after.is_shared():  # type: ignore[no-untyped-call]
+            raise TypeError(
+                f"the rows of table {self.table.name!r} cannot be shared between processes: each that trains would "
+                "change rows of its own; call share_memory() of the other layers alone, or let processes train one "
+                "table with process_group="
+            )
         if after.dtype != self.table.dtype:
             raise TypeError(
                 f"the rows of table {self.table.name!r} are {self.table.dtype} and stay so; give dtype= when the "
@@ -623,7 +629,8 @@ class TableModule(nn.Module):
                 return
         with of_map:  # both, or neither
             write_all(self.table, values)
-            self._step.abandon()
+            if self.id_map is not None:  # the rows of the gradient are those of other keys
+                self._step.abandon()
 
 
 def _step_over(

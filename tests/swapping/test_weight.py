@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import speedswap
 from speedswap.errors import LostUpdateError, WeightError
@@ -497,3 +498,26 @@ def test_exporting_a_model_with_a_table_is_an_error_of_one_line() -> None:
     with pytest.raises(WeightError, match=r"^.*export the part of the model that takes embedding\(ids\) as its input$"):
         torch.export.export(model, (torch.tensor([1, 2]),), strict=False)
     torch.export.export(model[1], (model[0](torch.tensor([1, 2])),))
+
+
+@pytest.mark.parametrize("kind", [speedswap.Embedding, speedswap.EmbeddingBag])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_tracing_a_table_is_an_error(kind: Any, frozen: bool) -> None:
+    """A trace would have the rows of its example as constants for all ids."""
+    model = nn.Sequential(kind.from_pretrained(torch.ones(ROWS, DIM), freeze=frozen), nn.Linear(DIM, 2)).eval()
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(WeightError, match="export the part of the model that takes"), torch.no_grad():
+        torch.jit.trace(model, ids, check_trace=False)
+    with pytest.raises(WeightError, match="export the part of the model that takes"):
+        make_fx(model)(ids)
+    torch.jit.trace(model[1], model[0](ids).detach())
+
+
+@pytest.mark.parametrize("make", [speedswap.Embedding, speedswap.EmbeddingBag])
+def test_a_table_is_not_shared_between_processes(make: Any) -> None:
+    """A forked process would train rows of its own, where torch's are everybody's."""
+    model = nn.Sequential(make(ROWS, DIM), nn.Linear(DIM, 1))
+    with pytest.raises(TypeError, match=r"cannot be shared between processes.*with process_group="):
+        model.share_memory()
+    model[1].share_memory()

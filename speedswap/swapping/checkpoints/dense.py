@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ __all__ = [
     "require_path_and_model",
     "require_restorable",
     "restore",
-    "saved_settings",
 ]
 
 
@@ -76,26 +74,6 @@ def attach_all(
         for optimizer in optimizers:
             if (module.weight.requires_grad or module in frozen) and holds(optimizer, module.weight):
                 attach(optimizer, module)
-
-
-@contextmanager
-def saved_settings(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[None]:
-    """Give an optimizer's parameter groups the settings of a saved state, until the block ends.
-
-    Args:
-        optimizer: with as many groups.
-        state: its ``state_dict`` in a checkpoint.
-    """
-    groups = optimizer.param_groups
-    before = [dict(group) for group in groups]
-    try:
-        for group, saved in zip(groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        yield
-    finally:
-        for group, own in zip(groups, before, strict=True):
-            group.clear()
-            group.update(own)
 
 
 def content_of(

@@ -22,7 +22,6 @@ from speedswap.swapping.checkpoints.dense import (
     require_path_and_model,
     require_restorable,
     restore,
-    saved_settings,
 )
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.folders import Folders
@@ -33,7 +32,7 @@ from speedswap.swapping.checkpoints.ranks import Ranks
 from speedswap.swapping.checkpoints.table_loading import Loading
 from speedswap.swapping.checkpoints.tables import modules_of, tables_of
 from speedswap.swapping.optimizer_state import Found, OptimizerState
-from speedswap.swapping.optimizers import innermost
+from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.ranks import own_shard
