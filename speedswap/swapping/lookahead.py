@@ -150,7 +150,10 @@ class Lookahead(Generic[Batch]):
             if isinstance(turn.error, StopIteration):
                 return
             if turn.error is not None:
-                raise turn.error
+                try:
+                    raise turn.error
+                finally:
+                    del turn, error  # its traceback has this frame: with them the caller's objects would outlive it
             has_turn = [module.begin_turn(turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches
@@ -165,6 +168,8 @@ class Lookahead(Generic[Batch]):
             prefetched = prefetch_lookups([lookup for _, lookup in announced])
             for (module, _), lookup in zip(announced, prefetched, strict=True):
                 turn.prefetched[module].append(lookup)
+        except StopIteration as end:
+            return _Turn(error=end.with_traceback(None))
         except Exception as error:
             return _Turn(error=error)
         except BaseException:

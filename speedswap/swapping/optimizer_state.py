@@ -288,10 +288,13 @@ class OptimizerState:
         asked = optimizer, self.weight, self.table.embedding_dim, self.table.dtype
         try:
             row_state = probe(*asked, fresh=left or is_loaded)
-        except OptimizerError:
-            if left or not is_loaded:
+        except OptimizerError:  # its constructor alone makes state, as Adagrad's does before torch 2.13
+            if not left and is_loaded:
+                row_state = probe(*asked)
+            elif left and held and self._noted_scalars().get("class") == type(optimizer).__name__:
+                row_state = self._row_state  # it was found when the original was examined
+            else:
                 raise
-            row_state = probe(*asked)  # its constructor alone makes state
         columns = [self._as_stored(column) for column in row_state.columns]
         have = self.table.columns
         for column in columns:

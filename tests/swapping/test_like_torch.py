@@ -217,7 +217,21 @@ def test_state_that_was_cleared_starts_over(optimizer: str, saves: bool) -> None
     assert_alike(*trainings)
 
 
+def makes_state_in_a_step(make: Callable[[Any], Optimizer]) -> bool:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = make([weight])
+    optimizer.state.clear()
+    weight.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
 def test_rows_start_over_with_what_the_optimizer_makes_not_with_what_was_loaded() -> None:
+    if not makes_state_in_a_step(OPTIMIZERS["adagrad"]):
+        pytest.skip("torch's Adagrad, before 2.13, makes its state when it is constructed, and cannot start over")
     results = []
     rows = torch.randn(ROWS, DIM)
     for package in (speedswap, nn):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -447,6 +450,27 @@ def test_clamping_the_weight_after_a_step_clamps_the_table(device: str) -> None:
         assert items.table.read().abs().max() == 0.1
         found.append(columns(items))
     assert_same(*found)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_loop_held_is_free_when_it_ends(depth: int, fails: bool) -> None:
+    """Without the garbage collector: a model may hold most of a machine's memory."""
+
+    def loop(batches: list[Tensor]) -> weakref.ref[nn.Module]:
+        model = speedswap.Embedding(20, 2)
+        with suppress(IdError):
+            for batch in speedswap.lookahead(batches, {model: lambda batch: batch}, depth=depth):
+                model(batch)
+        return weakref.ref(model)
+
+    batches = [*[torch.tensor([1, 2])] * 3, *[torch.tensor([20])] * fails]
+    gc.collect()
+    gc.disable()
+    try:
+        assert loop(batches)() is None
+    finally:
+        gc.enable()
 
 
 def test_a_change_of_the_rows_behind_torchs_back_is_an_error(device: str) -> None:
