@@ -27,6 +27,7 @@ import speedswap
 from speedswap.errors import TableBusyError, TableClosedError, TableFormatError
 from speedswap.tables import Column
 from speedswap.tables import init as initializers
+from speedswap.tables.disk.cache import LogCache
 
 ROWS = 60
 SMALL = 1  # bytes of cache: the least that there is, less than a batch
@@ -326,6 +327,16 @@ def test_ids_that_change_between_gather_and_scatter_are_taken_as_they_are_then(t
         rows += 50
         table.scatter(rows if taken == "rows" else block.rows, block.weight + 1)
         assert table.read()[:, 0].nonzero().flatten().tolist() == [50, 51, 52, 53, 54]
+
+
+def test_ids_that_stay_are_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with speedswap.Table.create(1000, 64, path=tmp_path / "t") as table:
+        rows = torch.arange(5)
+        block = table.gather(rows)
+        with monkeypatch.context() as refused:
+            refused.delattr(LogCache, "scatter")
+            table.scatter(rows, block.weight + 1)
+        assert table.read()[:, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
 
 
 def of_torch_init() -> Any:

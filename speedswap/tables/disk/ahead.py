@@ -99,22 +99,29 @@ class RowsHeld:
 
     def __init__(self) -> None:
         self._waiting: list[weakref.ref[RowsAheadOfStep]] = []
-        self._last: tuple[Tensor, kernels.Bringing, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor | None, kernels.Bringing, Tensor] | None = None
 
     def keep(self, rows: Tensor, bringing: kernels.Bringing, places: Tensor) -> None:
         """Hold the rows that a step has gathered, which it can be expected to scatter, in place of those before."""
-        last, self._last = self._last, (rows, bringing, places)
+        ids = rows.clone() if rows.device.type == "cpu" else None
+        last, self._last = self._last, (rows, ids, bringing, places)
         if last is not None:
-            last[1].release()
+            last[2].release()
 
     def taken(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor] | None:
-        """Return the last bringing and its places, if it is of these very rows; it is not held here any more."""
+        """Return the last bringing and its places, if it is of these very rows; it is not held here any more.
+
+        Args:
+            rows: the tensor that was gathered. On the CPU its ids may have changed meanwhile; elsewhere they must not,
+                since to look would be to wait.
+        """
         last, self._last = self._last, None
         if last is None:
             return None
-        if last[0] is rows:
-            return last[1:]
-        last[1].release()
+        gathered, ids, bringing, places = last
+        if gathered is rows and (ids is None or torch.equal(ids, rows)):
+            return bringing, places
+        bringing.release()
         return None
 
     def add(self, cache: LogCache, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:

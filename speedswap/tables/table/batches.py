@@ -119,7 +119,8 @@ def scatter(
             if pending is not None and not bool((rows[1:] > rows[:-1]).all()):
                 raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
             values = fitting(values, table.columns, len(rows), table.name)
-            rows = rows.view_as(rows)  # a store must not take them for those of a gather: they may have changed since
+            if rows.device.type != "cpu":
+                rows = rows.view_as(rows)  # else a store takes them for those of a gather, without a look at the ids
         assert isinstance(values, Mapping)
         with table.lock:
             table.check_open(writing=True)
