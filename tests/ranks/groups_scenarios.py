@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from outcomes import error_of
 from torch import nn
 from torch.optim import Adam
 from torch.utils.data import DataLoader, Dataset
@@ -40,14 +41,6 @@ def train(items, group, members, steps):
         items(ids).square().sum().backward()
         optimizer.step()
     return items.read()
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def remade(group, members):

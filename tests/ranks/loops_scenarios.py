@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from outcomes import error_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, SparseAdam
@@ -79,14 +80,6 @@ def train(run, optimizer, steps=range(STEPS)):
         optimizer.zero_grad()
         run.loss(number).backward()
         optimizer.step()
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 # ---------------------------------------------------------------------- loops, which return tensors and errors

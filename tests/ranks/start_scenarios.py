@@ -6,19 +6,12 @@ import os
 from pathlib import Path
 
 import torch
+from outcomes import error_of
 
 import speedswap
 from speedswap.swapping.collections import group as groups
 
 ROWS = 8
-
-
-def error_of(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def files_in(folder):
