@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.digits import DigitsNet, LimitedMemory
+from speedswap.apps.digits import DigitsNet
+from speedswap.batching import LimitedMemory
 
 MICRO_BATCH_SIZE = 64
 MIB = 2**20

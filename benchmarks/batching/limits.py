@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.bench.measure import synchronize
-from speedswap.apps.digits import LimitedMemory
-from speedswap.batching import Callback, Event, is_out_of_memory
+from speedswap.batching import Callback, Event, LimitedMemory, is_out_of_memory
+from speedswap.batching.recovery import limited
 
 BEYOND = 16
 MIB = 2**20
@@ -38,16 +36,9 @@ class CudaMemory:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
 
-    @contextmanager
-    def limited(self) -> Iterator[None]:
+    def limited(self) -> contextlib.AbstractContextManager[object]:
         torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        allowed = min(total, torch.cuda.memory_reserved() + self._nbytes)
-        torch.cuda.set_per_process_memory_fraction(allowed / total)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        return limited(self._nbytes, [torch.device("cuda", torch.cuda.current_device())])
 
     def stats(self) -> dict[str, int]:
         synchronize()
@@ -63,10 +54,8 @@ class CountedMemory:
     def __init__(self, nbytes: int) -> None:
         self._memory = LimitedMemory(nbytes)
 
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        with self._memory:
-            yield
+    def limited(self) -> contextlib.AbstractContextManager[object]:
+        return self._memory
 
     def stats(self) -> dict[str, int]:
         return {"live_bytes": self._memory.live_bytes, "resident_bytes": resident_bytes()}

@@ -8,7 +8,7 @@ from speedswap.batching.estimating import MemoryEstimate, estimate_memory
 from speedswap.batching.feeding import Feed, feed
 from speedswap.batching.gradients import GradientKeeper
 from speedswap.batching.nested import Batch, PerSample, Whole
-from speedswap.batching.recovery import is_out_of_memory
+from speedswap.batching.recovery import LimitedMemory, is_out_of_memory
 from speedswap.batching.splitter import BatchSplitter, coupled
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Event",
     "Feed",
     "GradientKeeper",
+    "LimitedMemory",
     "MemoryEstimate",
     "PerSample",
     "Whole",

@@ -7,14 +7,24 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
+from speedswap._words import a_kind
 from speedswap.errors import BatchError
 
-__all__ = ["Registry", "check_function", "identity", "key_of", "kind_of", "name_of"]
+__all__ = [
+    "Registry",
+    "check_function",
+    "identity",
+    "key_of",
+    "kind_of",
+    "name_of",
+    "named_values",
+    "require_function",
+]
 
 V = TypeVar("V")
 
@@ -27,6 +37,44 @@ def name_of(function: Any) -> str:
         function = function.func
     name = str(getattr(function, "__qualname__", None) or type(function).__qualname__)
     return name.rpartition("<locals>.")[2]
+
+
+def require_function(name: str, function: object) -> None:
+    """Raise BatchError unless an argument is a function, and say what to do with a loss that was computed already."""
+    if isinstance(function, Tensor):
+        raise BatchError(
+            f"{name} is a tensor, for which the whole batch went through the model; give a function that computes the "
+            "loss of the samples it is called with, and the batch: splitter.backward(lambda x, y: loss(model(x), y), "
+            "x, y)"
+        )
+    if not callable(function):
+        raise BatchError(f"{name} is {a_kind(function)}; give a function")
+
+
+def named_values(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to beside its arguments, by name: variables around it, defaults, attributes of self.
+
+    >>> outside = 3
+    >>> ("outside", 3) in [*named_values(lambda inside: inside + outside)]
+    True
+    """
+    while isinstance(function, functools.partial):
+        yield from function.keywords.items()
+        function = function.func
+    if not isinstance(function, types.FunctionType):
+        method = function if isinstance(function, types.MethodType) else function.__call__
+        owner = getattr(method, "__self__", None)
+        yield from ((f"self.{name}", value) for name, value in getattr(owner, "__dict__", {}).items())
+        function = getattr(method, "__func__", None)
+    if not isinstance(function, types.FunctionType):
+        return
+    yield from zip(function.__code__.co_freevars, map(_contents, function.__closure__ or ()), strict=True)
+    parameters = inspect.signature(function).parameters.values()
+    yield from ((one.name, one.default) for one in parameters if one.default is not one.empty)
+    codes = [function.__code__]
+    for code in codes:  # with those of functions inside
+        codes += (one for one in code.co_consts if isinstance(one, types.CodeType))
+        yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
 
 
 def identity(function: Callable[..., Any]) -> Any:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.batching.callbacks import Callback, Event
-from speedswap.batching.functions import key_of, name_of
+from speedswap.batching.functions import key_of, name_of, require_function
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.ranks import ranks_of
-from speedswap.batching.recovery import Changes
+from speedswap.batching.recovery import Changes, as_bytes
 from speedswap.batching.splitting.attempts import BatchAttempts, MicroBatchSize
 from speedswap.batching.splitting.check import Checks
 from speedswap.batching.splitting.micro_batches import MicroBatches
@@ -64,6 +64,12 @@ class BatchSplitter:
         model: the module or modules whose parameters get gradients; by default they are found while a loss function
             runs. Other parameters are found in the loss's graph, at about a microsecond per operation.
         micro_batch_size: the most samples in one forward and backward pass, or ``"auto"``.
+        memory: the most that a call may take beside what was there before it, in bytes or as a text such as ``"2GiB"``:
+            gradients, activations and results, with copies of earlier gradients. More is out of memory, which
+            ``"auto"`` recovers from. On a GPU, torch's allocator gets no more than that from the driver, in its
+            segments of 2 MiB or 20 MiB and more. Elsewhere tensors are counted, which takes about 15 microseconds per
+            operation; temporary memory of kernels, and what other libraries take, is not seen. At sizes that have not
+            fitted yet, an operation whose results are too large does not begin. By default there is no limit.
         reduction: how ``loss_fn`` reduces its samples: ``"mean"`` (over what ``normalizer`` counts), ``"sum"``, or
             ``"none"`` for one loss per sample, whose sum is differentiated.
         normalizer: counts what the mean is over, called as ``loss_fn`` is, e.g. the targets that are not padding, or
@@ -73,8 +79,9 @@ class BatchSplitter:
             are not those of the whole batch.
         offload_activations: keep activations in (pinned) host memory between forward and backward pass.
         check: on the first batch of each loss function that is split, compare the loss of at most eight samples
-            together with their losses in two parts, and refuse a function that couples samples, or averages over
-            something that ``normalizer`` does not count. That costs a few small calls of ``loss_fn``, without a graph;
+            together with their losses in two parts, and refuse a function that couples samples, averages over
+            something that ``normalizer`` does not count, or computes with the whole batch around it instead of its
+            arguments. That costs a few small calls of ``loss_fn``, without a graph;
             random numbers, buffers and gradients are as before. Uncertain cases pass: functions that draw random
             numbers, use batch statistics, fail for so few samples or communicate, and any under fully_shard; nor can a
             batch without ignored targets show that they are not counted.
@@ -98,6 +105,7 @@ class BatchSplitter:
         model: nn.Module | Iterable[nn.Module] | None = None,
         *,
         micro_batch_size: int | Literal["auto"] = "auto",
+        memory: int | str | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         normalizer: Callable[..., Tensor | float] | None = None,
         batch_norm: Literal["micro_batch", "window"] = "micro_batch",
@@ -119,6 +127,7 @@ class BatchSplitter:
         self._ranks = ranks_of(self._modules or [])
         if offload_activations:
             self._refuse_in_step("offload_activations")
+        self._memory = None if memory is None else as_bytes("memory", memory)
         self._sizes = MicroBatchSize(None if auto else int(micro_batch_size), grow_after, self._tell)
         self._checks = Checks(reduction, normalizer, self._modules or []) if check else None
         self._micro_batches = MicroBatches(
@@ -155,9 +164,10 @@ class BatchSplitter:
         """Add the gradients of a batch's loss to its parameters' ``grad``.
 
         Args:
-            loss_fn: called as ``loss_fn(*micro_batch, **named)``; returns the loss of those samples, one number, or for
-                reduction ``"none"`` one per sample; or that and an aux, such as logits or metrics, as a tuple. It is
-                called again after an out-of-memory, and for a few samples at first, see ``check``.
+            loss_fn: called as ``loss_fn(*micro_batch, **named)``; returns the loss of those samples, without calling
+                ``backward``: one number, or for reduction ``"none"`` one per sample; or that and an aux, such as logits
+                or metrics, as a tuple. It is called again after an out-of-memory, and for a few samples at first, see
+                ``check``.
             batch: tensors and nested containers of them, see :class:`~speedswap.batching.nested.Batch`.
             named: the same, by name.
 
@@ -175,19 +185,20 @@ class BatchSplitter:
             Exception: whatever ``loss_fn`` raises, out-of-memory included if one sample does not fit. Gradients,
                 buffers and random numbers are as they were before the call.
         """
-        if getattr(loss_fn, "couples_batch", False):
-            raise CoupledLossError(
-                f"loss_fn {name_of(loss_fn)} is declared to couple the samples of a batch, so that parts of it have "
-                "another loss; give its encoder and itself to backward_coupled"
-            )
         with self._ranks.together("backward"):
+            require_function("loss_fn", loss_fn)
+            if getattr(loss_fn, "couples_batch", False):
+                raise CoupledLossError(
+                    f"loss_fn {name_of(loss_fn)} is declared to couple the samples of a batch, so that parts of it "
+                    "have another loss; give its encoder and itself to backward_coupled"
+                )
             whole = Batch(batch, named, may_be_empty=self._ranks.may_be_empty)
             whole.refuse_graphs()
             attempts, changes = self._begin([loss_fn], [whole])
             changes.note(tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad)
             while attempts.again():
                 aux = NO_AUX  # releases that of an attempt that fitted here and failed on another rank
-                with attempts, self._ranks.attempt(attempts.size):
+                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
                     sizes = self._ranks.sizes(whole.size, attempts.size)
                     if self._checks is not None and len(sizes) > 1 and self._ranks.may_differ:
                         self._checks.refuse_mistakes(loss_fn, whole, max(sizes))
@@ -235,11 +246,13 @@ class BatchSplitter:
         self._refuse_in_step("backward_coupled")
         with self._ranks.together("backward_coupled"):
             encoders, batches = towers_of(encode, batch, named)
+            for name, function in [("loss_fn", loss_fn), *(("encode", one) for one in encoders)]:
+                require_function(name, function)
             for part in batches:
                 part.refuse_graphs()
             attempts, changes = self._begin([*encoders, loss_fn], batches)
             while attempts.again():
-                with attempts, self._ranks.attempt(attempts.size):
+                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
                     towers = [
                         TwoPasses(encoder, part, self._ranks.sizes(part.size, attempts.size))
                         for encoder, part in zip(encoders, batches, strict=True)
@@ -271,12 +284,14 @@ class BatchSplitter:
         """
         self._refuse_in_step("forward")
         with self._ranks.passes():
+            require_function("function", function)
             whole = Batch(batch, named)
             whole.refuse_graphs()
             changes = Changes(self._modules)
-            attempts = BatchAttempts(self._sizes, self._choose([function], [whole]), whole.size, changes, self._ranks)
+            work = "forward" if torch.is_grad_enabled() else "map"
+            attempts = self._attempts(work, self._choose([function], [whole]), whole.size, changes)
             while attempts.again():
-                with attempts:
+                with attempts, attempts.within_memory():
                     sizes = self._ranks.sizes(whole.size, attempts.size)
                     passes = TwoPasses(function, whole, sizes, self._sizes.known)
                     around = self._micro_batches.one_by_one(sizes, changes)
@@ -308,11 +323,9 @@ class BatchSplitter:
             changes = Changes(self._modules, self._ranks.parameters)
             if passes.limit is not None:
                 self._sizes.known = passes.limit
-            attempts = BatchAttempts(
-                self._sizes, largest, batch_size, changes, self._ranks, may_shrink=not passes.is_random
-            )
+            attempts = self._attempts("second pass", largest, batch_size, changes, may_shrink=not passes.is_random)
             while attempts.again():
-                with attempts, self._ranks.attempt(attempts.size):
+                with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
                     same = attempts.size == largest
                     sizes = passes.sizes if same else self._ranks.sizes(batch_size, attempts.size)
                     with changes.summing(len(sizes)):
@@ -328,14 +341,22 @@ class BatchSplitter:
         size, batch_size = self._choose(functions, batches), max(batch.size for batch in batches)
         size = self._sizes.agree(size, self._ranks.begin(size, batch_size))
         changes = Changes(self._modules, self._ranks.parameters)
-        return BatchAttempts(self._sizes, size, batch_size, changes, self._ranks), changes
+        return self._attempts("backward", size, batch_size, changes), changes
+
+    def _attempts(
+        self, work: str, size: int, batch_size: int, changes: Changes, *, may_shrink: bool = True
+    ) -> BatchAttempts:
+        devices = {parameter.device for parameter in changes.parameters} | {self._device}
+        return BatchAttempts(
+            work, self._sizes, size, batch_size, changes, self._ranks, self._memory, devices, may_shrink=may_shrink
+        )
 
     def _choose(self, functions: Sequence[Callable[..., Any]], batches: Sequence[Batch]) -> int:
         """Return the size to begin with, from what is known of the functions and batches."""
         key = (*map(key_of, functions), *(batch.signature() for batch in batches))
         parameters = itertools.chain.from_iterable(module.parameters() for module in self._modules or [])
-        device = next((parameter.device for parameter in parameters), batches[0].device)
-        return self._sizes.choose(key, max(batch.size for batch in batches), device)
+        self._device = next((parameter.device for parameter in parameters), batches[0].device)
+        return self._sizes.choose(key, max(batch.size for batch in batches), self._device)
 
     def _reduce(self, loss: Tensor, changes: Changes, *, average: bool) -> Tensor:
         """Sum the gradients over the ranks; return the loss of all ranks together."""

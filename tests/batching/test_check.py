@@ -195,6 +195,56 @@ def test_batch_norm_in_eval_mode_hides_nothing():
         split(lambda x, y: hardest_triplet(model(x), y), *inputs, model=model)
 
 
+class Keeping:
+    """A loss that keeps the batch."""
+
+    def __init__(self, model, inputs):
+        self.model, self.inputs = model, inputs
+
+    def method(self, x, y):
+        return functional.cross_entropy(self.model(self.inputs)[: len(y)], y)
+
+    __call__ = method
+
+
+ALL = batch()  # as a script has it, in a variable of the module
+
+
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (lambda model, x, y: lambda a, b: functional.cross_entropy(model(x), y), "x"),
+        (lambda model, x, y: lambda a, b: functional.cross_entropy(model(x), b), "x"),  # raises, for the parts' sizes
+        (lambda model, x, y: lambda a, b: functional.cross_entropy(model(a), y[: len(a)]), "y"),
+        (lambda model, x, y: lambda a, b, x=x: functional.cross_entropy(model(x), y), "x"),
+        (lambda model, x, y: functools.partial(lambda a, b, whole: model(whole).square().mean(), whole=x), "whole"),
+        (lambda model, x, y: lambda a, b: (lambda: functional.cross_entropy(model(x), y))(), "x"),
+        (lambda model, x, y: lambda a, b: functional.cross_entropy(model(ALL[0]), ALL[1]), "ALL"),
+        (lambda model, x, y: Keeping(model, x), r"self\.inputs"),
+        (lambda model, x, y: Keeping(model, x).method, r"self\.inputs"),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_closure_over_the_whole_batch_is_named(make, name, known):
+    """Each micro-batch would be as large as the batch; of a mean, even the gradient would be right."""
+    model, (inputs, targets) = network(nn.Dropout()), ALL
+    before = torch.get_rng_state()
+    with pytest.raises(BatchError, match=rf"computes with {name}, which has all samples.*argument [01].*check=False"):
+        split(make(model, inputs, targets), inputs, targets, model=model if known else None)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not gradients(model)
+
+
+def test_what_a_closure_may_have_of_the_whole_batch():
+    """Its size, facts about it, and tensors that are no argument."""
+    model, (inputs, targets) = network(), batch()
+    everything = torch.cat([inputs, inputs])
+    split(lambda x, y: functional.cross_entropy(model(x), y, reduction="sum") / len(inputs), *ALL, reduction="sum")
+    split(lambda x, y: functional.cross_entropy(model(x) - inputs.mean(), y), inputs, targets)
+    split(lambda i: functional.cross_entropy(model(everything[i]), targets[i % 64]), torch.arange(128))
+    split(lambda x, y: functional.cross_entropy(model(inputs), targets), inputs, targets, check=False)
+
+
 def test_refused_batch_leaves_everything_as_it_was():
     model, inputs = network(nn.BatchNorm1d(16).eval()), batch()
     functional.cross_entropy(model(inputs[0]), inputs[1]).backward()

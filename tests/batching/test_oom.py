@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import weakref
 
 import pytest
@@ -40,6 +41,22 @@ OUT_OF_MEMORY = {
     "Gaudi": "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::8589934592 (8192)MB",
     "CPU": "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
     "allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+    "CPU, of other tools": "CPU out of memory. Tried to allocate 16.00 GiB",
+    "oneDNN": "could not create a primitive",
+    "oneDNN, running": "could not execute a primitive",
+    "C++": "std::bad_alloc",
+    "shared memory": "unable to mmap 12000000 bytes from file </torch_1_2_0>: Cannot allocate memory (12)",
+    "NCCL, its own": "NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled cuda error\nncclUnhandledCudaError: Call to "
+    "CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes",
+    "torch's CUDA allocator, without NVML": "NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED "
+    'at "/pytorch/c10/cuda/CUDACachingAllocator.cpp":983, please report a bug to PyTorch.',
+    "cuBLAS, no workspace": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN 9": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CuPy, cuFFT": "CUFFT_ALLOC_FAILED",
+    "CuPy, runtime": "cudaErrorMemoryAllocation: out of memory",
+    "MPS, one buffer": "Invalid buffer size: 20.00 GiB",
+    "HIP, its queues": "HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources",
+    "XLA": "Bad StatusOr access: RESOURCE_EXHAUSTED: Attempting to reserve 9.15G at the bottom of memory.",
     "CPU, Windows": "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to "
     "allocate 9600000000 bytes.",
 }
@@ -50,6 +67,8 @@ NOT_OUT_OF_MEMORY = {
     "launch": "CUDA error: unspecified launch failure",
     "cuBLAS": "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(handle)`",
     "cuDNN": "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+    "cuBLAS, used wrongly": "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm(handle)`",
+    "oneDNN": "could not create a primitive descriptor for a matmul primitive",
     "shapes": "mat1 and mat2 shapes cannot be multiplied (4x3 and 4x3)",
     "device": "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
     "no kernel": "CUDA error: no kernel image is available for execution on the device",
@@ -93,6 +112,13 @@ def test_p18_the_real_python_allocators_error_is_recognized():
     with pytest.raises(MemoryError) as caught:
         bytearray(2**60)
     assert is_out_of_memory(caught.value)
+
+
+def test_p18_the_systems_error_is_recognized():
+    with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        mmap.mmap(-1, 2**60)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(FileNotFoundError(2, "No such file", "Cannot allocate memory"))
 
 
 def test_p18_python_arrays_error_is_recognized():

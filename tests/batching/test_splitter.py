@@ -383,6 +383,78 @@ def test_batch_with_a_graph_is_an_error():
         speedswap.BatchSplitter(micro_batch_size=2).backward(lambda x: x.sum(), torch.ones(4, 3) * weight)
 
 
+def _backward_inside(result, **options):
+    def loss_fn(x, y, model):
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward(**options)
+        return result(loss)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        _backward_inside(lambda loss: loss),
+        _backward_inside(lambda loss: loss, retain_graph=True),
+        _backward_inside(lambda loss: loss.detach()),
+        _backward_inside(lambda loss: loss.item()),
+        _backward_inside(lambda loss: None),
+    ],
+)
+def test_backward_in_a_loss_function_is_an_error(loss_fn, earlier, known, size):
+    model, inputs = classifier(), batch(8)
+    if earlier:
+        cross_entropy(model, *inputs).backward()
+    before = gradients(model)
+    splitter = speedswap.BatchSplitter(model if known else None, micro_batch_size=size)
+    with pytest.raises(BatchError, match=r"loss_fn .* calls backward\(\).* let it compute the loss and return it"):
+        splitter.backward(lambda x, y: loss_fn(x, y, model), *inputs)
+    assert same_bits(gradients(model), before)
+
+
+def test_backward_in_a_coupled_loss_is_an_error():
+    model, inputs = classifier(), batch(8)
+
+    def loss_fn(outputs):
+        loss = outputs.square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(BatchError, match=r"loss_fn calls backward\(\)"):
+        speedswap.BatchSplitter(model, micro_batch_size=2).backward_coupled(model, loss_fn, inputs[0])
+
+
+def test_a_graph_from_outside_is_named():
+    """The first micro-batch's backward pass frees it."""
+    model, inputs = classifier(), batch(8)
+    penalty = model[0].weight.square().sum()
+    splitter = speedswap.BatchSplitter(model, micro_batch_size=2, check=False)
+    with pytest.raises(BatchError, match="uses penalty, which was computed outside of it, or calls backward"):
+        splitter.backward(lambda x, y: cross_entropy(model, x, y) + penalty, *inputs)
+
+
+def test_a_loss_without_a_graph_is_an_error():
+    model, inputs = classifier(), batch(8)
+    with pytest.raises(BatchError, match="returned a loss without a graph; compute it from the model's outputs"):
+        speedswap.BatchSplitter(model).backward(lambda x, y: cross_entropy(model, x, y).detach(), *inputs)
+
+
+@pytest.mark.parametrize("of", ["backward", "backward_coupled", "forward", "map"])
+def test_a_loss_in_place_of_a_function_is_an_error(of):
+    model, inputs = classifier(), batch(8)
+    call = getattr(speedswap.BatchSplitter(model), of)
+    first = [model] if of == "backward_coupled" else []
+    name = "loss_fn" if of.startswith("backward") else "function"
+    with pytest.raises(BatchError, match=rf"{name} is a tensor.*; give a function that computes the loss"):
+        call(*first, cross_entropy(model, *inputs), *inputs[: 1 if first else 2])
+    with pytest.raises(BatchError, match=f"{name} is a float; give a function"):
+        call(*first, 3.0, inputs[0])
+
+
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf")])
 def test_wrong_counts_are_errors(count):
     model = classifier()

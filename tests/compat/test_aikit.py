@@ -373,6 +373,33 @@ def test_state_is_seen_under_both_names():
     assert repr(optimizer.aikit) == "State(steps=4, step=5)"
 
 
+class Logging(torch.optim.SGD):
+    """The optimizer of runai's own tests, whose methods read the state of the accumulation around it."""
+
+    def __init__(self, params, **settings):
+        super().__init__(params, **settings)
+        self.log = []
+
+    def step(self, closure=None):
+        self.log.append((self.runai.step, self.aikit.steps))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("copied", [None, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_an_optimizer_sees_the_state_of_the_accumulation_around_it(copied):
+    """runai made one object of the two: an update is the last micro-step of its window, counted from 0."""
+    optimizer = runai.ga.torch.optim.Optimizer(Logging([nn.Parameter(torch.zeros(2))], lr=0.1), 3)
+    if copied is not None:
+        optimizer = copied(optimizer)
+        optimizer.optimizer.log = []  # torch saves settings and state alone
+    for _ in range(10):
+        optimizer.param_groups[0]["params"][0].sum().backward()
+        optimizer.step()
+    assert optimizer.log == [(2, 3), (5, 3), (8, 3)]
+    assert optimizer.flush()
+    assert optimizer.log[3:] == [(10, 3)]
+
+
 @pytest.mark.parametrize("name", ["NAdam", "RAdam", "SparseAdam"])
 def test_torchs_newer_optimizers_are_ready_made_too(name):
     optimizer = getattr(aikit.ga.Torch.optim, name)(2, [nn.Parameter(torch.zeros(2))], lr=0.25)

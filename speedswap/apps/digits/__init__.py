@@ -7,15 +7,16 @@ As a command, ``speedswap digits --memory-budget 100samples --compare``; as a fu
     result = train(Settings(batch=1024, memory_budget="100samples"))
     print(result.accuracy, result.steps[-1].micro_batch_size)
 
-A run reads the images (``task``), measures the memory of a micro-batch and sets a limit (``memory``), trains a small
-network in it (``training``) and writes down how that went (``cli``).
+A run reads the images (``task``), measures the memory of a micro-batch (``memory``), trains a small network within a
+limit (``training``) and writes down how that went (``cli``).
 """
 
 from speedswap.apps.digits.cli import figures, memory_report, save
-from speedswap.apps.digits.memory import Footprint, LimitedMemory, measure_footprint
+from speedswap.apps.digits.memory import Footprint, measure_footprint
 from speedswap.apps.digits.task import Budget, DigitsNet, Images, Settings, Split, read_split
 from speedswap.apps.digits.training import Epoch, Result, Step, train
 from speedswap.apps.errors import ImagesError, SettingsError
+from speedswap.batching import LimitedMemory
 
 __all__ = [
     "Budget",

@@ -15,6 +15,8 @@ from speedswap._install import pip_install
 from speedswap.apps import options
 from speedswap.apps.errors import ImagesError, SettingsError
 from speedswap.apps.options import Options, named_optimizer, option, whole
+from speedswap.batching.recovery import as_bytes
+from speedswap.errors import BatchError
 from speedswap.tables.init import seeded
 
 __all__ = ["Budget", "DigitsNet", "Images", "Settings", "Split", "read_split"]
@@ -24,7 +26,6 @@ BRIGHTEST = 16.0
 TESTED = 0.2
 MOST_IMAGES = 2**31
 MOST_DIGITS = 18
-UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,17 @@ class Budget:
         Raises:
             SettingsError: it is not one.
         """
-        said = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([a-z]+)", text.strip().lower(), re.ASCII)
         if text.strip().lower() == "none":
             return cls()
-        if said and said[2] in ("sample", "samples") and said[1].isdigit() and int(said[1]) > 0:
-            return cls(samples=int(said[1]))
-        if said and said[2] in UNITS and float(said[1]) > 0:
-            return cls(bytes=int(float(said[1]) * UNITS[said[2]]))
-        raise SettingsError(
-            f"memory_budget is {text!r}: give bytes as 8MiB, how many samples fit as 100samples, or none"
-        )
+        samples = re.fullmatch(r"(\d{1,12})\s*samples?", text.strip().lower(), re.ASCII)
+        if samples and int(samples[1]) > 0:
+            return cls(samples=int(samples[1]))
+        try:
+            return cls(bytes=as_bytes("memory_budget", text))
+        except BatchError:
+            raise SettingsError(
+                f"memory_budget is {text!r}: give bytes as 8MiB, how many samples fit as 100samples, or none"
+            ) from None
 
 
 def size(text: str) -> int | str:

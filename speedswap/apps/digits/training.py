@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.digits.memory import Footprint, LimitedMemory, measure_footprint
+from speedswap.apps.digits.memory import Footprint, measure_footprint
 from speedswap.apps.digits.task import DigitsNet, Images, Settings, Split, read_split
 from speedswap.apps.options import check_loss
 from speedswap.apps.running import Shown, Stop, listening, show_progress
-from speedswap.batching import Callback, Event
+from speedswap.batching import Callback, Event, LimitedMemory
 from speedswap.errors import MemoryBudgetError
 
 __all__ = ["Epoch", "Result", "Step", "train"]

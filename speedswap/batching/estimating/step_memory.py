@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import LBFGS, Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from speedswap.batching.gradients import has_memory
+from speedswap.batching.recovery import LimitedMemory, storages
 from speedswap.errors import OptimizerError
 
 __all__ = ["OptimizerFactory", "StepMemory", "measure_step"]
@@ -79,13 +77,12 @@ def _measured(
     with mode:
         twin = _twin(optimizer, parameters)
         step = _unhooked(type(twin))
-        with _Alive(nbytes) as first:
+        with LimitedMemory(nbytes=nbytes) as first:
             step(twin)
-        with _Alive(nbytes) as second:
+        with LimitedMemory(nbytes=nbytes) as second:
             step(twin)
-        kept = {_key(tensor): tensor for tensor in tree_leaves(dict(twin.state)) if _has_storage(tensor)}
-        state = sum(nbytes(tensor) for tensor in kept.values())
-        return StepMemory(state, max(0, second.peak, first.peak - state))
+        state = sum(map(nbytes, storages(dict(twin.state)).values()))
+        return StepMemory(state, max(0, second.peak_bytes, first.peak_bytes - state))
 
 
 def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, torch.layout | None]) -> Optimizer:
@@ -136,37 +133,3 @@ def _stand_in(parameter: Tensor, grad_layout: torch.layout | None) -> nn.Paramet
 
 def _name(optimizer: Any) -> str:
     return str(getattr(optimizer, "__name__", type(optimizer).__name__))
-
-
-class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A count of the bytes of tensors made while it is active, for as long as they live."""
-
-    def __init__(self, nbytes: Callable[[Tensor], int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._nbytes = nbytes
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if _has_storage(tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if _has_storage(tensor) and _key(tensor) not in given | self._known:
-                self._known.add(_key(tensor))
-                size = self._nbytes(tensor)
-                self.now += size
-                weakref.finalize(tensor.untyped_storage(), self._freed, _key(tensor), size)
-        self.peak = max(self.peak, self.now)
-        return result
-
-    def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def _has_storage(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

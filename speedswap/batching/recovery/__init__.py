@@ -1,6 +1,7 @@
 """Recovery from running out of memory: sizes that fit, attempts, rollback, and the errors that call for it."""
 
 from speedswap.batching.recovery.attempts import Attempts
+from speedswap.batching.recovery.limited import LimitedMemory, as_bytes, limited, storages
 from speedswap.batching.recovery.oom import (
     chain,
     forget,
@@ -20,15 +21,19 @@ __all__ = [
     "Changes",
     "Gradients",
     "Limit",
+    "LimitedMemory",
     "Limits",
     "ModuleBuffers",
     "RandomState",
     "SharedLimits",
+    "as_bytes",
     "chain",
     "forget",
     "free_bytes",
     "is_out_of_memory",
+    "limited",
     "memory_class",
     "release_cached_memory",
     "status_bytes",
+    "storages",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import re
 import sys
@@ -19,12 +20,17 @@ __all__ = ["chain", "forget", "free_bytes", "is_out_of_memory", "memory_class", 
 _TEXTS = re.compile(
     "|".join(
         [
-            r"\b(CUDA|HIP|XPU|NPU|MLU|MUSA) out of memory",
+            r"\b(CPU|CUDA|HIP|XPU|NPU|MLU|MUSA|HPU) out of memory",
             r"MPS backend out of memory",
+            r"^Invalid buffer size: ",  # MPS
             r"(CUDA|HIP)( driver)? error: out of memory",
             r"(cuda|hip)Error(MemoryAllocation|OutOfMemory)",
             r"(CUDA|HIP)_ERROR_OUT_OF_MEMORY",
             r"(CUDA|HIP) failure (2 )?'out of memory'",  # NCCL and RCCL
+            r"Failed to (CUDA|HIP) (host )?(calloc|malloc)",  # likewise
+            r"NVML_SUCCESS == .*CUDACachingAllocator",  # the allocator, where it cannot say how much memory there is
+            r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate",  # its workspace did not fit
+            r"CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED",
             r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE|HIPBLAS|MIOPEN)_STATUS_ALLOC_FAILED",
             r"(CUFFT|HIPFFT)_ALLOC_FAILED",
             r"rocblas_status_memory_error",
@@ -33,7 +39,12 @@ _TEXTS = re.compile(
             r"Unable to find a valid cuDNN algorithm",  # none fits into the memory left for workspaces
             r"(UR_RESULT|PI)_ERROR_OUT_OF_(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)",
             r"PT_DEVMEM Allocation failed",  # Gaudi
+            r"RESOURCE_EXHAUSTED",  # XLA
+            r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",
             r"DefaultCPUAllocator: (can't allocate memory|not enough memory)",
+            r"could not (create|execute) a primitive(?! descriptor)",  # oneDNN, without room for code or workspace
+            r"std::bad_alloc|^bad allocation$",
+            r"Cannot allocate memory",  # ENOMEM, as of shared memory
         ]
     ),
     re.IGNORECASE,
@@ -43,8 +54,9 @@ _TEXTS = re.compile(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports exhausted memory, so that the same work in smaller pieces may succeed.
 
-    Errors of CUDA, cuBLAS, cuDNN, cuFFT, HIP, XPU, MPS and torch's CPU allocator, and Python's ``MemoryError``, are
-    recognized. speedswap's own errors never count: their remedy is not a smaller batch.
+    Errors of CUDA, cuBLAS, cuDNN, cuFFT, NCCL, HIP, XPU, MPS, XLA, oneDNN and torch's CPU allocator, Python's
+    ``MemoryError``, NumPy's and CuPy's, and ``OSError`` with ``ENOMEM`` are recognized. speedswap's own errors never
+    count: their remedy is not a smaller batch.
 
     >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     True
@@ -55,6 +67,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and _TEXTS.search(str(error)) is not None
 
 

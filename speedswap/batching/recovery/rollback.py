@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from speedswap.batching.gradients import Float32Sums, has_memory, keeper_of, leaves_of, parameters_and_buffers
+from speedswap.batching.gradients import (
+    HALF_PRECISION,
+    Float32Sums,
+    has_memory,
+    keeper_of,
+    leaves_of,
+    parameters_and_buffers,
+)
 
 __all__ = ["Buffers", "Changes", "Gradients", "ModuleBuffers", "RandomState"]
 
@@ -24,10 +31,15 @@ class Gradients:
 
     Args:
         apart: leaves whose gradients are not copied but put aside.
+
+    Attributes:
+        nbytes: of the copies, without those that a keeper has.
     """
 
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
+        self.nbytes = 0
         self._before: dict[int, tuple[object, Callable[[], None]]] = {}
+        self._versions: list[tuple[Tensor, tuple[int, int] | None]] = []
         self._apart = [(leaf, leaf.grad) for leaf in apart]
         self._ids = {id(leaf) for leaf, _ in self._apart}
 
@@ -38,7 +50,16 @@ class Gradients:
             owner = leaf if keeper is None else keeper
             if id(owner) not in self._before and id(leaf) not in self._ids:
                 restore = _saved(leaf) if keeper is None else keeper.save_gradient()
+                grad = leaf.grad
+                if keeper is None and grad is not None and grad.layout == torch.strided:
+                    self.nbytes += grad.nbytes
+                if keeper is None and leaf.dtype not in HALF_PRECISION:  # those are summed elsewhere
+                    self._versions.append((leaf, _version_of(grad)))
                 self._before[id(owner)] = owner, restore
+
+    def have_changed(self) -> bool:
+        """Return whether a leaf has another gradient than when it was noted, as far as that can be told."""
+        return any(_version_of(leaf.grad) != before for leaf, before in self._versions)
 
     def put_aside(self) -> None:
         """Leave the leaves that are kept apart without a gradient."""
@@ -60,6 +81,12 @@ class Gradients:
             leaf.grad = before
         for _, restore in self._before.values():
             restore()
+        self._versions = [(leaf, _version_of(leaf.grad)) for leaf, _ in self._versions]
+
+
+def _version_of(grad: Tensor | None) -> tuple[int, int] | None:
+    """Return what changes with a gradient."""
+    return None if grad is None else (id(grad), grad._version)
 
 
 def _saved(leaf: Tensor) -> Callable[[], None]:
@@ -84,9 +111,13 @@ class Buffers:
 
     Args:
         buffers: those to copy.
+
+    Attributes:
+        nbytes: of the copies.
     """
 
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
+        self.nbytes = 0
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self.note(buffers)
 
@@ -95,6 +126,7 @@ class Buffers:
         for buffer in buffers:
             if id(buffer) not in self._before:
                 self._before[id(buffer)] = buffer, buffer.detach().clone()
+                self.nbytes += buffer.nbytes
 
     def again(self) -> Buffers:
         """Copy the same buffers as they are now."""
@@ -197,9 +229,18 @@ class Changes:
         self._gradients.note(self.parameters)
         self._buffers.note(self._buffer_list)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies of gradients and buffers."""
+        return self._gradients.nbytes + sum(snapshot.nbytes for snapshot in self._snapshots)
+
     def note(self, leaves: Iterable[Tensor]) -> None:
         """Save the gradients of leaves that are in no module."""
         self._gradients.note(leaves)
+
+    def have_gradients_changed(self) -> bool:
+        """Return whether there are other gradients than before, as far as that can be told."""
+        return self._gradients.have_changed()
 
     def put_aside(self) -> None:
         """Begin an attempt: leaves that are kept apart have no gradient."""

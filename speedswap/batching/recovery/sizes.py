@@ -23,10 +23,14 @@ class Limit:
     Args:
         size: the largest size that fits; None while nothing has failed.
         grow_after: successes before a larger size is tried; None never tries one.
+
+    Attributes:
+        largest: the largest size that has fitted, by kind of work.
     """
 
     def __init__(self, size: int | None, grow_after: int | None = GROW_AFTER) -> None:
         self.size = size
+        self.largest: dict[str, int] = {}
         self._grow_after = grow_after
         self._patience = grow_after or 0
         self._clean = 0  # successes since the last change

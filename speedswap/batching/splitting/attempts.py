@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from speedswap.batching.ranks import Ranks
-from speedswap.batching.recovery import Attempts, Changes, Limit, Limits, is_out_of_memory, memory_class
+from speedswap.batching.recovery import Attempts, Changes, Limit, Limits, is_out_of_memory, limited, memory_class
 from speedswap.collectives import PeerOutOfMemory
 from speedswap.errors import BatchError
 
@@ -98,25 +99,34 @@ class BatchAttempts(Attempts):
     """Attempts at one batch with smaller and smaller micro-batches, on all ranks.
 
     Args:
+        work: what they do: of work that has fitted at a size, operations are not looked ahead of.
         sizes: what is known of sizes.
         size: samples in a micro-batch of the first attempt.
         batch_size: samples in the batch.
         changes: restored after each failure.
         ranks: the processes that train together.
+        memory: bytes that an attempt may take, with the copies in ``changes``; None for any number.
+        devices: where it does.
         may_shrink: whether another size than the first one may be tried.
     """
 
     def __init__(
         self,
+        work: str,
         sizes: MicroBatchSize,
         size: int,
         batch_size: int,
         changes: Changes,
         ranks: Ranks,
+        memory: int | None = None,
+        devices: Collection[torch.device] = (),
         *,
         may_shrink: bool = True,
     ) -> None:
         super().__init__(size)
+        self._work = work
+        self._memory = memory
+        self._devices = devices
         self._sizes = sizes
         self._known = sizes.known
         self._batch_size = batch_size
@@ -129,6 +139,13 @@ class BatchAttempts(Attempts):
         if due:
             self._changes.put_aside()
         return due
+
+    def within_memory(self) -> AbstractContextManager[None]:
+        """Surround an attempt: what it takes beyond its memory is an out-of-memory error."""
+        if self._memory is None:
+            return nullcontext()
+        is_new = self.size > self._known.largest.get(self._work, 0)
+        return limited(self._memory, self._devices, taken=self._changes.nbytes, looks_ahead=is_new)
 
     def recover(self, failure: BaseException) -> None:
         self._changes.restore()
@@ -176,6 +193,7 @@ class BatchAttempts(Attempts):
         """Record that the last attempt succeeded; without ``count``, it says nothing about larger sizes."""
         sizes, before = self._sizes, self._known.size
         sizes.size = self._largest or sizes.size
+        self._known.largest[self._work] = max(self._known.largest.get(self._work, 0), self.size)
         if count and not sizes.is_fixed and self._known.fitted(self.size, self._batch_size):
             assert sizes.size is not None
             assert before is not None

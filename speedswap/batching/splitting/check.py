@@ -11,15 +11,16 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.functions import key_of, kind_of, name_of
+from speedswap.batching.functions import key_of, kind_of, name_of, named_values
 from speedswap.batching.nested import Batch
-from speedswap.batching.recovery import forget, is_out_of_memory, release_cached_memory
+from speedswap.batching.recovery import forget, is_out_of_memory, release_cached_memory, storages
 from speedswap.batching.splitting.results import loss_of_samples
 from speedswap.batching.splitting.trial_call import Collective, Observed, few_samples, no_trace
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
@@ -119,12 +120,19 @@ class _Comparison:
         second = first + max(1, (count - first) // 2)
         self._parts = [part for part in (samples[:first], samples[first:second], samples[second:]) if part]
         self._known: dict[tuple[int, ...], Tensor] = {}
+        self._captured: BatchError | None = None
 
     def mistake(self) -> SpeedswapError | None:
         """Return an error where the losses together and apart differ for certain."""
         everything = tuple(range(len(self._parts)))
         apart = [(0,), everything[1:]]
-        whole = self._of(everything)
+        try:
+            whole = self._of(everything)
+        except Exception:
+            if self._captured is None:
+                raise
+        if self._captured is not None:
+            return self._captured
         if not self._observed.is_certain or not bool(whole.isfinite().all()):
             return None
         weights = self._weights(apart)
@@ -155,9 +163,37 @@ class _Comparison:
     def _evaluate(self, parts: tuple[int, ...]) -> Tensor:
         """Compute the loss of some parts together, in float64 on the CPU."""
         args, kwargs = self._take(parts)
-        result = self._loss_fn(*args, **kwargs)
+        with self._watching(Batch(args, kwargs)):
+            result = self._loss_fn(*args, **kwargs)
         loss, _ = loss_of_samples(result, self._loss_fn, self._count(parts), self._declared.reduction)
         return loss.detach().double().cpu()
+
+    @contextmanager
+    def _watching(self, part: Batch) -> Iterator[None]:
+        """Note an error if the loss function computes with the whole batch instead of the part that it is given."""
+        columns = [
+            (place, *storages(tensor), *storages(given))
+            for place, (tensor, given) in enumerate(zip(self._batch.columns(), part.columns(), strict=True))
+            if storages(tensor) and storages(given)
+        ]
+        self._observed.watched = {address for _, *both in columns for address in both}
+        self._observed.read.clear()
+        try:
+            yield
+        finally:
+            self._observed.watched = set()
+            for place, whole, given in columns:
+                if whole in self._observed.read and given not in self._observed.read:
+                    self._captured = self._captured or self._captured_error(place, whole)
+
+    def _captured_error(self, place: int, address: int) -> BatchError:
+        names = (name for name, value in named_values(self._loss_fn) if address in storages(value))
+        found = next(names, "a tensor")
+        return BatchError(
+            f"loss_fn {name_of(self._loss_fn)} computes with {found}, which has all samples of the batch, and not with "
+            f"the part of it that is argument {place}: each micro-batch would be as large as the batch; use the "
+            "argument, or turn this check off with check=False"
+        )
 
     def _take(self, parts: tuple[int, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return self._batch.take([index for part in parts for index in self._parts[part]])

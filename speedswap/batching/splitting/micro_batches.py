@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.functions import key_of
+from speedswap.batching.functions import key_of, name_of, named_values
 from speedswap.batching.gradients import HALF_PRECISION
 from speedswap.batching.nested import Batch
 from speedswap.batching.ranks import Ranks
@@ -51,6 +51,7 @@ class MicroBatches:
     tell: Callable[..., None]
     _gives_aux: dict[Hashable, bool] = field(default_factory=dict)
     _has_warned: bool = False
+    _computes_alone: set[Hashable] = field(default_factory=set)
 
     # ------------------------------------------------------------------ a loss over parts of a batch
 
@@ -115,15 +116,38 @@ class MicroBatches:
         args, kwargs = part
         self.tell("before_micro_batch", **place)
         with changes.watched(), self.offloaded(changes):
-            loss, aux = loss_of_samples(loss_fn(*args, **kwargs), loss_fn, size, self.reduction)
+            result = loss_fn(*args, **kwargs)
+            self._require_no_backward(loss_fn, changes)
+            loss, aux = loss_of_samples(result, loss_fn, size, self.reduction)
+            del result
+        if not loss.requires_grad:
+            raise BatchError(
+                f"loss_fn {name_of(loss_fn)} returned a loss without a graph; compute it from the model's outputs "
+                "without detach(), no_grad() or inference_mode(), of parameters that require a gradient"
+            )
         aux = kept(aux)
         self.tell("before_backward", **place, loss=loss.detach())
         share = loss if weight == 1 else loss.float() * weight if loss.dtype in HALF_PRECISION else loss * weight
         changes.before_backward([share])
         scaled = self.scaled(share)
-        torch.autograd.backward([scaled], [torch.ones_like(scaled)])
+        try:
+            torch.autograd.backward([scaled], [torch.ones_like(scaled)])
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise _freed_graph(loss_fn) from error
+            raise
         self.tell("after_micro_batch", **place, loss=loss.detach())
         return share.detach(), aux
+
+    def _require_no_backward(self, loss_fn: Callable[..., Any], changes: Changes) -> None:
+        """Raise BatchError if a loss function that has just run for the first time has changed gradients."""
+        key = key_of(loss_fn)
+        if key not in self._computes_alone and changes.have_gradients_changed():
+            raise BatchError(
+                f"loss_fn {name_of(loss_fn)} calls backward(), or changes gradients otherwise; let it compute the loss "
+                "and return it: the splitter differentiates it, once and with its share"
+            )
+        self._computes_alone.add(key)
 
     # ------------------------------------------------------------------ the aux of micro-batches that count nothing
 
@@ -200,6 +224,15 @@ class MicroBatches:
         """Surround a forward pass whose activations are saved on the host, where the splitter was asked to."""
         with activations_on_host(changes.storages()) if self.offload and wanted else nullcontext():
             yield
+
+
+def _freed_graph(loss_fn: Callable[..., Any]) -> BatchError:
+    graphs = (name for name, value in named_values(loss_fn) if isinstance(value, Tensor) and value.grad_fn is not None)
+    return BatchError(
+        f"a backward pass has freed a part of the loss's graph: loss_fn {name_of(loss_fn)} uses "
+        f"{next(graphs, 'a tensor')}, which was computed outside of it, or calls backward(); compute everything that "
+        "has a graph inside of it, and return the loss"
+    )
 
 
 def _aux_of(loss_fn: Callable[..., Any], part: Arguments) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap.batching.nested import Batch, tensors_of
-from speedswap.batching.recovery import ModuleBuffers, RandomState
+from speedswap.batching.recovery import ModuleBuffers, RandomState, storages
 
 __all__ = ["Collective", "Observed", "few_samples", "no_trace"]
 
@@ -51,6 +51,8 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         eps: machine epsilon of the least precise arithmetic.
         largest: the largest magnitude of a value that a loss may be a small difference of.
+        watched: addresses of tensors' memory.
+        read: those of them that an operation was given.
         by_design: whether results depend on the rest of the batch: through batch statistics, or scales taken from it.
     """
 
@@ -63,6 +65,8 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.eps = 0.0
         self.largest = 1.0
         self.by_design = False
+        self.watched: set[int] = set()
+        self.read: set[int] = set()
 
     @property
     def is_certain(self) -> bool:
@@ -82,6 +86,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Generator) and value not in self._generators:
                 self._generators[value] = value.get_state()
+        self.read |= self.watched & storages((args, kwargs)).keys()
         name = func.name()
         if "quantize" in name or ("batch_norm" in name and _uses_batch(func, args, kwargs)):
             self.by_design = True

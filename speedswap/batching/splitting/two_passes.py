@@ -158,7 +158,10 @@ def both_passes(
     with run.statistics(len(sizes), changes):
         outputs = [replace_tensors(tower.first(around, changes), _as_leaf) for tower in towers]
     with changes.watched():
-        loss, aux = loss_of_all(loss_fn(*outputs), loss_fn)
+        result = loss_fn(*outputs)
+        if any(tensor.grad is not None for output in outputs for tensor in tensors_of(output)):
+            raise BatchError("loss_fn calls backward(); let it compute the loss and return it")
+        loss, aux = loss_of_all(result, loss_fn)
     with changes.summing(len(sizes)):
         changes.before_backward([loss])
         torch.autograd.backward([run.scaled(loss)])

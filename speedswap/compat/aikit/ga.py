@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.optim as torch_optim
@@ -27,7 +29,7 @@ class State:
         optimizer: the optimizer.
     """
 
-    def __init__(self, optimizer: AccumulatingOptimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     @property
@@ -37,8 +39,9 @@ class State:
 
     @property
     def step(self) -> int:
-        """Micro-steps taken so far, over all updates."""
-        return self._optimizer.micro_steps
+        """Micro-steps taken so far, over all updates; within one, those before it."""
+        before = self._optimizer.steps_before
+        return self._optimizer.micro_steps if before is None else before
 
     def __repr__(self) -> str:
         return f"State(steps={self.steps}, step={self.step})"
@@ -46,6 +49,8 @@ class State:
 
 class Optimizer(AccumulatingOptimizer):
     """AIkit's form of :class:`speedswap.AccumulatingOptimizer`: gradients of mean losses are averaged.
+
+    The wrapped optimizer has ``aikit`` and ``runai`` too, for a ``step`` that reads them.
 
     Args:
         optimizer: any torch optimizer, new or with state.
@@ -65,6 +70,24 @@ class Optimizer(AccumulatingOptimizer):
 
     def __init__(self, optimizer: torch_optim.Optimizer, steps: int, *, reduction: str = "mean") -> None:
         super().__init__(optimizer, steps, reduction=reduction)
+        self._show_state()
+
+    steps_before: int | None = None  # micro-steps before the present one, within it
+
+    def _show_state(self) -> None:
+        vars(self.optimizer).update(dict.fromkeys(("aikit", "runai"), State(weakref.proxy(self))))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._show_state()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float = 1.0) -> Any:
+        """Accumulate, and update with the last micro-step of a window, as :meth:`AccumulatingOptimizer.step` does."""
+        self.steps_before = self.micro_steps
+        try:
+            return super().step(closure, weight=weight)
+        finally:
+            self.steps_before = None
 
     @property
     def aikit(self) -> State:
