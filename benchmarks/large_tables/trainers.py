@@ -277,7 +277,7 @@ class Fbgemm(trainers.Fbgemm):
 
     def __init__(self, shape: Shape, kind: Kind, device: str) -> None:
         super().__init__(shape.rows, shape.dim, kind.optimizer, device, tables=shape.tables)
-        self._offsets = torch.arange(shape.tables + 1, device=device) * shape.lookups
+        self._offsets = torch.arange(shape.tables * shape.lookups + 1, device=device)
 
     def steps(self, batches: Sequence[Lookups], grad: Tensor) -> Iterator[None]:
         flat = grad.flatten(0, 1)
