@@ -296,6 +296,32 @@ void RowLog::reclaim() {
     segments_.reclaim(commits, no_reads ? next_read_ : *reads_under_way_.begin());
 }
 
+// ---- other commits of the same files --------------------------------------------------------------------------------
+
+void RowLog::mark_unlike(RowLog& other, uint8_t* marks) {
+    constexpr int64_t kAtOnce = 1 << 20;  // under the lock
+    const int64_t num_groups = options_.num_groups;
+    if (other.options_.num_groups != num_groups) throw std::invalid_argument("the other log has other groups");
+    std::vector<uint32_t> ours(kAtOnce), theirs(kAtOnce);
+    for (int64_t first = 0; first < num_groups; first += kAtOnce) {
+        const auto count = uint32_t(std::min(kAtOnce, num_groups - first));
+        copy_addresses(ours.data(), uint32_t(first), count);
+        other.copy_addresses(theirs.data(), uint32_t(first), count);
+        for (uint32_t i = 0; i < count; ++i)
+            marks[first + i] = ours[i] != theirs[i];
+    }
+}
+
+// Of a group that has changed and is in the cache alone, one that no record has.
+void RowLog::copy_addresses(uint32_t* to, uint32_t first, uint32_t count) {
+    const Lock lock = enter();
+    for (uint32_t group = first; group < first + count; ++group) {
+        const uint32_t entry = slots_.index[group];
+        const bool is_dirty = (entry & Slots::kCached) && (slots_.bits[entry & ~Slots::kCached] & Slots::kAnyDirty);
+        *to++ = is_dirty ? UINT32_MAX : slots_.address_of(group);
+    }
+}
+
 // ---- what is known -------------------------------------------------------------------------------------------------
 
 bool RowLog::appending() {

@@ -125,6 +125,10 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // Reads what the files say. False if a writer elsewhere went on meanwhile, to be called again; the 100th time in a
     // row that is a std::system_error of EBUSY. Throws RowLogDamaged, std::system_error, std::invalid_argument.
     bool recover();
+    // Instead of recover(): goes on with all that another log of the same files has, committed or not, which can only
+    // be closed then. The layouts of that one come first here. Throws std::invalid_argument, std::system_error; the
+    // other log is as it was then.
+    void succeed(const std::shared_ptr<RowLog>& before);
     ~RowLog() { close(); }
     void close();
 
@@ -147,6 +151,9 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     // False after a while, if the cleaner still finds something to do.
     bool wait_for_cleaner();
     void let_go(uint64_t commit);
+    // Sets a byte per group whose record is not where another log has it that has the same files open. An equal record
+    // that the cleaner has moved counts, too.
+    void mark_unlike(RowLog& other, uint8_t* marks);
     void let_reads_go();
     // Follows a writer elsewhere to its last commit; false if that is the present one. Nothing if the writer went on
     // meanwhile, to be called again, as recover().
@@ -234,6 +241,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     void reclaim();
     uint32_t dirty_bit(uint64_t epoch) const { return Slots::kDirty[epoch & 1]; }
     int64_t left_in(const Room* room) const;
+    void copy_addresses(uint32_t* to, uint32_t first, uint32_t count);
     static uint64_t mixed(uint32_t group, uint32_t address, uint64_t stamp);
     uint64_t mixed(uint32_t group, uint32_t address) const {
         return mixed(group, address, segments_[geometry_.segment(address)].stamp);

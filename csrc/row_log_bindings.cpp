@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "buffer.h"
+#include "crc32c.h"
 #include "pointer.h"
 #include "row_log.h"
 #include "row_log_scan.h"
@@ -61,7 +62,7 @@ void wait_for(Wait&& is_over) {
 std::unique_ptr<PyRowLog> open(int log_fd, int head_fd, int64_t num_groups, int64_t rows_per_group,
                                const std::vector<LayoutTuple>& layouts, int64_t segment_bytes, uint64_t salt,
                                int64_t cache_bytes, bool writable, int64_t commit, bool scratch, bool direct,
-                               bool journal, uint32_t faults) {
+                               bool journal, uint32_t faults, const PyRowLog* before) {
     RowLogOptions options{num_groups, rows_per_group, {},      segment_bytes, salt,    cache_bytes,
                           writable,   commit,         scratch, direct,        journal, faults};
     for (const auto& [group_bytes, moves] : layouts) {
@@ -70,7 +71,10 @@ std::unique_ptr<PyRowLog> open(int log_fd, int head_fd, int64_t num_groups, int6
             options.layouts.back().moves.push_back({from, to, bytes});
     }
     auto log = without_gil([&] { return RowLog::open(log_fd, head_fd, std::move(options)); });
-    wait_for([&] { return log->recover(); });
+    if (before == nullptr)
+        wait_for([&] { return log->recover(); });
+    else
+        without_gil([&, former = before->shared()] { log->succeed(former); });
     return std::make_unique<PyRowLog>(std::move(log));
 }
 
@@ -147,10 +151,10 @@ py::list journal(const PyRowLog& log) {
     return entries;
 }
 
-void fail(const PyRowLog& log, const std::string& call, int64_t after, int error, int64_t times) {
+void fail(const PyRowLog& log, const std::string& call, int64_t after, int error, int64_t times, double seconds) {
     const char* const calls[] = {"read", "write", "sync", "allocate"};
     for (int i = 0; i < 4; ++i)
-        if (call == calls[i]) return log->files().fail(DiskCall(i), after, error, times);
+        if (call == calls[i]) return log->files().fail(DiskCall(i), after, error, times, seconds);
     throw py::value_error("op is '" + call + "'; use read, write, sync or allocate");
 }
 
@@ -179,6 +183,20 @@ void bind_row_log(py::module_& module) {
             without_gil([&] { RowLog::create(log_fd, head_fd, salt, contents); });
         },
         arg("log_fd"), arg("head_fd"), arg("salt"), arg("head"));
+    module.def(
+        "crc32c", [](const py::bytes& data) { return crc32c(0, PyBytes_AS_STRING(data.ptr()), py::len(data)); },
+        arg("data"));
+    module.def(
+        "record_crcs",
+        [](uint64_t salt, uint64_t stamp, uintptr_t groups, uintptr_t records, int64_t count, int64_t stride,
+           uintptr_t crcs) {
+            without_gil([&] {
+                for (int64_t i = 0; i < count; ++i)
+                    at<uint32_t>(crcs)[i] = record_crc(salt, stamp, at<const uint32_t>(groups)[i],
+                                                       at<const char>(records) + i * stride, stride - kRecordCrcBytes);
+            });
+        },
+        arg("salt"), arg("stamp"), arg("groups"), arg("records"), arg("count"), arg("stride"), arg("crcs"));
     py::class_<PyBringing>(module, "Bringing")
         .def("wait", &wait)
         .def("filled", [](const PyBringing& bringing) { without_gil([&] { bringing->filled(); }); })
@@ -190,7 +208,7 @@ void bind_row_log(py::module_& module) {
     py::class_<PyRowLog>(module, "RowLog")
         .def(py::init(&open), arg("log_fd"), arg("head_fd"), arg("num_groups"), arg("rows_per_group"), arg("layouts"),
              arg("segment_bytes"), arg("salt"), arg("cache_bytes"), arg("writable"), arg("commit"), arg("scratch"),
-             arg("direct"), arg("journal"), arg("faults"))
+             arg("direct"), arg("journal"), arg("faults"), arg("before").none(true))
         .def("bring", &bring, arg("rows"), arg("count"), arg("overwrite"), arg("ahead"), arg("seen"))
         .def(
             "write",
@@ -213,6 +231,12 @@ void bind_row_log(py::module_& module) {
         .def(
             "let_go", [](const PyRowLog& log, uint64_t commit) { without_gil([&] { log->let_go(commit); }); },
             arg("commit"))
+        .def(
+            "mark_unlike",
+            [](const PyRowLog& log, const PyRowLog& other, uintptr_t marks) {
+                without_gil([&] { log->mark_unlike(*other, at<uint8_t>(marks)); });
+            },
+            arg("other"), arg("marks"))
         .def("refresh", &refresh)
         .def(
             "scan",
@@ -242,7 +266,7 @@ void bind_row_log(py::module_& module) {
         .def_property_readonly("alignment", [](const PyRowLog& log) { return log->files().alignment(); })
         .def("journal", &journal)
         .def("let_reads_go", [](const PyRowLog& log) { log->let_reads_go(); })
-        .def("fail", &fail, arg("op"), arg("after"), arg("errno"), arg("times"));
+        .def("fail", &fail, arg("op"), arg("after"), arg("errno"), arg("times"), arg("seconds"));
 }
 
 }  // namespace speedswap

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <system_error>
+#include <thread>
 #include <utility>
 
 namespace speedswap {
@@ -108,18 +110,21 @@ int LogFiles::fd(LogFile file) const {
 
 int64_t LogFiles::permitted(DiskCall call, int64_t bytes) {
     if (!failing_.load(std::memory_order_relaxed)) return bytes;
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     Failure& failure = failures_[int(call)];
     if (failure.times == 0 || failure.after-- > 0) return bytes;
     failure.after = 0;
     --failure.times;
-    if (failure.error != 0) raise(failure.error, "injected");
+    const Failure due = failure;
+    lock.unlock();
+    std::this_thread::sleep_for(std::chrono::duration<double>(due.seconds));
+    if (due.error != 0) raise(due.error, "injected");
     return std::max<int64_t>(bytes / 2 / alignment_ * alignment_, std::min(bytes, alignment_));
 }
 
-void LogFiles::fail(DiskCall call, int64_t after, int error, int64_t times) {
+void LogFiles::fail(DiskCall call, int64_t after, int error, int64_t times, double seconds) {
     std::lock_guard<std::mutex> lock(mutex_);
-    failures_[int(call)] = {after, times, error};
+    failures_[int(call)] = {after, times, error, seconds};
     failing_.store(true);
 }
 

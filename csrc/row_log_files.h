@@ -61,14 +61,16 @@ class LogFiles {
     int64_t alignment() const { return alignment_; }           // 1 if the log goes through the page cache
     int64_t written() const { return written_.load(std::memory_order_relaxed); }
 
-    // Fails this many calls of a kind, after the next `after` ones, with this error number; 0 makes them short instead.
-    void fail(DiskCall call, int64_t after, int error, int64_t times);
+    // Fails this many calls of a kind, after the next `after` ones, with this error number, each `seconds` late; 0
+    // makes them short instead.
+    void fail(DiskCall call, int64_t after, int error, int64_t times, double seconds);
     std::vector<JournalEntry> take_journal();
 
   private:
     struct Failure {
         int64_t after = 0, times = 0;
         int error = 0;
+        double seconds = 0;
     };
 
     void open_direct();

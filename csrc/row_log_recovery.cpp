@@ -9,6 +9,7 @@
 
 #include "row_log.h"
 #include "row_log_reads.h"
+#include "row_log_scan.h"
 
 namespace speedswap {
 namespace {
@@ -50,6 +51,10 @@ RowLog::Recovered RowLog::recovered() {
     if (wanted == heads.end())
         throw std::invalid_argument("commit " + std::to_string(options_.commit) + " is not in HEAD");
     found.head = wanted->head;
+    for (const HeadSlot& each : heads)
+        if (options_.writable && each.slot >= 2 && each.head.commit > found.head.commit)
+            throw std::invalid_argument("commit " + std::to_string(each.head.commit) + " is held, and later than " +
+                                        std::to_string(found.head.commit) + ": release it first");
     for (const HeadSlot& each : heads)
         if (each.slot >= 2 && each.head.held && each.head.commit <= found.head.commit) found.held.push_back(each);
     std::sort(found.held.begin(), found.held.end(), newer);
@@ -123,7 +128,9 @@ bool RowLog::recover() {
     constexpr int kMostWalks = 100;
     const uint64_t before = announced_commit(files_, options_.salt);
     try {
-        take_over(recovered());
+        Recovered found = recovered();
+        if (options_.writable) settle(found);
+        take_over(std::move(found));
         walks_in_vain_ = 0;
         return true;
     } catch (const RowLogDamaged&) {
@@ -145,7 +152,6 @@ bool RowLog::has_gone_on(uint64_t commit) {
 }
 
 void RowLog::take_over(Recovered found) {
-    if (options_.writable) settle(found);
     Lock lock(monitor_.mutex);
     slots_.replace_index(std::move(found.index));
     segments_.assign(std::move(found.segments));
@@ -160,6 +166,32 @@ void RowLog::take_over(Recovered found) {
     monitor_.changed.notify_all();
 }
 
+void RowLog::succeed(const std::shared_ptr<RowLog>& before) {
+    if (!options_.writable || !geometry_.continues(before->geometry_) ||
+        options_.num_groups != before->options_.num_groups)
+        throw std::invalid_argument("the rows of the log before do not fit into this one");
+    Recovered found(0);
+    {
+        const LogScan pause(before, 1, false);  // all that has changed is in the log now
+        Lock lock = before->enter();
+        before->monitor_.wait(lock, [&] { return before->commits_.empty() && before->reads_under_way_.empty(); });
+        before->appends_.close(before->changed_point_, before->epoch_, before->last_read());
+        for (Appends::Point& moved : before->moved_points_)
+            before->appends_.close(moved, before->epoch_, before->last_read());
+        found.head = before->durable_;
+        found.held = before->held_;
+        found.index = before->slots_.give_up_index();
+        found.segments = before->segments_.give_up();
+        found.sum = before->sum_;
+        found.touched = before->touched_;
+        found.highest = before->appends_.seq;
+        next_read_ = before->next_read_;
+        before->monitor_.error = std::make_exception_ptr(std::runtime_error("another row log goes on with the rows"));
+    }
+    take_over(std::move(found));
+    before->close();
+}
+
 // What comes after the commit will not come back.
 void RowLog::settle(Recovered& found) {
     constexpr uint64_t kJump = uint64_t(1) << 32;
@@ -170,9 +202,6 @@ void RowLog::settle(Recovered& found) {
     if (found.newest.commit > found.head.commit) {
         found.head.commit = found.newest.commit + 1;
         found.head.held = false;
-        for (const HeadSlot& each : read_heads(files_, options_.salt))
-            if (each.slot >= 2 && each.head.seq > found.head.seq) clear_head(files_, each.slot);
-        files_.sync(LogFile::head);  // they need chunks that the next commit drops
         put_head(0, found.head);
         put_head(1, found.head);
         for (Segment& segment : found.segments) {

@@ -34,6 +34,12 @@ Geometry::Geometry(std::vector<RowLayout> layouts, int64_t segment_bytes)
     capacity_ = capacity_from(0, newest());
 }
 
+bool Geometry::continues(const Geometry& other) const {
+    return places_ == other.places_ && segment_bytes_ == other.segment_bytes_ &&
+           strides_.size() >= other.strides_.size() &&
+           std::equal(other.strides_.begin(), other.strides_.end(), strides_.begin());
+}
+
 int64_t Geometry::capacity_from(int64_t at, int layout) const {
     int64_t capacity = 0;
     while (const uint32_t count = most_in_chunk(at, layout)) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace speedswap {
@@ -44,6 +45,8 @@ class Geometry {
     int64_t chunk_end(uint32_t first_place, uint32_t count, int layout) const;
     // Groups that a segment takes in full chunks from this byte on, where one begins.
     int64_t capacity_from(int64_t at, int layout) const;
+    // Whether another one has the same addresses, and layouts that come first here.
+    bool continues(const Geometry& other) const;
     // Of the newest layout, in a whole segment.
     int64_t capacity() const { return capacity_; }
 
@@ -79,7 +82,8 @@ class Segments {
     uint32_t size() const { return uint32_t(all_.size()); }
 
     void assign(std::vector<Segment> segments);  // by recovery
-    void add(uint32_t count);                    // unused ones, at the end of the file
+    std::vector<Segment> give_up() { return std::move(all_); }
+    void add(uint32_t count);  // unused ones, at the end of the file
     uint32_t num_unused() const { return uint32_t(unused_.size()); }
     uint32_t num_emptied() const { return uint32_t(emptied_.size()); }
     uint32_t num_used() const { return size() - num_unused() - num_emptied(); }

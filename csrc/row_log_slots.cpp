@@ -130,4 +130,11 @@ void Slots::replace_index(Mapping fresh) {
     turned_ = false;
 }
 
+Mapping Slots::give_up_index() {
+    for (int64_t slot = 0; slot < num_slots_; ++slot)
+        if (bits[slot] & kUsed) index[group[slot]] = address[slot];
+    index = nullptr;
+    return std::move(index_);
+}
+
 }  // namespace speedswap

@@ -99,6 +99,8 @@ class Slots {
 
     // Replaces the index, and forgets every slot; those pinned keep their bytes until they are let go.
     void replace_index(Mapping fresh);
+    // Takes every group out, of which none has changed; nothing but the cache's memory can be used any more.
+    Mapping give_up_index();
     // Lets go of all memory of the cache.
     void drop_cache() { cache_ = Mapping(); }
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["a_kind"]
+__all__ = ["AVERAGE_OTHERS", "a_kind"]
+
+AVERAGE_OTHERS = (  # of AveragedModel, EMA and SWA
+    "an average of a model over its steps leaves tables out: average a module without the embedding, or all parameters "
+    "but speedswap.parameters_to_ignore(model)"
+)
 
 # Read aloud: "an int", "an SGD", "an ndarray"; but "a UNet", "a UserDict", "a UnionFind".
 _STARTS_WITH_A_VOWEL = re.compile(r"_*(?:[AEIOaeio]|[Uu]n(?!i)|[Uu][mlp]|[FHLMNRSX][A-Z]|ndarray)")

@@ -19,7 +19,7 @@ from speedswap.kernels.cuda.launch import launch_kernel
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"
 
-OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_locks", "_threads", "_words"}
+OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_locks", "_threads", "_warnings", "_words"}
 # Each package may import itself and these.
 BELOW: dict[str, set[str]] = {
     "kernels": set(),

@@ -291,7 +291,7 @@ def require_same(job: Job, checkpoint: Checkpoint | None) -> None:
     Raises:
         CheckpointError: they see different ones.
     """
-    steps = job.agree(_NONE if checkpoint is None else checkpoint.step, "the choice of a checkpoint")
+    steps = job.agree(_NONE if checkpoint is None else checkpoint.step)
     if len({*steps}) > 1:
         seen = ", ".join("none" if step == _NONE else f"{step:,}" for step in steps)
         remedy = f"give all of them the same output directory, on a file system that they share, or {RESTART}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.apps.launched import is_launched, of_attempt
-from speedswap.collectives import ANYTHING, Buckets, Kind, RankGroup, note_of
+from speedswap.collectives import Buckets, Kind, RankGroup, note_of
 from speedswap.errors import PeerError
 from speedswap.tables import Table
 
@@ -76,19 +76,18 @@ class Job:
         """Return the arguments of an embedding whose rows the ranks own, each with its share of a batch's loss."""
         return {} if self.process_group is None else {"process_group": self.process_group, "reduction": "sum"}
 
-    def agree(self, number: int, what: str) -> list[int]:
+    def agree(self, number: int) -> list[int]:
         """Return the number of every rank.
 
         Args:
             number: this rank's, of 64 bits.
-            what: it is about, for messages.
 
         Raises:
             PeerError: a rank has failed or cannot be reached.
         """
         if (group := self.group) is None:
             return [number]
-        with group.main.task(Kind.AGREE, ANYTHING, what) as task:
+        with group.main.task(Kind.AGREE) as task:
             notes = task.round(note=number).notes
             task.finish()
         return notes
@@ -97,7 +96,7 @@ class Job:
         """Return the sum of each value over the ranks."""
         if (group := self.group) is None:
             return [*values]
-        with group.main.task(Kind.AGREE, ANYTHING, "the sum of figures") as task:
+        with group.main.task(Kind.AGREE) as task:
             sums = [sum(task.round(note=note_of(value)).numbers) for value in values]
             task.finish()
         return sums
@@ -110,7 +109,7 @@ class Job:
         """
         if (group := self.group) is None:
             return rows
-        with group.main.task(Kind.AGREE, ANYTHING, "the collection of figures") as task:
+        with group.main.task(Kind.AGREE) as task:
             sent = [len(rows) if rank == 0 else 0 for rank in range(self.size)]
             collected = task.send(rows, sent, task.round(sent).counts)
             task.finish()
@@ -168,5 +167,5 @@ def joined(device: torch.device) -> Iterator[Job]:
     dist.init_process_group(backend, store=of_attempt(store), rank=rank, world_size=size)
     job = Job.of()
     yield job
-    job.agree(0, "the end")
+    job.agree(0)
     dist.destroy_process_group()

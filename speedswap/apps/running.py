@@ -95,7 +95,7 @@ class Stop:
         """
         if self.job.size == 1:
             return due
-        notes = self.job.agree((self._came or 0) << 1 | due, "the end of a step")
+        notes = self.job.agree((self._came or 0) << 1 | due)
         self._signal = self._signal or max(notes) >> 1 or None
         return any(note & 1 for note in notes)
 

@@ -2,14 +2,15 @@
 
 from speedswap.collectives.ahead import Ahead, Ended, Errand
 from speedswap.collectives.buckets import BUCKET_BYTES, Buckets
+from speedswap.collectives.calls import of_all_ranks
 from speedswap.collectives.exchange import Exchange, PeerOutOfMemory, Status, is_distributed
-from speedswap.collectives.group import RankGroup
+from speedswap.collectives.group import RankGroup, begin_step
 from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lane import SPARE_IDS, Lane
 from speedswap.collectives.letters import Letter, Parcel, as_bytes, packed, unpacked
 from speedswap.collectives.lines import Round, digest_of, note_of
 from speedswap.collectives.pace import OwnPace, Server
-from speedswap.collectives.sharing import share
+from speedswap.collectives.sharing import Difference, difference_of, share, share_numbers
 from speedswap.collectives.sheet import ROOM, Agreed
 from speedswap.collectives.task import Pending, Task
 
@@ -21,6 +22,7 @@ __all__ = [
     "Agreed",
     "Ahead",
     "Buckets",
+    "Difference",
     "Ended",
     "Errand",
     "Exchange",
@@ -37,10 +39,14 @@ __all__ = [
     "Status",
     "Task",
     "as_bytes",
+    "begin_step",
+    "difference_of",
     "digest_of",
     "is_distributed",
     "note_of",
+    "of_all_ranks",
     "packed",
     "share",
+    "share_numbers",
     "unpacked",
 ]

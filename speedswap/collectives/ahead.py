@@ -41,7 +41,6 @@ class Errand(ABC):
 
     Args:
         about: the number of what it is about, the same on all ranks.
-        what: the same, for messages.
 
     Attributes:
         time: of its announcement, the same on all ranks; greater than 0.
@@ -57,9 +56,8 @@ class Errand(ABC):
     error: BaseException | None = None
     ended: Ended | None = None
 
-    def __init__(self, about: int, what: str) -> None:
+    def __init__(self, about: int) -> None:
         self.about = about
-        self.what = what
         self._is_over = threading.Event()
 
     @abstractmethod
@@ -87,7 +85,7 @@ class _End(Errand):
     """
 
     def __init__(self, failed: bool) -> None:
-        super().__init__(ANYTHING, "the end of a lookahead")
+        super().__init__(ANYTHING)
         self.failed = failed
 
     def prepare(self) -> list[int]:
@@ -138,7 +136,7 @@ class Ahead:
         Raises:
             ValueError: it is not, on all of them.
         """
-        with self._main.task(Kind.BEGIN, ANYTHING, "the beginning of a lookahead") as task:
+        with self._main.task(Kind.BEGIN) as task:
             notes = task.round(note=self._time << _DEPTH_BITS | min(depth, _MOST_DEPTH)).notes
             task.finish()
         self._time = max(notes) >> _DEPTH_BITS
@@ -186,7 +184,7 @@ class Ahead:
             errand._is_over.set()
 
     def _do(self, errand: Errand) -> None:
-        with self.lane.task(Kind.ERRAND, errand.about, errand.what) as task:
+        with self.lane.task(Kind.ERRAND, errand.about) as task:
             failure: BaseException | None = None
             counts: list[int] | None = None
             try:
@@ -214,7 +212,7 @@ class Ahead:
         """Exchange lines with ranks that are at this time, too; return None if one has gone past it."""
         is_end = isinstance(errand, _End)
         status = FAILED if failed or (isinstance(errand, _End) and errand.failed) else OK
-        line = Line(Kind.END if is_end else Kind.ERRAND, errand.about, 0, 0, status, 0, errand.time, 0)
+        line = Line(Kind.END if is_end else Kind.ERRAND, errand.about, 0, 0, status, 0, 0, errand.time, 0)
         while True:
             lines = self.lane.exchange_lines(line, counts)
             times = [each.note for each in lines]

@@ -123,11 +123,11 @@ class Exchange:
     def anywhere(self, flags: Sequence[int]) -> tuple[list[int], bool]:
         """Return the maximum of each flag over all ranks, and whether a rank has 0 where another one has more."""
         lacking = [int(flag == 0) for flag in flags]
-        most, lacks = self.maximum(torch.tensor([list(flags), lacking], dtype=torch.uint8)).tolist()
+        most, lacks = self.maximum(torch.tensor([list(flags), lacking], dtype=torch.uint8, device="cpu")).tolist()
         return most, any(flag and lack for flag, lack in zip(most, lacks, strict=True))
 
     def _gather(self, line: list[float]) -> list[list[float]]:
-        mine = torch.tensor(line, dtype=torch.float64)
+        mine = torch.tensor(line, dtype=torch.float64, device="cpu")
         lines = [torch.empty_like(mine) for _ in self.ranks]
         self._attempt(lambda: self._group.allgather([lines], [mine]))
         return [other.tolist() for other in lines]

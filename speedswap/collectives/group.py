@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from speedswap.collectives.ahead import Ahead
 from speedswap.collectives.exchange import is_distributed
-from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.kinds import Kind
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.pace import OwnPace, Server
+from speedswap.collectives.lines import digest_of
+from speedswap.collectives.pace import OwnPace
+from speedswap.collectives.sharing import difference_of
 from speedswap.errors import RanksError
 
-__all__ = ["RankGroup"]
+__all__ = ["RankGroup", "begin_step"]
 
 
 class RankGroup:
@@ -31,6 +35,7 @@ class RankGroup:
         rank: the place of this process among them.
         main: the lane of what the program itself asks for, in its order.
         ahead: what runs ahead of its step, in a thread, on a lane of its own.
+        next_number: of the next thing that is added.
         own_pace: passes between which the ranks need not meet, on the main lane.
     """
 
@@ -42,8 +47,9 @@ class RankGroup:
         self.main = Lane(process_group, "main", timeout, payload)
         self.ahead = Ahead(Lane(process_group, "ahead", timeout), self.main)
         self.rank = self.main.rank
-        self._numbers = itertools.count()
-        self._tables: weakref.WeakValueDictionary[int, Server] = weakref.WeakValueDictionary()
+        self.next_number = 0
+        self._tables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.main.tables = self._tables
         self.own_pace = OwnPace(self.main, self._tables)
         _all.add(self)
 
@@ -60,26 +66,64 @@ class RankGroup:
         self.main.close()
         self.ahead.end()
 
-    def number_of_next_table(self, table: Server | None = None) -> int:
-        """Return a number that the ranks' next table, or map, has on all of them.
+    def add(self, thing: Any) -> int:
+        """Return a number that the ranks' next table, map or training step has on all of them.
 
         Args:
-            table: serves lookups under that number.
+            thing: has a name, for messages; a table and a map serve lookups under that number.
         """
-        number = next(self._numbers)
-        if table is not None:
-            self._tables[number] = table
-        return number
+        self._tables[self.next_number] = thing
+        self.next_number += 1
+        return self.next_number - 1
 
     def __len__(self) -> int:
         return len(self.ranks)
 
+    def require_same_settings(self, what: str, settings: Mapping[str, object]) -> None:
+        """Raise ValueError on every rank unless all of them give the same settings; every rank calls this.
+
+        Args:
+            what: has them, for messages.
+            settings: by name, told apart by their text.
+        """
+        with self.main.task(Kind.MAKE) as task:
+            found = difference_of(task, {name: str(value) for name, value in settings.items()})
+            task.finish()
+        if found is not None:
+            raise ValueError(f"{what} has {found.text()}; give the same on all ranks of process_group")
+
+    def call(self) -> AbstractContextManager[None]:
+        """Surround a call that all ranks make: an error that ends it becomes a PeerError of the others."""
+        return nullcontext() if self.own_pace.is_active else self.main.call()
+
     def agree_on_seed(self, seed: int) -> int:
         """Return the first rank's seed, on every rank."""
-        with self.main.task(Kind.SEED, ANYTHING, "the making of a table") as task:
+        with self.main.task(Kind.MAKE) as task:
             low, high = (task.round(note=part).notes[0] for part in (seed & 0xFFFFFFFF, seed >> 32))
             task.finish()
         return high << 32 | low
+
+    def require_alike(self, given: object, what: str) -> None:
+        """Compare what the ranks were given, of which each keeps its own part; every rank calls this.
+
+        Args:
+            given: a tensor, or settings.
+            what: that is, for the message.
+
+        Raises:
+            ValueError: it is not the same on all ranks; raised on all of them.
+        """
+        with self.main.task(Kind.COMPARE) as task:
+            digests = task.round(note=digest_of(given)).notes
+            task.finish()
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            one, other = self.ranks[0], self.ranks[other]
+            raise ValueError(
+                f"{what} differ between ranks {one} and {other}: each rank keeps the rows that it owns, so all of them "
+                f"have to give the same. Load them on every rank, or send rank {one}'s to the others before, with "
+                f"torch.distributed.broadcast(rows, {one}). Nothing was written"
+            )
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> RankGroup:
@@ -114,6 +158,12 @@ class RankGroup:
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 _all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # those of destroyed process groups, too
 os.register_at_fork(after_in_child=_all.clear)  # which does not have the threads of their lanes
+
+
+def begin_step(sign: str) -> None:
+    """Note a sign that this rank begins a step, whatever tables it trains; as :meth:`Lane.begin_step`."""
+    for group in list(_all):
+        group.main.begin_step(sign)
 
 
 @atexit.register

@@ -8,43 +8,74 @@ __all__ = ["ANYTHING", "Kind"]
 
 ANYTHING = -1  # the number of the object of a task that is about neither a table nor a map
 
+_EVALUATION = (
+    "Ranks evaluate together: let the others make the call, too, each with ids of its own or none, such as "
+    "items.read(torch.empty(0, dtype=torch.int64)). "
+)
+_SAVING = (
+    "state_dict() and what saves are calls of all ranks: make them on every rank, and write files of your own on one "
+    "of them. "
+)
+_GRADIENT = "A norm or a sum of a gradient is of all ranks' rows: take it on every rank, and log it on one. "
+
 
 class Kind(enum.IntEnum):
-    """The kind of a task, the same on all ranks."""
+    """The kind of a task, the same on all ranks.
 
-    SEED = 0
+    Attributes:
+        text: the same, for messages.
+        remedy: for one rank that is alone there.
+    """
+
+    text: str
+    remedy: str
+
+    def __new__(cls, text: str, remedy: str = "") -> Kind:
+        kind = int.__new__(cls, len(cls.__members__))
+        kind._value_, kind.text, kind.remedy = len(cls.__members__), text, remedy
+        return kind
+
+    @classmethod
+    def numbered(cls, number: int) -> Kind:
+        """Return the kind that a line tells."""
+        kinds: list[Kind] = [*cls]
+        return kinds[number]
+
+    CALL = "a call"  # that has failed before it has begun a task
     # A table's rows
-    LOOK_UP = enum.auto()
-    GATHER = enum.auto()
-    SCATTER = enum.auto()
-    RESET = enum.auto()
-    READ = enum.auto()
-    SCORE = enum.auto()
-    MAKE = enum.auto()
-    SAVE = enum.auto()
-    ALONE = enum.auto()
+    LOOK_UP = "a training lookup"
+    GATHER = "a lookup without a gradient", _EVALUATION
+    SCATTER = "a write"
+    RESET = "a reset of rows"
+    READ = "read()", _EVALUATION
+    SCORE = "score()", _EVALUATION
+    MAKE = "the making of a table"
+    COMPARE = "the comparison of given rows"
+    STATE = "state_dict() or load_state_dict()", _SAVING
+    SAVE = "save()", _SAVING
+    ALONE = "the writing of a file by one rank", _SAVING
     # A training step
-    GRADIENTS = enum.auto()
-    SHARES = enum.auto()
-    NORM = enum.auto()
-    FINITE = enum.auto()
-    STEP = enum.auto()
+    GRADIENTS = "the exchange of gradients"
+    SHARES = "the exchange of a split batch's gradients"
+    NORM = "a norm or sum of a gradient", _GRADIENT
+    FINITE = "the search for infinite gradients"
+    STEP = "the optimizer's step"
     # A batch that is split
-    AT_OWN_PACE = enum.auto()
-    BACKWARD = enum.auto()
-    BACKWARD_COUPLED = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD_OF_SHARDS = enum.auto()
-    PASSES = enum.auto()
+    AT_OWN_PACE = "a batch that is split"
+    BACKWARD = "BatchSplitter.backward()"
+    BACKWARD_COUPLED = "BatchSplitter.backward_coupled()"
+    FORWARD = "BatchSplitter.forward()"
+    BACKWARD_OF_SHARDS = "BatchSplitter.backward() of sharded modules"
+    PASSES = "passes without a gradient", _EVALUATION
     # A lookahead
-    BEGIN = enum.auto()
-    ERRAND = enum.auto()
-    END = enum.auto()
+    BEGIN = "the beginning of a lookahead"
+    ERRAND = "a lookup ahead of its step"
+    END = "the end of a lookahead"
     # Keys
-    KEYS = enum.auto()
-    KNOWN_KEYS = enum.auto()
-    REOPENED = enum.auto()
-    PARTS = enum.auto()
+    KEYS = "a training lookup of keys"
+    KNOWN_KEYS = "a lookup of keys without a gradient", _EVALUATION
+    REOPENED = "the opening of an id map"
+    PARTS = "the saving of an id map", _SAVING
     # The whole job
-    CHECKPOINT = enum.auto()
-    AGREE = enum.auto()
+    CHECKPOINT = "save_checkpoint() or load_checkpoint()", _SAVING
+    AGREE = "the agreement on a number"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from speedswap._interrupts import deferred_interrupts
 from speedswap.collectives.connections import connect
-from speedswap.collectives.kinds import Kind
+from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lines import Line
 from speedswap.collectives.sheet import Sheet
 from speedswap.collectives.task import Pending, Task
@@ -43,6 +45,8 @@ class Lane:
             finish them, and goes on.
         failures: tasks that have failed on all ranks, or on this one with the others being told.
         rounds: so far; at one place of their programs all ranks have had equally many.
+        step: of the training, which all ranks are in together.
+        tables: what tasks are about, by number; each with its name, for messages.
         payloads, payload_bytes: so far, and what this rank has sent to others in them.
         sheet: the memory of the rounds.
     """
@@ -55,20 +59,25 @@ class Lane:
         self.pending: Pending | None = None
         self.failures = 0
         self.rounds = 0
+        self.step = 0
+        self.tables: Mapping[int, Any] = {}
+        self._begun: Counter[object] = Counter()  # since the last round
+        self._rounds_begun = -1
         self.payloads = 0
         self.payload_bytes = 0
         self._timeout = timeout
         self._group = connect(process_group, name, self.ranks, timeout)
         self._payload = payload
         self._task: Task | None = None
+        self._is_in_call = False
         self._broken: str | None = None
         self._process = os.getpid()
         self.sheet = Sheet(len(self.ranks))
         with torch.inference_mode(False):
-            self._spare = torch.empty(SPARE_IDS, dtype=torch.int64)  # takes no room until it is written
+            self._spare = torch.empty(SPARE_IDS, dtype=torch.int64, device="cpu")  # takes no room until it is written
 
     @contextmanager
-    def task(self, kind: Kind, about: int, what: str, *, may_retry: bool = False) -> Iterator[Task]:
+    def task(self, kind: Kind, about: int = ANYTHING, *, may_retry: bool = False) -> Iterator[Task]:
         """Surround work that all ranks do together; an exception inside becomes a PeerError of the others.
 
         A task inside of one that is under way is a part of it.
@@ -76,7 +85,6 @@ class Lane:
         Args:
             kind: of the work; the same on all ranks.
             about: the number of what is worked on; the same on all ranks.
-            what: both, for messages.
             may_retry: whether running out of memory on one rank is a PeerOutOfMemory of the others, not the end.
 
         Raises:
@@ -85,20 +93,21 @@ class Lane:
         """
         if os.getpid() != self._process and len(self.ranks) > 1:
             raise RanksError(
-                f"{what} was begun in a process that was forked from rank {self.ranks[self.rank]}, such as a worker of "
-                "a DataLoader; only the ranks themselves meet: let workers return ids, and look up in the training loop"
+                f"{self.place(kind, about)} was begun in a process that was forked from rank {self.ranks[self.rank]}, "
+                "such as a worker of a DataLoader; only the ranks themselves meet: let workers return ids, and look up "
+                "in the training loop"
             )
         outer = self._task
         if outer is not None and not outer.is_over:
             if outer.thread != threading.get_ident():
                 raise ThreadError(
-                    f"{what} was begun while another thread of this process is in {outer.what}: which comes first "
-                    "may differ between ranks; look up, read and step in one thread"
+                    f"{self.place(kind, about)} was begun while another thread of this process is in {outer.place}: "
+                    "which comes first may differ between ranks; look up, read and step in one thread"
                 )
             with outer.inner(kind, about):
                 yield outer
             return
-        task = self._task = Task(self, kind, about, what, may_retry=may_retry)
+        task = self._task = Task(self, kind, about, may_retry=may_retry)
         try:
             yield task
         except BaseException as error:
@@ -107,6 +116,49 @@ class Lane:
         finally:
             if self._task is task:
                 self._task = None
+
+    def place(self, kind: int, about: int) -> str:
+        """Return in words what a task does."""
+        if kind == Kind.AT_OWN_PACE:
+            return self.place(about >> 32, ANYTHING)
+        name = getattr(self.tables.get(about), "name", None)
+        return Kind.numbered(kind).text + ("" if name is None else f" in table {name!r}")
+
+    def begin_step(self, sign: object) -> None:
+        """Note a sign that this rank begins a step. The same sign again, without a round between: it has left one.
+
+        Every rank gives the same signs, or it has come past the others; their next round tells.
+
+        Args:
+            sign: of one kind.
+        """
+        if self._rounds_begun != self.rounds:
+            self._rounds_begun = self.rounds
+            self._begun.clear()
+        most = max(self._begun.values(), default=1)
+        self._begun[sign] += 1
+        self.step += self._begun[sign] > most
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Surround a call that all ranks make, from its arguments' checks on: an error becomes the others' PeerError.
+
+        What fails in a task is told by the task, and a call within another one, or within a task, is a part of it.
+        """
+        if self._is_in_call or self._task is not None:
+            yield
+            return
+        failures = self.failures
+        try:
+            self._is_in_call = True
+            yield
+        except BaseException as error:
+            is_ours = os.getpid() == self._process and self._task is None  # not a fork's, nor another thread's
+            if is_ours and self.failures == failures:
+                Task(self, Kind.CALL, ANYTHING).give_up(error)
+            raise
+        finally:
+            self._is_in_call = False
 
     def exchange_lines(self, line: Line, counts: Sequence[int] | None = None, ids: Tensor | None = None) -> list[Line]:
         """Send a line to every rank, with a count for each; return each rank's line.
@@ -164,16 +216,19 @@ class Lane:
             raise PeerError(self._broken)
 
     def _break(self, error: Exception) -> None:
+        task = self._task
+        here = "" if task is None else f", while this one, rank {self.ranks[self.rank]}, was at {task.place}"
+        remedy = "" if task is None else task.kind.remedy
         if "timed out" in str(error).lower():
             why = (
-                f"another rank did not come within {self._timeout.total_seconds():g} seconds: every rank of the group "
-                "has to look up, read and step equally often, in the same order; a longer time limit is the timeout of "
-                "init_process_group. The ranks cannot go on together: start them again"
+                f"another rank did not come within {self._timeout.total_seconds():g} seconds{here}: every rank of the "
+                f"group has to look up, read and step equally often, in the same order. {remedy}A longer time limit is "
+                "the timeout of init_process_group. The ranks cannot go on together: start them again"
             )
         else:
             why = (
-                "another rank cannot be reached any more; its log says why. The ranks cannot go on together: start "
-                "them again, from the last checkpoint"
+                f"another rank cannot be reached any more{here}; its log says why. The ranks cannot go on together: "
+                "start them again, from the last checkpoint"
             )
         self.shut(why)
         raise PeerError(why) from error

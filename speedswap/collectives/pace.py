@@ -18,8 +18,6 @@ from speedswap.errors import PeerError, RanksError
 
 __all__ = ["OwnPace", "Server"]
 
-_MEETING = "the meeting of all ranks within a batch"
-
 
 class Server(Protocol):
     """A table whose rows are spread over the ranks, or an id map whose keys are."""
@@ -63,7 +61,7 @@ class OwnPace:
             yield
         except BaseException as error:
             if self._lane.failures == failures:  # else the others know
-                with self._lane.task(Kind.AT_OWN_PACE, self._meetings, "a batch") as task:
+                with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
                     task.give_up()
             if isinstance(error, PeerOutOfMemory):
                 raise PeerError(f"{error}, and the batch cannot be split further here") from None
@@ -71,20 +69,19 @@ class OwnPace:
         finally:
             self.is_active = False
 
-    def look_up(self, number: int, asked: Any, name: str) -> Tensor:
+    def look_up(self, number: int, asked: Any) -> Tensor:
         """Bring rows of a table from their owners; or the rows of keys.
 
         Args:
             number: of the table, or of the id map.
             asked: ids, unique, shape (n,); or what the id map is asked.
-            name: of the table.
 
         Returns:
             The weights, shape (n, embedding_dim), in host memory; or rows.
         """
         came = None
         while came is None:
-            with self._task(f"a lookup in table {name!r}") as task:
+            with self._task() as task:
                 # A note is the number of a table, or that of a meeting, as a negative one.
                 wanted = min(note for note in task.round(note=number).notes if note >= 0)
                 came = self._serve(task, wanted, asked if wanted == number else None)
@@ -92,9 +89,9 @@ class OwnPace:
         return came
 
     @contextmanager
-    def _task(self, what: str) -> Iterator[Task]:
+    def _task(self) -> Iterator[Task]:
         """Surround a part of a batch, which is left early where another rank has run out of memory and tries again."""
-        with suppress(PeerOutOfMemory), self._lane.task(Kind.AT_OWN_PACE, self._meetings, what, may_retry=True) as task:
+        with suppress(PeerOutOfMemory), self._lane.task(Kind.AT_OWN_PACE, self._meetings, may_retry=True) as task:
             yield task
 
     def _serve(self, task: Task, number: int, asked: Any = None) -> Tensor | None:
@@ -120,7 +117,7 @@ class OwnPace:
         """
         each, out = None, []
         while each is None:
-            with self._task(_MEETING) as task:
+            with self._task() as task:
                 notes = task.round(note=-1 - (stage * len(Status) + status)).notes
                 wanted = [note for note in notes if note >= 0]
                 met = [divmod(-1 - note, len(Status)) for note in notes]
@@ -140,9 +137,9 @@ class OwnPace:
     def anywhere(self, flags: Sequence[int]) -> tuple[list[int], bool]:
         """Return the maximum of each flag over all ranks, and whether a rank has 0 where another one has more."""
         count, size = len(flags), len(self.ranks)
-        with self._lane.task(Kind.AT_OWN_PACE, self._meetings, _MEETING) as task:
+        with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
             task.round()
-            mine = torch.tensor([list(flags)] * size, dtype=torch.uint8).view(size, count)
+            mine = torch.tensor([list(flags)] * size, dtype=torch.uint8, device="cpu").view(size, count)
             theirs = task.send(mine, [1] * size, [1] * size)
             task.finish()
         most = theirs.amax(0)

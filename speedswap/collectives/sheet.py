@@ -49,8 +49,8 @@ class Sheet:
         self.room = ROOM // size
         self.agreed: Agreed | None = None
         with torch.inference_mode(False):  # which would make tensors that nothing outside of it may change
-            self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64)
-            self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8)
+            self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64, device="cpu")
+            self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8, device="cpu")
 
     @property
     def line_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Sheet:
         wanted = size * (_LINE_BYTES + self.room * row_bytes)
         if wanted > len(self._rows_out):
             with torch.inference_mode(False):
-                self._rows_out, self._rows_in = torch.empty(2, wanted, dtype=torch.uint8)
+                self._rows_out, self._rows_in = torch.empty(2, wanted, dtype=torch.uint8, device="cpu")
 
     def fill(self, lines: Sequence[Line], ids: Tensor | None = None) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """Write each rank's line.
@@ -76,7 +76,7 @@ class Sheet:
         Returns:
             The memory for what comes, what is sent, and the sizes of the parts of both, none where all are equal.
         """
-        given = torch.tensor(lines)
+        given = torch.tensor(lines, device="cpu")
         if self.agreed is not None:
             sent, received = (_sizes(self.agreed.row_bytes, each) for each in (self.agreed.sent, self.agreed.received))
             out, into = self._rows_out[: sum(sent)], self._rows_in[: sum(received)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from speedswap._interrupts import deferred_interrupts
 from speedswap.collectives.exchange import PeerOutOfMemory
 from speedswap.collectives.kinds import ANYTHING, Kind
-from speedswap.collectives.letters import Letter, as_bytes
+from speedswap.collectives.letters import Letter, Parcel, as_bytes, packed, unpacked
 from speedswap.collectives.lines import ANYWHERE, FAILED, OK, TORN, Line, Round
 from speedswap.errors import PeerError
 
@@ -58,21 +58,27 @@ class Task:
     """Work that all ranks do together, in stages that each begin with a round.
 
     Attributes:
+        kind: of work.
         thread: that does it here.
-        what: it is, for messages.
         is_over: True once a failure is not the other ranks' any more.
     """
 
-    def __init__(
-        self, lane: Lane, kind: Kind, about: int, what: str, stage: int = 0, *, may_retry: bool = False
-    ) -> None:
+    def __init__(self, lane: Lane, kind: Kind, about: int, stage: int = 0, *, may_retry: bool = False) -> None:
         self.lane = lane
         self.thread = threading.get_ident()
-        self.what = what
         self.is_over = False
-        self._kind, self._about, self._stage = kind, about, stage
+        self.kind, self._about, self._stage = kind, about, stage
         self._may_retry = may_retry
         self._part = self._depth = 0  # the innermost, and how many there are around it
+
+    @property
+    def place(self) -> str:
+        """This rank's place in the program, in words."""
+        return self._place_of(self._line(self._stage, OK, 0))
+
+    def _place_of(self, line: Line) -> str:
+        """Return a rank's place in the program, in words."""
+        return f"{self.lane.place(line.kind, line.about)} of step {line.step}"
 
     def round(self, counts: Sequence[int] | None = None, *, note: int = 0, ids: Tensor | None = None) -> Round:
         """Tell the other ranks that this one has come here, and wait for them.
@@ -90,7 +96,7 @@ class Task:
                 lines = self._meet(counts, note, ids)
             if lines is not None:
                 # The note of a rank that joins from another task is about that one.
-                return Round([line.amount for line in lines], [line.note * (line.kind == self._kind) for line in lines])
+                return Round([line.amount for line in lines], [line.note * (line.kind == self.kind) for line in lines])
             self._join()
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -110,6 +116,15 @@ class Task:
         with self.promised():
             self._meet(None, 0)  # everybody has the memory for it
             return self.post(letter)
+
+    def send_parcels(self, parcels: Sequence[Parcel]) -> list[Tensor]:
+        """Send the parcels of each kind of device as one, as :meth:`send` does; return what has come for each."""
+        came: dict[int, Tensor] = {}
+        for kind in sorted({parcel.rows.device.type for parcel in parcels}):
+            places = [place for place, parcel in enumerate(parcels) if parcel.rows.device.type == kind]
+            some = [parcels[place] for place in places]
+            came |= zip(places, unpacked(self.send(*packed(some)), some), strict=True)
+        return [came[place] for place in range(len(parcels))]
 
     @contextmanager
     def promised(self) -> Iterator[None]:
@@ -187,7 +202,7 @@ class Task:
 
     def _line(self, stage: int, status: int, note: int) -> Line:
         pending = 0 if self.lane.pending is None else len(self.lane.pending)
-        return Line(self._kind, self._about, self._part, stage, status, 0, note, pending)
+        return Line(self.kind, self._about, self._part, stage, status, self.lane.step, 0, note, pending)
 
     def _meet(self, counts: Sequence[int] | None, note: int, ids: Tensor | None = None) -> list[Line] | None:
         """Run one round; return its lines, or None if it was the first one of what others have pending."""
@@ -197,9 +212,9 @@ class Task:
             self.is_over = True
             raise
         if (ahead := self._ahead(lines)) is not None:
-            if self._kind != ahead:
+            if self.kind != ahead:
                 return None
-        elif any(line[:5] != (self._kind, self._about, self._part, self._stage, OK) for line in lines):
+        elif len({line[:6] for line in lines}) > 1 or lines[0].status != OK:
             self.is_over = True
             raise self._failure(lines)
         self._stage += 1
@@ -218,7 +233,7 @@ class Task:
     def _join(self) -> None:
         """Finish with the others what is pending."""
         assert self.lane.pending is not None
-        joined = Task(self.lane, self.lane.pending.kind, ANYTHING, f"what comes before {self.what}", 1)
+        joined = Task(self.lane, self.lane.pending.kind, ANYTHING, 1)
         try:
             self.lane.pending.finish(joined)
         except BaseException as error:
@@ -229,14 +244,12 @@ class Task:
     def _failure(self, lines: Sequence[Line]) -> PeerError | PeerOutOfMemory:
         """Note that the task has failed on all ranks; return the error, as this rank sees it."""
         lane = self.lane
-        status = {rank: line.status for rank, line in zip(lane.ranks, lines, strict=True)}
+        status = dict(zip(lane.ranks, (line.status for line in lines), strict=True))
         torn = [rank for rank in lane.ranks if status[rank] == TORN]
         failed = [rank for rank in lane.ranks if status[rank] == FAILED]
-        others = [
-            rank
-            for rank, line in zip(lane.ranks, lines, strict=True)
-            if line[:2] != (self._kind, self._about) or (line.status == OK and line[2:4] != (self._part, self._stage))
-        ]
+        # A call that has failed before its task is wherever the others are.
+        are_apart = len({(line.step, *line[:2]) for line in lines if line.kind != Kind.CALL}) > 1
+        are_apart = are_apart or len({line[2:4] for line in lines if line.status == OK}) > 1
         if torn:
             why = (
                 f"rank {torn[0]} could not write its part of a step that the other ranks have written; its own error "
@@ -244,19 +257,26 @@ class Task:
             )
             lane.shut(why)
             return PeerError(why)
-        if self._may_retry and not others and all(line.note & _MEMORY for line in lines if line.status):
+        if self._may_retry and not are_apart and all(line.note & _MEMORY for line in lines if line.status):
             return PeerOutOfMemory(f"rank {failed[0]} has run out of memory")
         lane.failures += 1
-        if lane.pending is not None and (others or any(line.note & _DROPS for line in lines if line.status)):
+        mine, step = lines[lane.rank], max(line.step for line in lines)
+        if lane.pending is not None and (are_apart or any(line.note & _DROPS for line in lines if line.status)):
             lane.pending.drop()
+        apart = (place for place, line in enumerate(lines) if line[:6] != mine[:6])
+        other = lane.ranks.index(failed[0]) if failed else next(apart)
+        here, there = (self._place_of(line) for line in (mine, lines[other]))
+        if here == there and not failed:  # such as after an interrupt
+            here, there = (f"{here}, part {line.part:x} and stage {line.stage}" for line in (mine, lines[other]))
+        lane.step = step  # from which all ranks go on
+        may_go_on = "No table has changed: after zero_grad, all ranks can go on with the next batch"
         if failed:
+            where = here if lines[other].kind == Kind.CALL or there == here else f"{there}, while this one is at {here}"
             return PeerError(
-                f"rank {failed[0]} failed in the same step, at {self.what} here; its own error says why. No table has "
-                "changed: after zero_grad, all ranks can go on with the next batch"
+                f"rank {failed[0]} failed in the same step, at {where}; its own error says why. {may_go_on}"
             )
         return PeerError(
-            f"rank {others[0] if others else lane.ranks[lane.rank]} is in another place of the training loop than rank "
-            f"{lane.ranks[lane.rank]}, which is at {self.what}: every rank of the group has to look up, read and step "
-            "equally often, in the same order, and one that catches an exception misses its batch. No table has "
-            "changed: after zero_grad, all ranks can go on with the next batch"
+            f"rank {lane.ranks[other]} is at {there}, but rank {lane.ranks[lane.rank]} at {here}: every rank of the "
+            "group has to look up, read and step equally often, in the same order, and one that catches an exception "
+            f"misses its batch. {Kind.numbered(lines[other].kind).remedy or self.kind.remedy}{may_go_on}"
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.compat.indexing import Selection, whole_rows
 from speedswap.compat.views import CupyMethods
+from speedswap._warnings import users_level
 from speedswap.errors import DuplicateRowsWarning
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.collection import warn_of_duplicates
@@ -223,7 +224,7 @@ class DataGadgetMM:
         ids = ids.reshape(-1).cpu()
         if not self._said_duplicates and kernels.first_duplicate(ids, len(array)) >= 0:
             self._said_duplicates = True
-            warn_of_duplicates(ids, name, stacklevel=2)
+            warn_of_duplicates(ids, name)
         scatter_rows(self._matrix(), ids, data, duplicates="last")
 
     @property
@@ -279,7 +280,7 @@ def _said_of_lost(lost: int, name: str, said: bool) -> bool:
             f"the indexes name items of the data of {name!r} more than once: the last value for each is kept, and "
             f"the other {lost} are lost. (Said once.)",
             DuplicateRowsWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
     return said or bool(lost)
 

@@ -57,7 +57,7 @@ from speedswap.kernels.records import (
     stored_bytes,
 )
 from speedswap.kernels.room import Room
-from speedswap.kernels.row_log import RowLayout, RowLog, RowLogDamaged
+from speedswap.kernels.row_log import RowLayout, RowLog, RowLogDamaged, are_intact, crc32c
 from speedswap.kernels.segment_sum import (
     Groups,
     dot_segments,
@@ -103,12 +103,14 @@ __all__ = [
     "Vectors",
     "WantedColumn",
     "add_to_maps",
+    "are_intact",
     "as_ids",
     "as_read",
     "by_owner",
     "capabilities",
     "check_ids",
     "compiled_in",
+    "crc32c",
     "cuda_ready",
     "dot_segments",
     "empty",

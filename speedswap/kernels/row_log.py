@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels._C import RowLogDamaged
+from speedswap.kernels._C import RowLogDamaged, crc32c
 from speedswap.kernels.bringing import Bringing, int64s, says_if_busy
 from speedswap.kernels.host import as_ids
 from speedswap.kernels.room import Room
 
-__all__ = ["RowLayout", "RowLog", "RowLogDamaged"]
+__all__ = ["RowLayout", "RowLog", "RowLogDamaged", "are_intact", "crc32c"]
 
 
 class RowLayout(NamedTuple):
@@ -28,6 +30,22 @@ class RowLayout(NamedTuple):
 
     group_bytes: int
     moves: Sequence[tuple[int, int, int]] = ()
+
+
+def are_intact(records: NDArray[np.uint8], groups: NDArray[np.uint32], salt: int, stamp: int) -> NDArray[np.bool_]:
+    """Compare records with their checksums.
+
+    Args:
+        records: shape (n, stride), contiguous; the last four bytes are the checksum.
+        groups: whose they are, shape (n,), contiguous.
+        salt: of the log.
+        stamp: of the use of the segment that they lie in.
+    """
+    crcs = np.empty(len(records), np.uint32)
+    _C.record_crcs(
+        salt, stamp, groups.ctypes.data, records.ctypes.data, len(records), records.shape[1], crcs.ctypes.data
+    )
+    return np.asarray(crcs == np.ascontiguousarray(records[:, -4:]).view("<u4")[:, 0])
 
 
 class RowLog:
@@ -43,11 +61,13 @@ class RowLog:
         rows_per_group: a power of two.
         writable: False follows the commits of a writer elsewhere, and never writes a byte.
         segment_bytes: a multiple of 4,096, from 64 KiB and 8 groups on.
-        commit: the one to open, the last by default. A writer then drops what came after it.
+        commit: the one to open, the last by default. A writer then drops what came after it, of which none may be held.
         scratch: True for a log without commits.
         direct: False reads and writes through the page cache even if the file system can do without.
         journal: True to record every write for :meth:`journal`.
         faults: parts of the protocol to leave out, for tests (``LogFault`` in csrc/row_log.h).
+        before: a log of these files, with fewer layouts, whose rows this one goes on with, committed or not. It is
+            closed, or as it was if this fails.
 
     Raises:
         OSError: a read failed.
@@ -85,9 +105,11 @@ class RowLog:
         direct: bool = True,
         journal: bool = False,
         faults: int = 0,
+        before: RowLog | None = None,
     ) -> None:
+        self._num_groups = num_groups
         with says_if_busy():
-            self._log = _C.RowLog(
+            self._log: _C.RowLog = _C.RowLog(
                 log_fd,
                 head_fd,
                 num_groups=num_groups,
@@ -102,6 +124,7 @@ class RowLog:
                 direct=direct,
                 journal=journal,
                 faults=faults,
+                before=None if before is None else before._log,
             )
 
     @staticmethod
@@ -195,6 +218,16 @@ class RowLog:
     def let_go(self, commit: int) -> None:
         """Let a held commit's records be overwritten."""
         self._log.let_go(commit)
+
+    def unlike(self, other: RowLog) -> Tensor:
+        """Return the groups whose records are not where another log over the same files, at another commit, has them.
+
+        Returns:
+            bool, shape (groups,). Groups that were never written in both are alike.
+        """
+        marks = torch.empty(self._num_groups, dtype=torch.bool)
+        self._log.mark_unlike(other._log, marks.data_ptr())
+        return marks
 
     @property
     def durable(self) -> int:
@@ -332,7 +365,7 @@ class RowLog:
         """Let reads begin that wait for it, for tests."""
         self._log.let_reads_go()
 
-    def fail(self, op: str, after: int, errno: int, times: int = 1) -> None:
+    def fail(self, op: str, after: int, errno: int, times: int = 1, seconds: float = 0.0) -> None:
         """Fail calls of the system, for tests: ``times`` of them, after the next ``after`` ones.
 
         Args:
@@ -340,8 +373,9 @@ class RowLog:
             after: calls that succeed before.
             errno: the error's number; 0 makes reads and writes short instead.
             times: calls that fail.
+            seconds: that each of them takes longer; with ``errno=0`` a sync is slow and succeeds.
         """
-        self._log.fail(op, after, errno, times)
+        self._log.fail(op, after, errno, times, seconds)
 
 
 def _next(scan: _C.LogScan) -> tuple[_C.Buffer, _C.Buffer, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from speedswap._warnings import users_level
 from speedswap.errors import SpeedswapWarning
 
 __all__ = [
@@ -148,15 +148,7 @@ class WarningPolicy:
             return
         self.counts[code] += 1
         if self.counts[code] == 1 or code in self.always:
-            warnings.warn(self.codes[code].category(f"{code}: {detail}", code), stacklevel=_users_level())
-
-
-def _users_level() -> int:
-    """Return the caller's stacklevel of the innermost frame that is neither torch's nor this package's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "speedswap"):
-        level, frame = level + 1, frame.f_back
-    return level
+            warnings.warn(self.codes[code].category(f"{code}: {detail}", code), stacklevel=users_level())
 
 
 def as_policy(warn: Level | WarningPolicy) -> WarningPolicy:

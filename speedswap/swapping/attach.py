@@ -11,14 +11,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from speedswap._interrupts import deferred_interrupts
+from speedswap._warnings import warn_once
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.swapping.apart import rows_are_apart
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found
-from speedswap.swapping.optimizers import holds, innermost, saved_settings
+from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings
 from speedswap.swapping.probe import is_probing
-from speedswap.swapping.row_step import RowStep, every_step, step_of
-from speedswap.swapping.sharded_step import joint_step
+from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of
+from speedswap.swapping.sharded_step import call_of_ranks, joint_step
+from speedswap.swapping.weight import with_tables
 from speedswap.tables import Commit, Table
 
 __all__ = ["attach"]
@@ -28,6 +31,7 @@ _with_state_hooks: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
+@of_all_ranks
 def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     """Let an optimizer's row state live in the tables whose rows it trains.
 
@@ -55,7 +59,8 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     if isinstance(module_or_table, Table):
         steps = [step for step in every_step() if step.table is module_or_table]
     else:
-        steps = [step for parameter in module_or_table.parameters() if (step := step_of(parameter)) is not None]
+        weights = with_tables(module_or_table).parameters()
+        steps = [step for parameter in weights if (step := step_of(parameter)) is not None]
     if not steps:
         raise ValueError(
             f"module_or_table, of type {type(module_or_table).__name__}, is without a speedswap.Embedding; give the "
@@ -73,7 +78,9 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     """Attach to all or to none."""
     new = [step for step in steps if step.state.optimizer is not optimizer]
-    for step, found in [(step, _examined(optimizer, step, new)) for step in new]:
+    examined = [(step, _examined(optimizer, step, new)) for step in new]
+    _warn_of_decay(optimizer, new)
+    for step, found in examined:
         step.state.attach(optimizer, found)
     for step in steps:
         step.state.warn()
@@ -99,6 +106,20 @@ def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) 
     return step.state.examine(optimizer)
 
 
+def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
+    """Warn once that weight decay reaches the batch's rows alone; idle rows of Adam and momentum need no word."""
+    weights = {id(step.weight) for step in steps}
+    for group in optimizer.param_groups:
+        decay = group.get("weight_decay", 0)
+        if decay and any(id(parameter) in weights for parameter in group["params"]):
+            warn_once(
+                f"SW401: {type(optimizer).__name__} has a weight_decay of {float(decay):g} for rows of a table, and "
+                "decays the rows of each batch alone: the others keep their values, where it would decay all rows of a "
+                "tensor at every step; give embeddings a parameter group with weight_decay=0, or ignore SW401 if that "
+                "is what you want"
+            )
+
+
 def _add_state_hooks(optimizer: Optimizer) -> None:
     if optimizer not in _with_state_hooks:
         optimizer.register_state_dict_post_hook(_add_state)
@@ -108,18 +129,16 @@ def _add_state_hooks(optimizer: Optimizer) -> None:
 
 def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
     """Yield the row steps of an optimizer's parameters, with the parameters' places in its state_dict."""
-    place = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            step = step_of(parameter)
-            if step is not None:
-                yield place, step
-            place += 1
+    for place, parameter in enumerate(parameters_of(optimizer)):
+        step = step_of(parameter)
+        if step is not None:
+            yield place, step
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_probing():
         return None
+    require_no_replaced(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     held = [step for _, step in _steps_of(optimizer)]
     trainable = [step for step in held if step.weight.requires_grad]
@@ -205,6 +224,11 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state of whole tables into an optimizer's state_dict."""
+    with call_of_ranks(step for _, step in _steps_of(optimizer)):
+        _put_state(optimizer, state_dict)
+
+
+def _put_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     initial = optimizer in _with_initial_state
     for place, step in _steps_of(optimizer):
         step.notice_failure()
@@ -221,8 +245,15 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Write the tables' part of a state_dict that an optimizer loads, and return the rest of it."""
+    with call_of_ranks(step for _, step in _steps_of(optimizer)) as is_of_ranks:
+        return _without_tables(optimizer, state_dict, is_of_ranks)
+
+
+def _without_tables(optimizer: Optimizer, state_dict: dict[str, Any], is_of_ranks: bool) -> dict[str, Any]:
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     if rows_are_apart() or [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
+        if is_of_ranks and not rows_are_apart():
+            raise ValueError("state_dict is of an optimizer with other parameter groups; load that of this one")
         return state_dict  # of other groups: torch will say so
     names = [name for group in saved for name in group["params"]]
     states = dict(state_dict["state"])

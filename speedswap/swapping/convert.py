@@ -15,6 +15,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor, nn
 
+from speedswap._warnings import users_level
+from speedswap.collectives import Kind, RankGroup, digest_of, of_all_ranks, share
 from speedswap.errors import ConversionError, SpeedswapWarning
 from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.embedding import Embedding
@@ -51,6 +53,7 @@ _HOOKS = (
 )
 
 
+@of_all_ranks
 def convert(
     model: Model,
     min_rows: int = 100_000,
@@ -73,7 +76,10 @@ def convert(
     dtype, training mode, and whether it is trained. Names and ``state_dict`` stay the same. Each replacement is logged.
 
     **Convert before the optimizer is made**, and before the model is wrapped or compiled: an optimizer that holds an
-    old weight would continue to train it, and so would any other object that holds it outside the model.
+    old weight would continue to train it, and so would any other object that holds it outside the model. The step of
+    that optimizer raises :class:`~speedswap.errors.LostUpdateError`.
+
+    A model on the meta device gets its tables as it is loaded, and has no other memory for their rows.
 
     Rows are copied piece by piece, table after table, and each old weight is freed before the next is copied, unless
     another object holds it: at most one more table, the largest, is in memory beside the model.
@@ -93,7 +99,8 @@ def convert(
     Raises:
         ConversionError: an embedding cannot be replaced so that the model still computes the same: its weight is tied
             to another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient,
-            is of a subclass, a setting does not fit its dtype, and so on. It lists all of them; nothing was changed.
+            is of a subclass, a setting does not fit its dtype, its rows differ between the ranks that are to own them,
+            and so on. It lists all of them; nothing was changed.
         ValueError: ``skip`` names no embedding; an unknown storage or engine; settings of a disk that do not fit, or
             for tables in memory. Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
@@ -141,7 +148,8 @@ def convert(
     while found:
         old, names = found.pop(0)
         new = _replacement(old, {**settings, "name": names[0] or "embedding", "path": places[names[0]]})
-        _log.info("%s: speedswap.%s over %r", names[0] or "the model", type(new).__name__, new.table)
+        over = "without rows, on the meta device" if new._is_on_meta else f"over {new.table!r}"
+        _log.info("%s: speedswap.%s %s", names[0] or "the model", type(new).__name__, over)
         if old is model:
             return cast(Model, new)
         for name in names:
@@ -189,16 +197,23 @@ def _replacement(old: _Plain, settings: dict[str, Any]) -> TableModule:
         setattr(new, name, getattr(old, name))
     for name, value in vars(old.weight).items():
         setattr(new.weight, name, value)
+    if not new._is_on_meta:
+        new._step.replace(old.weight)
     return new.train(old.training)
 
 
 def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dict[str, Any]) -> TableModule:
     """Return speedswap's equivalent of an embedding, with the given rows."""
     settings = {**settings, "device": old.weight.device}
+    kind: type[TableModule] = Embedding
     if isinstance(old, nn.EmbeddingBag):
+        kind = EmbeddingBag
         settings |= {"mode": old.mode, "include_last_offset": old.include_last_offset}
-        return EmbeddingBag._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
-    return Embedding._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
+    if not rows.is_meta:
+        return kind._with_rows(rows, not old.weight.requires_grad, padding_idx, **settings)
+    new = kind(old.num_embeddings, old.embedding_dim, padding_idx=padding_idx, dtype=rows.dtype, **settings)
+    new.weight.requires_grad_(old.weight.requires_grad)
+    return new
 
 
 # ---------------------------------------------------------------------- refusals
@@ -215,11 +230,27 @@ def _refuse(model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], setting
     for module, names in found:
         name = names[0] or "the model"
         reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]
+    if not reasons and settings["process_group"] is not None:
+        reasons += _differing(found, RankGroup.of(settings["process_group"]))
     if reasons:
         raise ConversionError(
             "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings unchanged with "
             "skip=[names]"
         )
+
+
+def _differing(found: Sequence[tuple[_Plain, list[str]]], group: RankGroup) -> Iterator[str]:
+    """Yield the embeddings whose rows are not the same on all ranks, which are to own them; every rank calls this."""
+    with group.main.task(Kind.COMPARE) as task:
+        of_ranks = share(task, [digest_of(module.weight) for module, _ in found])
+    for (_, names), *digests in zip(found, *of_ranks, strict=False):
+        for rank, digest in zip(group.ranks, digests, strict=True):
+            if digest != digests[0]:
+                yield (
+                    f"{names[0] or 'the model'}: its rows differ between ranks {group.ranks[0]} and {rank}; load them "
+                    f"on every rank, or call torch.distributed.broadcast(weight.data, {group.ranks[0]}) before"
+                )
+                break
 
 
 def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]) -> Iterator[str]:
@@ -230,9 +261,6 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     weight = module._parameters.get("weight")
     if weight is None or type(weight) is not nn.Parameter:
         yield f"its weight is of type {type(weight).__name__}, not a plain nn.Parameter; convert the model before that"
-        return
-    if weight.is_meta:
-        yield "its weight is on the meta device and has no values; make or load them first"
         return
     if tuple(weight.shape) != (module.num_embeddings, module.embedding_dim):
         yield f"its weight has shape {tuple(weight.shape)}, not ({module.num_embeddings}, {module.embedding_dim})"
@@ -258,7 +286,8 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     try:
         in_memory = {name: value for name, value in settings.items() if name not in DiskOptions._fields}
         plain = {"storage": "pageable", "engine": "auto", "process_group": None}
-        trial = _with_rows(module, weight[:1], None, {**in_memory, **plain})
+        one_row = torch.zeros_like(weight[:1], device="cpu") if weight.is_meta else weight[:1]
+        trial = _with_rows(module, one_row, None, {**in_memory, **plain})
     except (ValueError, TypeError) as error:
         yield str(error)
         return
@@ -274,13 +303,13 @@ def _holders(model: nn.Module) -> _Holders:
         if isinstance(module, TableModule):
             continue
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None and not tensor.is_meta and tensor.layout == torch.strided:
+            if tensor is not None and tensor.layout == torch.strided:
                 holders[_address(tensor)].append((module, f"{path}.{name}" if path else name))
     return holders
 
 
 def _address(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    return tensor.device, id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _own_attributes(module: _Plain) -> list[str]:
@@ -305,7 +334,7 @@ def _warn_of_nothing(model: nn.Module, min_rows: int) -> None:
     warnings.warn(
         f"no embedding of the model has {min_rows:,} rows ({has}), so nothing was converted; give min_rows=",
         SpeedswapWarning,
-        stacklevel=3,
+        stacklevel=users_level(),
     )
 
 
@@ -315,5 +344,5 @@ def _warn_of_sparse(names: Sequence[str]) -> None:
             f"{', '.join(names)}: sparse was True, and gradients are dense ones of the batch's rows now; use "
             "torch.optim.Adam in place of SparseAdam: it too moves the batch's rows alone",
             SpeedswapWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )

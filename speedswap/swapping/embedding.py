@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from speedswap.collectives import of_all_ranks
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.table_module import TableModule
@@ -30,8 +31,8 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
 
     Forward gathers the batch's rows, weight and optimizer state together, to the device of the ids. The optimizer that
     holds ``weight`` attaches itself at its first step; nothing else in a training loop changes. Rows outside the batch
-    are not touched: no decay, no momentum drift (for SGD and Adagrad that is the dense result; for Adam it is the idea
-    of ``torch.optim.SparseAdam``).
+    are not touched: no weight decay, no momentum drift. For SGD without momentum and Adagrad, without weight decay,
+    that is the dense result; for Adam it is the idea of ``torch.optim.SparseAdam``. Weight decay is warned of (SW401).
 
     ``state_dict`` has the whole table as ``weight``, as ``nn.Embedding`` would, and this is one:
     ``isinstance(items, nn.Embedding)``.
@@ -48,6 +49,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         num_embeddings: rows of the table.
         embedding_dim: items per row.
         padding_idx: a row that starts as zeros and gets no gradient.
+        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
         storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``disk`` (also called ``memmap``) or
             ``auto`` (see :meth:`speedswap.Table.create`).
         engine: the way between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto`` (see there).
@@ -59,7 +61,9 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         name: of the table, for messages.
         table: an existing table to use; of the arguments above only the first three then matter. A path or settings of
             the disk are refused beside it: they go to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
-        device: of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids.
+        device: of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids. On ``meta``, also by
+            ``with torch.device("meta")`` or accelerate's ``init_empty_weights``, there is no table, and no memory is
+            taken, until ``load_state_dict`` (or a library) loads rows, or ``to_empty`` draws the initial values.
         stored_dtype: ``torch.bfloat16`` or ``torch.float16``, to store float32 weights in half the bytes; or
             ``torch.int8``, with a scale per row, in a quarter, for lookup only. Looked-up rows are float32.
         state_dtype: the same for the optimizer's float32 state, without int8; state of one number per row stays
@@ -70,20 +74,19 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             ``process_group``, a training forward is refused there: nothing would keep the ranks' tables alike. The
             wrapper of the model must leave ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`,
             :func:`speedswap.parameters_to_ignore`).
-        id_map: an :class:`speedswap.IdMap` that gives keys their rows; ``num_embeddings`` is its ``num_rows``, and row
-            0, of keys without a row, the padding row. A training lookup (in training mode, of a weight that requires
-            a gradient, with gradients enabled) adds new keys. A row that goes to another key starts anew, and takes
-            no part in what is left of a step that its old key is in. The map is kept with the table: an existing
-            ``table`` brings its own.
-        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds`` and ``scratch`` of a table on disk, as for
-            :meth:`speedswap.Table.create`.
+        id_map: an :class:`speedswap.IdMap` that gives keys their rows; ``num_embeddings`` is its ``capacity``, and the
+            table has one row more: row 0, the padding row, for keys without a row. A training lookup (in training mode,
+            of a weight that requires a gradient, with gradients enabled) adds new keys. A row that goes to another key
+            starts anew, and takes no part in what is left of a step that its old key is in. The map is kept with the
+            table: an existing ``table`` brings its own.
+        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds``, ``synchronous_commit`` and ``scratch`` of a table
+            on disk, as for :meth:`speedswap.Table.create`.
         process_group: the ranks of a torch.distributed job that own the rows together, each about as many; every rank
             makes the embedding, with the same arguments. Lookups, backward passes and optimizer steps are then made by
             all of them at once, in one order, each with ids of its own, of any number; the result is that of one
             process that trains on all their batches.
         reduction: of the ranks' gradients, with a process group: ``"mean"``, as DistributedDataParallel reduces those
             of other layers, or ``"sum"``.
-        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
 
     Shape:
         input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device. With an id map: keys,
@@ -165,6 +168,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         )
 
     @outside_graphs
+    @of_all_ranks
     def forward(self, input: Tensor) -> Tensor:
         """Look rows up.
 

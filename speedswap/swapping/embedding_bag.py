@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from speedswap.collectives import of_all_ranks
 from speedswap.swapping.bags import Bags, bags_of, keyed_bags
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import pool
@@ -36,6 +37,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
     Args:
         num_embeddings: rows of the table.
         embedding_dim: items per row.
+        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
         mode: ``"sum"``, ``"mean"`` or ``"max"``.
         include_last_offset: True if offsets have one more item, the number of ids.
         padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
@@ -65,21 +67,28 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         torch.Size([3, 16])
     """
 
+    @of_all_ranks
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
         mode: str = "mean",
+        sparse: bool = False,
+        *,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
         **arguments: Any,
     ) -> None:
         if mode not in _MODES:
             raise ValueError(f'mode is {mode!r}; choose "sum", "mean" or "max"')
-        super().__init__(num_embeddings, embedding_dim, padding_idx, **arguments)
         self.mode = mode
         self.include_last_offset = include_last_offset
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **arguments
+        )
 
     @classmethod
     def from_pretrained(
@@ -128,6 +137,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         )
 
     @outside_graphs
+    @of_all_ranks
     def forward(
         self, input: Tensor | Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:

@@ -6,25 +6,45 @@ lookup, joins the exchange first: the round in which the ranks meet shows that i
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from speedswap.collectives import ANYTHING, Kind, RankGroup, Task, packed, unpacked
+from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, share, unpacked
 from speedswap.errors import RanksError
+from speedswap.tables.ranks import Routes
 
 if TYPE_CHECKING:
     from speedswap.swapping.sharded_step import ShardedStep
 
-__all__ = ["COMPLETE", "HAS_GRADIENT", "HAS_ROWS", "KEEPS", "ONE_LOOKUP", "JointGradients"]
+__all__ = ["JointGradients", "Standing"]
 
-# A rank's gradients of a table: there are some; all lookups have one, or are none; there is one lookup alone; of rows;
-# they are added to an earlier exchange's.
-FLAGS = 5
-HAS_GRADIENT, COMPLETE, ONE_LOOKUP, HAS_ROWS, KEEPS = (1 << flag for flag in range(FLAGS))
 _DIGEST = (1 << 60) - 1
+_NOTHING, _NO_MORE = -1, -2  # the note of a rank without a gradient; and where none can come any more
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """A rank's gradients of a table.
+
+    Attributes:
+        has_gradient: there is one.
+        only: the lookup that it is of, or may come from, if there is one alone, with its route: how many came after
+            it; -1 if not.
+        has_rows: it is of rows.
+        keeps: it is added to that of an earlier exchange.
+        answered: the lookups that have one, a bit for each, the last one's first.
+        coming: those that may get one.
+    """
+
+    has_gradient: bool = False
+    only: int = -1
+    has_rows: bool = False
+    keeps: bool = False
+    answered: int = 0
+    coming: int = 0
 
 
 class JointGradients:
@@ -38,8 +58,9 @@ class JointGradients:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._numbers = itertools.count()
         self._steps: weakref.WeakValueDictionary[int, ShardedStep] = weakref.WeakValueDictionary()
+        self._told: set[int] = set()  # tables that the last exchange has answered for, and that were not looked at yet
+        self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, of tables that were not asked about yet
 
     @classmethod
     def of(cls, group: RankGroup) -> JointGradients:
@@ -50,7 +71,7 @@ class JointGradients:
 
     def add(self, step: ShardedStep) -> int:
         """Return the number of another table's training step, which it has on all ranks."""
-        number = next(self._numbers)
+        number = self._group.add(step)
         self._steps[number] = step
         return number
 
@@ -64,10 +85,7 @@ class JointGradients:
     @contextmanager
     def task(self) -> Iterator[Task]:
         """Surround a part of a backward pass, whose failure ends it on all ranks."""
-        with (
-            self._dropped_on_error(),
-            self._group.main.task(Kind.GRADIENTS, ANYTHING, "the exchange of gradients") as task,
-        ):
+        with self._dropped_on_error(), self._group.main.task(Kind.GRADIENTS) as task:
             try:
                 yield task
             except BaseException as error:
@@ -79,6 +97,39 @@ class JointGradients:
         if len(self):
             self.exchange()
 
+    def settle_for(self, number: int) -> None:
+        """Exchange gradients before a table's is looked at, unless that was done for another one's look.
+
+        Every rank calls this. A loop that looks at all of them, one after the other, so takes one exchange.
+        """
+        if number in self._told:
+            self._told.discard(number)
+            return
+        self.exchange()
+        self._told = {step.number for step in self.steps() if step.is_unsettled} - {number}
+
+    def forget_told(self, *numbers: int) -> None:
+        """Let the next look at a table's gradient, or at any, be an exchange; every rank calls this, or joins it."""
+        self._told.difference_update(numbers or [*self._told])
+
+    def begin_step(self) -> None:
+        """Forget what was told before an optimizer's step, or a part of it; every rank calls this."""
+        self._told, self._zeroed = set(), {}
+
+    def is_zeroed(self, number: int) -> bool:
+        """Return whether a gradient that has been stepped with was zeroed since on all ranks, which call this.
+
+        The first table that is asked about brings the answer for all of them.
+        """
+        if number not in self._zeroed:
+            mine = [(step.number, step.is_zeroed_here) for step in self.steps() if step.own_grad is not None]
+            with self._group.main.task(Kind.STEP) as task:
+                everyone = [dict(each) for each in share(task, mine)]
+                task.finish()
+            # One without rows is zero anyway.
+            self._zeroed = {each: all(zeroed.get(each, True) for zeroed in everyone) for each, _ in mine}
+        return self._zeroed.pop(number)
+
     def exchange(self) -> None:
         """Send the gradients of all tables with lookups to the rows' owners; every rank calls this."""
         with self.task() as task:
@@ -87,46 +138,55 @@ class JointGradients:
             task.finish()
 
     def _exchange_at_once(self, task: Task) -> bool:
-        """Send the gradients of all tables in one message if each has one, of one lookup, on every rank.
+        """Send the gradients of all tables in one message if each has one, of one lookup, on every rank; or none has.
 
         The first round of the exchange tells, and returns False on all ranks if not.
         """
-        waiting = [step for step in self.steps() if step.is_unsettled]
-        parcels = [parcel for step in waiting if (parcel := step.parcel()) is not None]
-        letter, note = None, 0
-        if len(parcels) == len(waiting) and len({parcel.rows.device for parcel in parcels}) == 1:
-            letter = task.letter(*packed(parcels))
-            which = (
-                hash(tuple((step.number, step.keeps) for step in waiting)) & _DIGEST | 1
-            )  # the same in every process
-            note = which << 1 | all(step.standing & HAS_ROWS for step in waiting)
+        waiting = {step: step.standing for step in self.steps() if step.is_unsettled}
+        parcels: list[Parcel] = []
+        letter, note = None, _NO_MORE if all(step.has_no_more for step in waiting) else _NOTHING
+        if any(own.has_gradient for own in waiting.values()):
+            note = 0
+            if all(own.has_gradient and own.only >= 0 for own in waiting.values()):
+                # Rows of each table on one rank are rows of each anywhere; else the tables have to be looked at.
+                outgoing = [step.outgoing([dataclasses.replace(own, has_rows=True)]) for step, own in waiting.items()]
+                parcels = [each.parcel() for each in outgoing]
+            if len({parcel.rows.device for parcel in parcels}) == 1:
+                letter = task.letter(*packed(parcels))
+                tables = tuple((step.number, own.only, own.keeps) for step, own in waiting.items())
+                note = (hash(tables) & _DIGEST | 1) << 1  # the same in every process
+                note |= all(own.has_rows for own in waiting.values())
         with task.promised():
             notes = task.round(note=note).notes
-            # Rows of each table on one rank are rows of each anywhere; else the tables have to be looked at.
+            if all(note < 0 for note in notes):
+                if {*notes} == {_NO_MORE}:
+                    for step in waiting:
+                        step.forget_lookups()
+                return True
             if letter is None or len({note >> 1 for note in notes}) > 1 or not any(note & 1 for note in notes):
                 return False
             came = task.post(letter)
-        for step, grads in zip(waiting, unpacked(came, parcels), strict=True):
-            step.receive_grads(grads)
+        for each, grads in zip(outgoing, unpacked(came, parcels), strict=True):
+            each.take(grads)
         return True
 
     def finish(self, task: Task, *, average: bool = True) -> None:
         with self._dropped_on_error():
             steps = {step.number: step for step in self.steps()}
-            waiting = [number for number, step in steps.items() if step.is_unsettled]
-            while True:
-                # The first table that waits anywhere; it may be freed here, or its lookups have gradients nowhere.
-                mine = (waiting[0] + 1, steps[waiting[0]].standing) if waiting else (0, COMPLETE)
-                notes = task.round(note=mine[0] << FLAGS | mine[1]).notes
-                first = min((note >> FLAGS for note in notes if note >> FLAGS), default=0)
-                if not first:
-                    return
-                standings = [note & (1 << FLAGS) - 1 if note >> FLAGS == first else COMPLETE for note in notes]
-                if any(standing & HAS_GRADIENT for standing in standings):
-                    if first - 1 not in steps:
-                        raise RanksError("other ranks train an embedding that is freed on this one; keep its module")
-                    steps[first - 1].exchange(task, standings, average=average)
-                waiting = [number for number in waiting if number >= first]
+            mine = [(each.number, *dataclasses.astuple(each.standing)) for each in steps.values() if each.is_unsettled]
+            everyone = [{number: Standing(*more) for number, *more in each} for each in share(task, mine)]
+            trained = sorted({number for each in everyone for number, own in each.items() if own.has_gradient})
+            if not steps.keys() >= {*trained}:
+                raise RanksError("other ranks train an embedding that is freed on this one; keep its module")
+            of_ranks = {number: [each.get(number, Standing()) for each in everyone] for number in trained}
+            outgoing = [steps[number].outgoing(standings) for number, standings in of_ranks.items()]
+            anew = [each for each in outgoing if each.way is None]
+            if anew:
+                routes = Routes.ask(task, [(each.step.store.owners, each.wanted) for each in anew]).each
+                for each, route in zip(anew, routes, strict=True):
+                    each.find(route)
+            for each, came in zip(outgoing, task.send_parcels([each.parcel() for each in outgoing]), strict=True):
+                each.take(came, average=average)
 
     def add_up_shares(self, *, average: bool) -> None:
         """Send the gradients of a batch that a splitter has gone through; every rank calls this.
@@ -134,10 +194,7 @@ class JointGradients:
         Args:
             average: divide the sum of the ranks' gradients, as after an ordinary pass.
         """
-        with (
-            self._dropped_on_error(),
-            self._group.main.task(Kind.SHARES, ANYTHING, "the exchange of a split batch's gradients") as task,
-        ):
+        with self._dropped_on_error(), self._group.main.task(Kind.SHARES) as task:
             self.finish(task, average=average)
             task.finish()
 

@@ -6,7 +6,6 @@ import errno
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -28,9 +27,8 @@ __all__ = [
     "ask_all",
     "find_all",
     "of_one_commit",
-    "require_map",
+    "rows_for",
     "take_all",
-    "together",
 ]
 
 _Found = TypeVar("_Found")
@@ -223,17 +221,6 @@ def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
     return [AskedLookup(asked, each.given, each.device) for each, asked in zip(lookups, found, strict=True)]
 
 
-def together(tables: Iterable[KeyedRows], *, adds: bool) -> AbstractContextManager[object]:
-    """Surround a lookup in several tables from the check of its keys on; ranks that own them learn what fails in it.
-
-    Args:
-        tables: all with keys that are owned by the ranks of one group, or none.
-        adds: True for a training lookup.
-    """
-    over_ranks = [each.id_map for each in tables if isinstance(each.id_map, ShardedIdMap)]
-    return ShardedIdMap.together(over_ranks, adds=adds) if over_ranks else nullcontext()
-
-
 def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
     """Return the rows of lookups in several tables that give no key a row."""
     if over_ranks := _over_ranks(lookups):
@@ -320,16 +307,27 @@ def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) ->
     )
 
 
-def require_map(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> None:
-    """Raise ValueError unless a table of so many rows, with this padding row, can be an id map's."""
-    if num_embeddings != id_map.num_rows:
+def rows_for(id_map: IdMap, num_embeddings: int, padding_idx: int | None) -> int:
+    """Return the number of rows of an id map's table.
+
+    Args:
+        id_map: of the table.
+        num_embeddings: the map's capacity, or its number of rows, which is one more.
+        padding_idx: None, or the row of keys without a row.
+
+    Raises:
+        ValueError: the table's other arguments do not fit the map.
+    """
+    if num_embeddings not in (id_map.capacity, id_map.num_rows):
         raise ValueError(
-            f"num_embeddings is {num_embeddings}, but the id map has rows 0 to {id_map.capacity}; give id_map.num_rows"
+            f"num_embeddings is {num_embeddings}, but the id map has rows for {id_map.capacity} keys; give "
+            f"{id_map.capacity}, its capacity"
         )
     if padding_idx not in (None, 0):
         raise ValueError(
             f"padding_idx is {padding_idx}, but the row of keys without a row of their own is 0; leave it out"
         )
+    return id_map.num_rows
 
 
 def _equal(ours: Keys, theirs: Keys) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from torch import nn
 
 from speedswap._words import a_kind
+from speedswap.collectives import of_all_ranks
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, prefetch_lookups
 from speedswap.swapping.table_module import TableModule
 
@@ -34,6 +35,7 @@ Module = TypeVar("Module", bound=LooksUp)
 GivenOf = Callable[[Batch], Any]
 
 
+@of_all_ranks
 def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, depth: int = 1) -> Lookahead[Batch]:
     """Iterate over a loader's batches, with the rows of the next ones already prefetched.
 
@@ -126,10 +128,12 @@ class Lookahead(Generic[Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.depth == 0:
-            yield from self._loader
-            return
         modules = [each for module in self._ids for each in module.modules() if isinstance(each, TableModule)]
+        if self.depth == 0:
+            for batch in self._loader:
+                self._begin_step(modules)
+                yield batch
+            return
         with ExitStack() as rest:  # of every module, also where a pending write has failed
             for module in modules:
                 module.begin_lookahead(self.depth)
@@ -157,6 +161,7 @@ class Lookahead(Generic[Batch]):
             has_turn = [module.begin_turn(turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches
+            self._begin_step(modules)
             yield cast(Batch, turn.batch)
 
     def _next(self, source: Iterator[Batch], modules: Sequence[TableModule]) -> _Turn[Batch]:
@@ -176,6 +181,11 @@ class Lookahead(Generic[Batch]):
             self._end_announcements(modules, failed=True)
             raise
         return turn
+
+    @staticmethod
+    def _begin_step(modules: Sequence[TableModule]) -> None:
+        for module in modules:
+            module.begin_step()
 
     @staticmethod
     def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:

@@ -80,15 +80,19 @@ class LostUpdates:
             )
         if LostUpdates.steps_anywhere == self._steps_seen:
             return None
-        for optimizer in (attached, *self._weight.taken_by):
-            if optimizer is not None and holds(optimizer, self._weight):
-                return None  # its step is still to come
+        if self.are_to_come(attached):
+            return None
         return (
             f"the weight of the embedding over table {self._table.name!r} is in no optimizer, so its gradient reaches "
             "no table; pass model.parameters() to the optimizer (one that has it from elsewhere, as a copied optimizer "
             "has, needs speedswap.attach(optimizer, model) before others step), or freeze it with "
             "embedding.weight.requires_grad_(False)"
         )
+
+    def are_to_come(self, attached: Optimizer | None) -> bool:
+        """Return whether an optimizer holds the weight, so that its step is still to come."""
+        known = (attached, *self._weight.taken_by)
+        return any(optimizer is not None and holds(optimizer, self._weight) for optimizer in known)
 
     def save(self) -> tuple[bool, bool, int]:
         """Return what :meth:`restore` takes, before a backward pass that may have to be undone."""

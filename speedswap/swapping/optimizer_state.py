@@ -236,7 +236,6 @@ class OptimizerState:
         if starts_over:
             # An interrupted attach is none, and the next one comes here again.
             self._note_scalars_of(optimizer)  # none yet, before the state that they went with is gone
-            self.table.commit()
             self.table.reset_columns(existing)
         with deferred_interrupts():
             self._optimizer = weakref.ref(optimizer)
@@ -271,7 +270,7 @@ class OptimizerState:
     def add(self, found: Found) -> list[Column]:
         """Give the table these columns, for an optimizer's row state; return those that it had already."""
         have = self.table.columns
-        self.table.add_columns([column for column in found.columns if column.name not in have])
+        self.table.add_columns([column for column in found.columns if column.name not in have], commit=False)
         self._row_state = found.row_state
         return [column for column in found.columns if column.name in have]
 
@@ -480,13 +479,11 @@ class OptimizerState:
         self._is_initial = False
         self._warning = None
         self._scalars.remember(self._row_state.scalars, {key: _copy(value) for key, value in state.items()})
-        self.table.commit()
 
     def _forget_scalars(self) -> None:
         """Let the table keep none, before the state that they go with changes."""
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._scalars.forget()
-        self.table.commit()
 
     def _columns_in(self, state: dict[str, Any], row_state: RowState) -> dict[Column, Tensor]:
         """Return the columns that are in a parameter's state, for the whole table.

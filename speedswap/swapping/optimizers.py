@@ -12,14 +12,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["holds", "innermost", "is_inner_step", "saved_settings", "settings_of", "steps_under_way"]
+__all__ = ["holds", "innermost", "is_inner_step", "parameters_of", "saved_settings", "settings_of", "steps_under_way"]
 
 _OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # ways to the same result
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    """Yield the parameters in the optimizer's groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def holds(optimizer: Optimizer, weight: nn.Parameter) -> bool:
     """Return whether a parameter is in one of the optimizer's groups."""
-    return any(parameter is weight for group in optimizer.param_groups for parameter in group["params"])
+    return any(parameter is weight for parameter in parameters_of(optimizer))
 
 
 def settings_of(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, str]:

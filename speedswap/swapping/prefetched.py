@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap._warnings import users_level
 from speedswap.errors import PeerError, SpeedswapWarning
 from speedswap.tables import Block, Prefetched, Table, prefetch
 from speedswap.tables.ranks import RowsAhead
@@ -74,7 +75,7 @@ class PrefetchedLookup:
             f"the batches of rank {ended.rank} have come to their end before those of this rank, whose others are left "
             "out; give all ranks equally many, of which some may be empty",
             SpeedswapWarning,
-            stacklevel=2,
+            stacklevel=users_level(),
         )
         return False
 

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from speedswap.errors import RanksError
 from speedswap.swapping.row_step import step_of
+from speedswap.swapping.weight import with_tables
 
 __all__ = ["ignore_in_ddp", "parameters_to_ignore", "require_own_table"]
 
@@ -104,6 +105,6 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters that stand for tables, under every name that they have."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in with_tables(model).named_parameters(remove_duplicate=False):
         if step_of(parameter) is not None:
             yield name, parameter

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from speedswap._words import AVERAGE_OTHERS
 from speedswap.errors import WeightError
 from speedswap.tables import Table
 
@@ -23,30 +24,15 @@ NOT_TAKEN_ALONG = (
     "a graph cannot take a table's rows along; export the part of the model that takes embedding(ids) as its input"
 )
 _SHARDING = "chunk is_contiguous stride"
-_REMEDIES = {
-    **dict.fromkeys(
-        _SCORES.split(),
-        "embedding.score(queries, k=…) finds the best rows of the whole table, embedding(ids) gives rows that can be "
-        "trained",
-    ),
-    **dict.fromkeys(
-        _COPIES.split(),
-        "embedding.read(ids) copies rows, embedding.read() all of them; to copy or average a model's other parameters "
-        "(AveragedModel, EMA), take a module without the embedding",
-    ),
-    **dict.fromkeys(
-        _PENALTIES.split(),
-        "put a penalty on embedding(ids), or give the optimizer weight_decay=; embedding.read(ids) copies rows",
-    ),
-    **dict.fromkeys(
-        _SHARDING.split(),
-        "a wrapper for several processes has to leave it alone: fully_shard(model, "
-        "ignored_params=speedswap.parameters_to_ignore(model)), "
-        "DistributedDataParallel(speedswap.ignore_in_ddp(model))",
-    ),
-    **dict.fromkeys(_MEMORY.split(), NOT_TAKEN_ALONG),
-    **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),
-}
+_AVERAGES = "_foreach_add_ _foreach_copy_ _foreach_lerp_ _foreach_mul_ _foreach_sub_ add_ addcmul_ copy_ lerp lerp_ sub"
+_RESIZE = (
+    "for another number of rows (resize_token_embeddings), make a larger embedding, write these rows to it with "
+    "larger.table.write(0, embedding.read()), and put it into the model (set_input_embeddings)"
+)
+_NO_PENALTY = (
+    "no penalty reaches the whole table; one on embedding(ids) shrinks the batch's rows, as weight_decay= does too. "
+    "embedding.read(ids) copies rows"
+)
 _UPDATE = (
     "rows are trained by an optimizer of torch.optim, or a subclass of torch.optim.Optimizer that calls "
     "super().__init__, and changed by hand with embedding.table.write and embedding.table.scatter"
@@ -55,6 +41,31 @@ _OTHERWISE = (
     "embedding(ids) gives rows that can be trained, embedding.score(queries, k=…) the best ones of the whole table, "
     "embedding.read(ids) a copy; embedding.table.write and .scatter change rows"
 )
+_REMEDIES = {
+    **dict.fromkeys(
+        _SCORES.split(),
+        "embedding.score(queries, k=…) finds the best rows of the whole table, embedding(ids) gives rows that can be "
+        "trained",
+    ),
+    **dict.fromkeys(
+        _COPIES.split(),
+        f"embedding.read(ids) copies rows, embedding.read() all of them; {AVERAGE_OTHERS}; {_RESIZE}",
+    ),
+    **dict.fromkeys(_PENALTIES.split(), _NO_PENALTY),
+    "mul": f"{_NO_PENALTY}; {AVERAGE_OTHERS}",
+    **dict.fromkeys(_AVERAGES.split(), f"{_UPDATE}; {AVERAGE_OTHERS}"),
+    "__getitem__": f"{_OTHERWISE}; {_RESIZE}",
+    **dict.fromkeys(
+        _SHARDING.split(),
+        "a wrapper for several processes has to leave it alone: fully_shard(model, "
+        "ignored_params=speedswap.parameters_to_ignore(model)), "
+        "DistributedDataParallel(speedswap.ignore_in_ddp(model))",
+    ),
+    "type": "ZeroRedundancyOptimizer asks for this, which steps in a parameter on one rank alone, but each steps "
+    "in rows: give it the model's other parameters, and speedswap.parameters_to_ignore(model) to one of torch.optim",
+    **dict.fromkeys(_MEMORY.split(), NOT_TAKEN_ALONG),
+    **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),
+}
 # Of torch.nn.init: they begin by drawing in place, but then look at the values.
 _SEVERAL_PASSES = ("_no_grad_trunc_normal_", "sparse_")
 

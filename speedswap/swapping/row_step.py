@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap import kernels
@@ -36,12 +36,12 @@ from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
-from speedswap.swapping.optimizers import is_inner_step, steps_under_way
+from speedswap.swapping.optimizers import is_inner_step, parameters_of, steps_under_way
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Column, Commit
 
-__all__ = ["Leaving", "RowStep", "drop", "every_step", "step_of"]
+__all__ = ["Leaving", "RowStep", "drop", "every_step", "require_no_replaced", "step_of"]
 
 
 class _Status(enum.Enum):
@@ -92,6 +92,7 @@ class RowStep(Locked):
         self._thread = 0  # that is inside the optimizer's step
         self._abandoned = 0  # times
         self._renewed: list[tuple[int, Tensor]] = []  # since the last step: the table's version then, and the rows
+        self._replaced: weakref.ref[Tensor] | None = None
         self.weight._keeper = weakref.ref(self)
         _by_weight[id(self.weight)] = self
 
@@ -145,6 +146,19 @@ class RowStep(Locked):
                 self._rows.updates.accept_gradient()
                 self._is_ready()
 
+    def settle(self) -> None:
+        """Let the gradients of all backward passes be in the weight's, before it is looked at."""
+
+    def forget_passes(self) -> None:
+        """Drop the gradients of backward passes that are not in the weight's yet."""
+
+    def begin_step(self, sign: str) -> None:
+        """Note that the training loop begins another step.
+
+        Args:
+            sign: of that, such as ``zero_grad``.
+        """
+
     def _is_ready(self) -> None:
         self._status = _Status.READY
 
@@ -178,6 +192,22 @@ class RowStep(Locked):
 
     # ------------------------------------------------------------------ the optimizer's step
 
+    def replace(self, weight: Tensor) -> None:
+        """Note that the rows have replaced a parameter, which an optimizer may still hold."""
+        key = id(weight)
+        self._replaced = weakref.ref(weight, lambda _: _by_replaced.pop(key, None))
+        _by_replaced[key] = self
+
+    def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
+        """Raise LostUpdateError if an optimizer holds the parameter that these rows have replaced, in their place."""
+        is_waiting = self._status is _Status.READY and self._replaced is not None and self._replaced() is parameter
+        if is_waiting and not self._rows.updates.are_to_come(self.state.optimizer):
+            raise LostUpdateError(
+                f"this {type(optimizer).__name__} holds the weight that table {self.table.name!r} has replaced, and no "
+                "optimizer holds the new one, so the rows' gradient reaches no table; make the optimizer after "
+                "speedswap.convert"
+            )
+
     def takes_part(self) -> bool:
         """Return whether rows wait for the optimizer's step. A gradient that came from no lookup leaves it.
 
@@ -208,6 +238,7 @@ class RowStep(Locked):
                 loss = closure()
             finally:
                 self._in_closure = False
+            self.settle()
             self.swap_in(optimizer)
             return loss
 
@@ -400,6 +431,14 @@ def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
 
 
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
+_by_replaced: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
+
+
+def require_no_replaced(optimizer: Optimizer) -> None:
+    """Raise LostUpdateError if an optimizer holds a parameter in whose place rows of a table wait for a step."""
+    for parameter in parameters_of(optimizer) if _by_replaced else ():
+        if (step := _by_replaced.get(id(parameter))) is not None:
+            step.require_held(optimizer, parameter)
 
 
 def step_of(parameter: Tensor) -> RowStep | None:

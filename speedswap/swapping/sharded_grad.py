@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from speedswap.collectives import ANYTHING, Kind, RankGroup, note_of
+from speedswap.collectives import ANYTHING, Kind, RankGroup, share_numbers
+from speedswap.swapping.joint_gradients import JointGradients
 
 __all__ = ["ShardedGrad", "without_ranks"]
 
@@ -26,16 +28,28 @@ _plain = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedGrad(torch.Tensor):
-    """A gradient of the rows that this rank owns."""
+    """A gradient of the rows that this rank owns.
+
+    Attributes:
+        group: the ranks.
+        table: the number of the training step whose gradient it is; None for what was computed from one.
+        source: the gradient whose memory it shares; None for its own.
+        norms: of all ranks' rows, by order and dtype, with the gradient's version, that were found with another one's.
+    """
 
     group: RankGroup
+    table: int | None
+    source: ShardedGrad | None
+    norms: dict[tuple[float, torch.dtype | None], tuple[int, float]]
 
     @classmethod
-    def of(cls, grad: Tensor, group: RankGroup) -> ShardedGrad:
+    def of(
+        cls, grad: Tensor, group: RankGroup, table: int | None = None, source: ShardedGrad | None = None
+    ) -> ShardedGrad:
         """Return a gradient over the same memory, with the same version counter."""
         with _plain():
             sharded = grad.as_subclass(cls)
-        sharded.group = group
+        sharded.group, sharded.table, sharded.source, sharded.norms = group, table, source, {}
         return sharded
 
     @classmethod
@@ -43,8 +57,13 @@ class ShardedGrad(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if kwargs.get("out") is not None or _is_in_place(func.__name__):
+            for grad in _grads_among([*args, *kwargs.values()]):
+                _source_of(grad).norms.clear()
         if func in _HANDLED:
-            return _HANDLED[func](*args, **kwargs)
+            given = next(_grads_among(args), None)
+            with nullcontext() if given is None else given.group.call():
+                return _HANDLED[func](*args, **kwargs)
         if func in _KEEPING or func in _RESHAPING:
             return _kept(func, args, kwargs)
         if any(_is_spread(each) for each in args):
@@ -63,6 +82,8 @@ def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         return found
     with _plain():
         is_alike = found.numel() == given.numel() if func in _RESHAPING else found.shape == given.shape
+    if func in _ALIASES:
+        return ShardedGrad.of(found, given.group, given.table, _source_of(given))
     return ShardedGrad.of(found, given.group) if is_alike else found
 
 
@@ -110,13 +131,17 @@ def _is_whole(x: Tensor, dim: Any) -> bool:
 
 def _vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     with _plain():
-        is_whole = isinstance(x, ShardedGrad) and _is_whole(x, dim)
-        if is_whole and not x.numel():  # of which torch has no norm of order infinity
-            shape = (1,) * x.dim() if keepdim else ()
-            own = x.new_full(shape, math.inf if float(ord) == -math.inf else 0, dtype=kwargs.get("dtype"))
-        else:
-            own = torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)
-    return _over_ranks(x, own, float(ord)) if isinstance(x, ShardedGrad) and is_whole else own
+        if not isinstance(x, ShardedGrad) or not _is_whole(x, dim):
+            return torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
+        total = _total_norm(x, float(ord), kwargs.get("dtype"))
+        return total.reshape((1,) * x.dim()) if keepdim else total
+
+
+def _own_norm(x: Tensor, order: float, dtype: torch.dtype | None) -> float:
+    """Return the norm of this rank's rows."""
+    if x.numel():
+        return float(torch.linalg.vector_norm(x, order, dtype=dtype))
+    return math.inf if order == -math.inf else 0.0  # torch has none of order infinity
 
 
 def _norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
@@ -165,31 +190,78 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
     return [own[place] if place in own else next(norms) for place in range(len(tensors))]
 
 
-def _of_ranks(grad: ShardedGrad, what: str, *own: float) -> list[list[float]]:
+def _of_ranks(grad: ShardedGrad, *own: float) -> list[list[float]]:
     """Return the numbers of all ranks, in their order, for each of this rank's."""
-    with grad.group.main.task(Kind.NORM, ANYTHING, f"{what} of a gradient") as task:
-        found = [task.round(note=note_of(number)).numbers for number in own]
+    with grad.group.main.task(Kind.NORM) as task:
+        found = share_numbers(task, torch.tensor(own, dtype=torch.float64))
         task.finish()
-    return found
+    return torch.stack(found, dim=1).tolist()
 
 
-def _over_ranks(grad: ShardedGrad, own: Tensor, order: float) -> Tensor:
-    """Return the norm of the gradients of all ranks, given that of this rank's."""
-    (norms,) = _of_ranks(grad, "the norm", float(own))
+def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tensor:
+    """Return the norm of all ranks' rows of a gradient.
+
+    With the first of them come those of the other tables' gradients, so that clipping takes one round. Each serves
+    once: a loop that asks for it again asks the ranks again.
+    """
+    grad = _source_of(x)
+    version, total = grad.norms.pop((order, dtype), (-1, 0.0))
+    if version != grad._version:
+        current = {step.number: step.own_grad for step in JointGradients.of(x.group).steps()}
+        if x.table is not None and current.get(x.table) is grad:
+            grads = {each: other for each, other in current.items() if isinstance(other, ShardedGrad)}
+            total = _norms_of_ranks(grads, x.table, order, dtype)
+        else:
+            total = _norms_of_ranks({ANYTHING: x}, ANYTHING, order, dtype)
+    return x.new_full((), total, dtype=(dtype or x.dtype).to_real())
+
+
+def _norms_of_ranks(grads: dict[int, ShardedGrad], table: int, order: float, dtype: torch.dtype | None) -> float:
+    """Find the norms of all ranks' rows; return that of one table's gradient, and keep the others' with theirs."""
+    own = [(each, _own_norm(grad, order, dtype)) for each, grad in grads.items()]
+    with grads[table].group.main.task(Kind.NORM, table) as task:
+        found = share_numbers(task, torch.tensor(own, dtype=torch.float64).view(-1))
+        task.finish()
+    of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
+    for each, grad in grads.items():
+        if all(each in norms for norms in of_ranks):  # not freed on one of them
+            grad.norms[order, dtype] = grad._version, _combined([norms[each] for norms in of_ranks], order)
+    return grads[table].norms.pop((order, dtype))[1]
+
+
+def _combined(norms: Sequence[float], order: float) -> float:
+    """Return the norm of all ranks' rows, given those of each rank's."""
     if any(math.isnan(norm) for norm in norms):
-        total = math.nan
-    elif order == math.inf:
-        total = max(norms)
-    elif order == -math.inf:
-        total = min(norms)
-    elif order == 0:
-        total = sum(norms)
-    else:
-        # Each relative to the largest, whose power might overflow.
-        scale = max(norms)
-        is_plain = scale == 0 or math.isinf(scale)
-        total = scale if is_plain else scale * sum((norm / scale) ** order for norm in norms) ** (1 / order)
-    return torch.full_like(own, total)
+        return math.nan
+    if order == math.inf:
+        return max(norms)
+    if order == -math.inf:
+        return min(norms)
+    if order == 0:
+        return sum(norms)
+    # Each relative to the largest, whose power might overflow.
+    scale = max(norms)
+    is_plain = scale == 0 or math.isinf(scale)
+    return scale if is_plain else scale * sum((norm / scale) ** order for norm in norms) ** (1 / order)
+
+
+def _source_of(grad: ShardedGrad) -> ShardedGrad:
+    """Return the gradient whose memory one shares, or is."""
+    return grad if grad.source is None else grad.source
+
+
+def _is_in_place(name: str) -> bool:
+    """Return whether a function of this name changes a tensor."""
+    return name.startswith(("__i", "__set")) or (name.endswith("_") and not name.startswith("__"))
+
+
+def _grads_among(values: Sequence[Any]) -> Iterator[ShardedGrad]:
+    """Yield the gradients among a call's arguments, and in the lists among these."""
+    for value in values:
+        if isinstance(value, ShardedGrad):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _grads_among(value)
 
 
 def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float], of_none: float) -> Callable[..., Any]:
@@ -211,7 +283,7 @@ def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float]
                 func(*args, **kwargs) if grad.numel() else func(grad.new_zeros((1,) * grad.dim()), *args[1:], **kwargs)
             )
             count = grad.numel()
-        numbers, counts = _of_ranks(grad, f"{func.__name__}()", float(own) if count else of_none, count)
+        numbers, counts = _of_ranks(grad, float(own) if count else of_none, count)
         if not sum(counts):
             with _plain():
                 return func(*args, **kwargs)  # which raises, or returns what is so of no values
@@ -236,7 +308,7 @@ def _check_finite(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor)
     with _plain():
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
     for group in dict.fromkeys(each.group for each in grads if isinstance(each, ShardedGrad)):
-        with group.main.task(Kind.FINITE, ANYTHING, "the search for infinite gradients") as task:
+        with group.main.task(Kind.FINITE) as task:
             found = task.round(note=int(bool(found_inf.item()))).notes
             task.finish()
         if any(found):
@@ -258,6 +330,7 @@ _KEEPING = _functions(
     "__ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__ __pow__ __radd__ __rmul__ __rsub__ __rtruediv__ "
     "__sub__ __truediv__"
 )
+_ALIASES = _functions("data detach")
 _RESHAPING = _functions("flatten mT permute ravel reshape swapaxes T t transpose view")
 
 

@@ -67,7 +67,7 @@ def top_rows_of_ranks(
     merges what comes back. Arguments and errors are those of :meth:`TableModule.score`.
     """
     store, first_row = joint_store(table.store)
-    with store.group.main.task(Kind.SCORE, store.number, f"score() of table {table.name!r}") as task, table.lock:
+    with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
         many, k = as_matrix(table, queries).cpu(), count("k", k)
         if k > table.num_embeddings:
             raise ValueError(

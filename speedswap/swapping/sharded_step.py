@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -23,9 +24,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.collectives import ANYTHING, Kind, Parcel, RankGroup, Task, digest_of, share
+from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task, difference_of
 from speedswap.errors import RanksError
-from speedswap.swapping.joint_gradients import COMPLETE, HAS_GRADIENT, HAS_ROWS, KEEPS, ONE_LOOKUP, JointGradients
+from speedswap.swapping.joint_gradients import JointGradients, Standing
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.optimizers import settings_of
@@ -36,7 +37,7 @@ from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Column, Commit
 from speedswap.tables.ranks import Route, ShardedStore, Wanted
 
-__all__ = ["Lent", "ShardedStep", "joint_step"]
+__all__ = ["Lent", "ShardedStep", "call_of_ranks", "joint_step"]
 
 _tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
@@ -51,12 +52,58 @@ class Lent:
 
     Attributes:
         renewals: how often rows had started anew before.
+        leaf: the weights that were brought, which their graph keeps alive.
     """
 
     def __init__(self, rows: Tensor, way: tuple[Route, Block, int] | None = None) -> None:
         self.rows = rows
         self.way = way
         self.renewals = 0
+        self.leaf: weakref.ref[Tensor] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if its graph is gone: no gradient comes from it any more."""
+        return self.leaf is not None and self.leaf() is None
+
+
+@dataclass
+class TableGradients:
+    """A table's gradients on their way to the owners of the rows.
+
+    Attributes:
+        step: of the table.
+        standings: of the ranks.
+        lookups: that no gradient comes from any more.
+        wanted: the rows that this rank sends them for.
+        grad: in their order.
+        way: of these rows, as for :class:`Lent`; None until :meth:`find`.
+    """
+
+    step: ShardedStep
+    standings: Sequence[Standing]
+    lookups: set[Lent]
+    wanted: Wanted
+    grad: Tensor
+    way: tuple[Route, Block, int] | None
+
+    def find(self, route: Route) -> None:
+        """Gather the rows that the ranks send gradients of here."""
+        table = self.step.table
+        self.way = route, table.gather(route.union, device=self.grad.device, checked=True), table.version
+
+    def parcel(self) -> Parcel:
+        assert self.way is not None
+        return Parcel(self.grad, self.wanted.sent, self.way[0].received)
+
+    def take(self, came: Tensor, *, average: bool = True) -> None:
+        """Take what the ranks have sent for the rows that this rank owns.
+
+        Args:
+            came: gradients.
+            average: divide their sum as ``reduction`` says; it stays a sum otherwise.
+        """
+        self.step.take(self, came, average=average)
 
 
 class ShardedStep(RowStep):
@@ -85,13 +132,12 @@ class ShardedStep(RowStep):
         self._has_rows = False  # any rank's gradient
         self._gradients = JointGradients.of(self.group)
         self.number = self._gradients.add(self)
-        self.weight._settle = weakref.WeakMethod(self.settle)
 
     # ------------------------------------------------------------------ forward and backward
 
-    def begin(self, lent: Lent) -> None:
-        """Note the time of a lookup."""
-        lent.renewals = self._renewals
+    def begin(self, lent: Lent, leaf: Tensor) -> None:
+        """Note the time of a lookup, and where its gradient comes."""
+        lent.renewals, lent.leaf = self._renewals, weakref.ref(leaf)
 
     def settle_missed(self) -> None:
         """Send gradients that an optimizer has stepped without: there may be none that ever takes them."""
@@ -101,10 +147,11 @@ class ShardedStep(RowStep):
 
     def lend(self, lent: Lent) -> None:
         """Note a lookup, whose gradient may come."""
+        self._gradients.forget_told(self.number)
         if not self._lent:
             self._optimizer_steps = LostUpdates.steps_anywhere
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]
-        if len(self._lent) > 1 or self._asked is not None:
+        if self._asked is not None or not all(each.is_over for each in self._lent[:-1]):
             for each in self._lent:
                 each.way = None  # their union has another one
 
@@ -120,6 +167,7 @@ class ShardedStep(RowStep):
             for renewals, rows in self._anew:
                 if lent.renewals < renewals:
                     drop(grad, lent.rows, rows)
+            self._gradients.forget_told()
             with self.lock:
                 self._require_no_other_step()
                 self._asked = (lent.rows, grad) if self._asked is None else _merged(*self._asked, lent.rows, grad)
@@ -140,9 +188,20 @@ class ShardedStep(RowStep):
                 drop(self._asked[1], self._asked[0], rows)
 
     def settle(self) -> None:
-        """Take part in the exchange of gradients if there were lookups since the last one."""
         if self.is_unsettled and not self.group.own_pace.is_active:
-            self._gradients.exchange()
+            self._gradients.settle_for(self.number)
+
+    def forget_passes(self) -> None:
+        with self.lock:
+            self._asked, self._answered = None, set()
+
+    @property
+    def name(self) -> str:
+        """The table's name."""
+        return self.store.name
+
+    def begin_step(self, sign: str) -> None:
+        self.group.main.begin_step((sign, self.number))
 
     @property
     def is_unsettled(self) -> bool:
@@ -161,100 +220,82 @@ class ShardedStep(RowStep):
         return restore
 
     @property
-    def standing(self) -> int:
-        """The state of this rank's gradients, as flags for the other ranks."""
-        is_only = len(self._lent) == 1 and self._lent[0].way is not None and self._answered <= set(self._lent)
-        return (
-            HAS_GRADIENT * (self._asked is not None)
-            | COMPLETE * self._answered.issuperset(self._lent)
-            | ONE_LOOKUP * is_only
-            | HAS_ROWS * any(len(lent.rows) for lent in [*self._lent, *self._answered])
-            | KEEPS * self.keeps
+    def standing(self) -> Standing:
+        """The state of this rank's gradients, for the other ranks."""
+        recent = self._lent[::-1]
+        answered = sum(1 << age for age, lent in enumerate(recent) if lent in self._answered)
+        coming = sum(1 << age for age, lent in enumerate(recent) if not lent.is_over)
+        only = max((answered | coming).bit_length() - 1, 0)
+        is_one = (answered | coming) in (0, 1 << only) and bool(recent) and recent[only].way is not None
+        return Standing(
+            self._asked is not None,
+            only if is_one and self._answered <= set(recent) else -1,
+            any(len(lent.rows) for lent in [*recent, *self._answered]),
+            self.keeps,
+            answered,
+            coming,
         )
+
+    @property
+    def has_no_more(self) -> bool:
+        """True if there is no gradient, and none can come from the lookups any more."""
+        return self._asked is None and all(lent.is_over for lent in self._lent)
+
+    @property
+    def own_grad(self) -> Tensor | None:
+        """The gradient of the rows that this rank owns, as of the last exchange."""
+        with as_plain():
+            return _tensor.grad.__get__(self.weight)  # type: ignore[no-any-return]
 
     @property
     def keeps(self) -> bool:
         """True if there is a gradient that another one is added to; on some rank it may be without rows, or zero."""
-        with as_plain():
-            grad = _tensor.grad.__get__(self.weight)
-        return grad is not None and not self._has_failed and not self._rows.updates.is_zeroed(grad)
+        grad = self.own_grad
+        return grad is not None and not self._has_failed and not self.is_zeroed_here
 
-    def parcel(self) -> Parcel | None:
-        """Return the gradient for the owners if it is that of one lookup, along whose way it goes back."""
-        if self._asked is None or not self.standing & ONE_LOOKUP:
-            return None
-        route, _, _ = self._lent[0].way or (None, None, None)
-        assert route is not None
-        return Parcel(self._asked[1], route.wanted.sent, route.received)
+    def outgoing(self, standings: Sequence[Standing]) -> TableGradients:
+        """Return the gradients of backward passes as they leave for the owners of their rows.
 
-    @torch.no_grad()
-    def receive_grads(self, grads: Tensor) -> None:
-        """Take what the ranks have sent, as :meth:`parcel` does, for the rows that this rank owns."""
-        way = self._lent[0].way
-        assert way is not None
-        self._take(way, grads, self._answered, has_rows=True, keeps=self.keeps)
-
-    @torch.no_grad()
-    def exchange(self, task: Task, standings: Sequence[int], *, average: bool = True) -> None:
-        """Send the gradients of backward passes to the owners of their rows; every rank calls this.
+        Rows without a gradient take part in the step if those of the same lookup have one on another rank.
 
         Args:
-            task: the ranks' common one.
-            standings: of the ranks.
-            average: divide their sum as ``reduction`` says; it stays a sum otherwise.
+            standings: of the ranks, one of which has a gradient.
         """
-        way, others = None, []
-        if all(standing & ONE_LOOKUP for standing in standings):
-            (only,) = self._lent
-            way, others = only.way, [] if self._answered else [only]
-        elif not all(standing & COMPLETE for standing in standings):
-            # Rows without a gradient take part in the step if those of the same lookup have one on another rank.
-            among = task.round(note=sum(1 << self._age(lent) for lent in self._lent if lent in self._answered)).notes
-            others = [lent for lent in self._lent if any(note >> self._age(lent) & 1 for note in among)]
-            others = [lent for lent in others if lent not in self._answered]
+        recent = self._lent[::-1]
+        only = {standing.only for standing in standings}
+        if len(only) == 1 and max(only) >= 0:
+            (lent,) = (recent[age] for age in only)
+            way, others, lookups = lent.way, {lent} - self._answered, {*recent}
+        else:
+            way = None
+            answered, coming = (
+                {lent for age, lent in enumerate(recent) if any(getattr(each, name) >> age & 1 for each in standings)}
+                for name in ("answered", "coming")
+            )
+            others, lookups = answered - self._answered, {*recent, *self._answered} - (coming - answered)
         rows, grad = self._with_zeros(others)
         if way is None:
             wanted, places = Wanted.of(self.store.owners, rows)
-            route = self.store.route(task, wanted)
             grad = torch.empty_like(grad).index_copy_(0, places.to(grad.device), grad)
-            way = route, self.table.gather(route.union, device=grad.device, checked=True), self.table.version
-        grads = task.send(grad, way[0].wanted.sent, way[0].received)
-        has_rows, keeps = (any(standing & flag for standing in standings) for flag in (HAS_ROWS, KEEPS))
-        self._take(way, grads, self._answered.union(others), has_rows=has_rows, keeps=keeps, average=average)
+        else:
+            wanted = way[0].wanted
+        return TableGradients(self, standings, lookups, wanted, grad, way)
 
-    def _take(
-        self,
-        way: tuple[Route, Block, int],
-        grads: Tensor,
-        done: set[Lent],
-        *,
-        has_rows: bool,
-        keeps: bool,
-        average: bool = True,
-    ) -> None:
-        """Add up the gradients that the ranks have sent for the rows that this rank owns.
-
-        Args:
-            way: of the rows.
-            grads: that have come.
-            done: the lookups that they are of.
-            has_rows: whether any rank has sent some.
-            keeps: whether the gradient of an earlier exchange stays on any rank.
-            average: as for :meth:`exchange`.
-        """
-        route, block, version = way
-        total = route.add_up(grads)
+    @torch.no_grad()
+    def take(self, outgoing: TableGradients, came: Tensor, *, average: bool) -> None:
+        """Take what the ranks have sent for the rows that this rank owns; see :meth:`TableGradients.take`."""
+        assert outgoing.way is not None
+        route, block, version = outgoing.way
+        total = route.add_up(came)
         if average and self.reduction == "mean":
             total /= len(self.group)
-        self._has_rows = has_rows or (keeps and self._has_rows)
-        self._lent, self._asked, self._answered = [lent for lent in self._lent if lent not in done], None, set()
+        keeps = any(standing.keeps for standing in outgoing.standings)
+        self._has_rows = any(standing.has_rows for standing in outgoing.standings) or (keeps and self._has_rows)
+        self._lent = [lent for lent in self._lent if lent not in outgoing.lookups]
+        self._asked, self._answered = None, set()
         self._adopt(block, version, total, keeps=keeps)
 
-    def _age(self, lent: Lent) -> int:
-        """Return how many lookups without a gradient came after one: a place in the bits of a note."""
-        return len(self._lent) - 1 - self._lent.index(lent)
-
-    def _with_zeros(self, others: Sequence[Lent]) -> tuple[Tensor, Tensor]:
+    def _with_zeros(self, others: Iterable[Lent]) -> tuple[Tensor, Tensor]:
         """Return the ids that have a gradient, and it; with zeros for those of other lookups."""
         asked = self._asked
         for lent in others:
@@ -275,22 +316,21 @@ class ShardedStep(RowStep):
                 self._rows.add(block, version, grad, keeps=keeps)
                 own = self.weight.grad
                 assert own is not None
-                self.weight.grad = ShardedGrad.of(without_ranks(own), self.group)
+                self.weight.grad = ShardedGrad.of(without_ranks(own), self.group, self.number)
                 self._rows.updates.accept()
                 self._rows.updates.accept_gradient(self._optimizer_steps)
                 self._is_ready()
 
     # ------------------------------------------------------------------ the optimizer's step
 
-    def swap_in(self, optimizer: Any) -> None:
-        self.settle()
-        super().swap_in(optimizer)
-
     def _is_zeroed(self, grad: Tensor) -> bool:
-        with self.group.main.task(Kind.STEP, ANYTHING, "another step with the same gradient") as task:
-            is_zeroed = all(task.round(note=int(super()._is_zeroed(grad))).notes)  # one without rows is zero anyway
-            task.finish()
-        return is_zeroed
+        return self._gradients.is_zeroed(self.number)
+
+    @property
+    def is_zeroed_here(self) -> bool:
+        """True if the gradient of the rows that this rank owns was zeroed since it was stepped with."""
+        grad = self.own_grad
+        return grad is not None and self._rows.updates.is_zeroed(grad)
 
     def _fitting(self, column: Column, value: Any) -> Tensor:
         return super()._fitting(column, without_ranks(value))  # such as a momentum that begins as the gradient
@@ -330,6 +370,16 @@ def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tupl
 
 
 @contextmanager
+def call_of_ranks(steps: Iterable[RowStep]) -> Iterator[bool]:
+    """Surround a call about some embeddings, as :meth:`RankGroup.call` does; yield whether ranks own their rows."""
+    groups = dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))
+    with ExitStack() as stack:
+        for group in groups:
+            stack.enter_context(group.call())
+        yield bool(groups)
+
+
+@contextmanager
 def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> Iterator[Callable[[], None]]:
     """Surround what a rank does for an optimizer's step, before and after it, so that all ranks write or none.
 
@@ -343,20 +393,20 @@ def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> 
         different steps, and ends their work together.
     """
     groups = dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))
+    for group in groups:
+        JointGradients.of(group).begin_step()
     with ExitStack() as stack:
-        tasks = {
-            group: stack.enter_context(group.main.task(Kind.STEP, ANYTHING, "the optimizer's step")) for group in groups
-        }
+        tasks = {group: stack.enter_context(group.main.task(Kind.STEP)) for group in groups}
         agreed: list[Task] = []
 
         def agree() -> None:
             for group, task in tasks.items():
                 settings = {} if optimizer is None else _settings_of(optimizer, group)
-                digest = digest_of(settings)
                 agreed.append(task)  # before: what fails here after the round, the others have agreed with
-                if len({*task.round(note=digest).notes}) > 1:
+                if (found := difference_of(task, settings)) is not None:
+                    task.finish()  # the others know
                     ours = [step for step in every_step() if isinstance(step, ShardedStep) and step.group is group]
-                    _raise_different(task, settings, {step.number: step.table.name for step in ours})
+                    _raise_different(found, {step.number: step.table.name for step in ours})
 
         try:
             yield agree
@@ -370,32 +420,30 @@ def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> 
             raise
         for task in agreed:
             task.finish()
+            task.lane.step += 1
 
 
-def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[int, dict[str, str]]:
-    """Return an optimizer's settings of each table that ranks of a group own, by the table's number."""
+def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, str]:
+    """Return an optimizer's settings of each table that ranks of a group own, named with the table's number."""
     found: dict[int, dict[str, str]] = {}
     for some in optimizer.param_groups:
         steps = [step for parameter in some["params"] if isinstance(step := step_of(parameter), ShardedStep)]
         numbers = [step.number for step in steps if step.group is group]
         if numbers:
             found |= dict.fromkeys(numbers, settings_of(optimizer, some))
-    return dict(sorted(found.items()))
+    return {f"{number} {name}": text for number, each in sorted(found.items()) for name, text in each.items()}
 
 
-def _raise_different(task: Task, settings: dict[int, dict[str, str]], names: dict[int, str]) -> NoReturn:
-    """Raise RanksError for the ranks' settings, which are not alike; every rank calls this."""
-    everyone = [dict(each) for each in share(task, [*settings.items()])]
-    task.finish()  # the others know
-    place = next(place for place, each in enumerate(everyone) if each != everyone[0])
-    one, other = task.lane.ranks[0], task.lane.ranks[place]
-    number = min(number for number in names if everyone[0].get(number) != everyone[place].get(number))
-    mine, theirs = (each.get(number, {"optimizer": "none"}) for each in (everyone[0], everyone[place]))
-    differing = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    if mine["optimizer"] != theirs["optimizer"]:
-        differing = ["optimizer"]
-    values = [", ".join(f"{key} {each.get(key, 'missing')}" for key in differing) for each in (mine, theirs)]
+def _raise_different(found: Difference, names: dict[int, str]) -> NoReturn:
+    """Raise RanksError for the optimizers' settings of the first table in which ranks step differently."""
+    by_table: dict[int, dict[str, tuple[str, str]]] = {}
+    for name, both in found.values.items():
+        number, setting = name.split(" ", 1)
+        by_table.setdefault(int(number), {})[setting] = both
+    first = min(by_table)
+    values = by_table[first]
+    values = {"optimizer": values["optimizer"]} if "optimizer" in values else values
     raise RanksError(
-        f"table {names[number]!r} is trained with {values[0]} on rank {one}, but with {values[1]} on rank {other}: "
-        "owners step in their own rows, so all ranks need one optimizer, with the same settings. No table has changed"
+        f"table {names[first]!r} is trained {found._replace(values=values).text('with ')}: owners step in their own "
+        "rows, so all ranks need one optimizer, with the same settings. No table has changed"
     )

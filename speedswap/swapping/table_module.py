@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
+from speedswap._warnings import warn_once
 from speedswap._words import a_kind
-from speedswap.collectives import RankGroup
+from speedswap.collectives import Kind, RankGroup, of_all_ranks
 from speedswap.errors import LostUpdateError, WeightError
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
-from speedswap.swapping.keyed import KeyedRows, of_one_commit, require_map
+from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup
@@ -32,14 +33,13 @@ from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Scored, read_rows, top_rows
 from speedswap.swapping.sharded_scoring import top_rows_of_ranks
 from speedswap.swapping.sharded_step import Lent, ShardedStep
-from speedswap.swapping.weight import TableWeight, as_plain
-from speedswap.swapping.whole_rows import read_all, write_all
-from speedswap.tables import Block, IdMap, Table
+from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
+from speedswap.swapping.whole_rows import HandedOut, is_divided, read_all, write_all
+from speedswap.tables import Block, IdMap, Table, is_single_key
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments
-from speedswap.tables.memory.host import warn_once
 from speedswap.tables.ranks import RowsAhead, ShardedStore, create_sharded
-from speedswap.tables.record import ROUNDINGS
+from speedswap.tables.record import ROUNDINGS, count
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,12 +64,22 @@ class TableModule(nn.Module):
     norm_type: float = 2.0
     scale_grad_by_freq: bool = False
     sparse: bool = False
+    _handed_out: HandedOut | None = None  # in the last state_dict
+    # Until there is a table:
+    _make: Callable[[Tensor | None], Table] | None = None
+    _map_to_keep: IdMap | None = None
+    _assigned: weakref.ref[nn.Parameter] | None = None  # the parameter that has given the rows
 
+    @of_all_ranks
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
         *,
         storage: str = "auto",
         engine: str = "auto",
@@ -87,10 +97,6 @@ class TableModule(nn.Module):
         id_map: IdMap | None = None,
         process_group: dist.ProcessGroup | None = None,
         reduction: str = "mean",
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
         **disk: Unpack[DiskArguments],
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
@@ -108,11 +114,11 @@ class TableModule(nn.Module):
         if id_map is None and table is not None:
             id_map = table.id_map
         if id_map is not None:
-            require_map(id_map, num_embeddings, padding_idx)
+            num_embeddings = rows_for(id_map, num_embeddings, padding_idx)
             padding_idx = 0
         rows_dtype = table.dtype if table is not None else dtype or torch.get_default_dtype()
         _check_dtypes(rows_dtype, state_dtype)
-        torch.empty(0, device=device)  # raises where there is no such device, before a table is made
+        place = _device_of_weights(device)  # raises where there is no such device, before a table is made
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
         if reduction not in _REDUCTIONS:
@@ -121,30 +127,56 @@ class TableModule(nn.Module):
             raise ValueError(
                 "local_to_rank is True, but process_group has the ranks own the rows together; leave it out"
             )
-        first_values = None
-        if table is None:
-            first_values = initializers.normal() if init is None else initializers.resolve(init)
-            compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
-            make = Table.create
-            if process_group is not None:
-                # By the name, ranks notice that they make tables in another order.
-                alike = {"name": name, "reduction": reduction, "state_dtype": state_dtype, **self._alike()}
-                make = functools.partial(create_sharded, process_group, alike=alike)
-            table = make(
-                num_embeddings,
-                embedding_dim,
-                dtype=rows_dtype,
-                storage=storage,
-                engine=engine,
-                path=path,
-                init=first_values,
-                seed=int(torch.randint(2**62, ()).item()) if seed is None else seed,
-                name=name,
-                zero_row=padding_idx,
-                stored_dtype=stored_dtype,
-                rounding=(rounding or "stochastic") if compact else "nearest",
-                **disk,
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.local_to_rank = local_to_rank
+        ranks = None if table is None else table.ranks
+        if process_group is not None:
+            ranks = RankGroup.of(process_group)
+        if ranks is not None:
+            # By the name, ranks notice that they make tables in another order.
+            settings = {"class": type(self).__name__, "name": name, "reduction": reduction, "rounding": rounding}
+            state = {"state_dtype": state_dtype, "id_map": id_map is not None}
+            ranks.require_same_settings(
+                f"an embedding of {num_embeddings} rows", {**settings, **state, **self._alike()}
             )
+        self._init: initializers.Initializer | None = None
+        self._trained_as = reduction, state_dtype, rounding
+        self._map_to_keep = id_map
+        self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
+        if table is None:
+            first_values = self._init = initializers.normal() if init is None else initializers.resolve(init)
+            compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
+            create = Table.create
+            if process_group is not None:
+                create = functools.partial(create_sharded, process_group)
+
+            def make(rows: Tensor | None = None) -> Table:
+                values = first_values if rows is None else initializers.GivenRows(weakref.ref(rows))
+                is_drawn = seed is None and rows is None
+                return create(
+                    num_embeddings,
+                    embedding_dim,
+                    dtype=rows_dtype,
+                    storage=storage,
+                    engine=engine,
+                    path=path,
+                    init=values,
+                    seed=int(torch.randint(2**62, (), device="cpu").item()) if is_drawn else seed or 0,
+                    name=name,
+                    zero_row=padding_idx,
+                    stored_dtype=stored_dtype,
+                    rounding=(rounding or "stochastic") if compact else "nearest",
+                    **disk,
+                )
+
+            self._make = make
+            if place.type == "meta" and not first_values.is_given:
+                shape = count("num_embeddings", num_embeddings), count("embedding_dim", embedding_dim)
+                self._parameters["weight"] = MetaWeight(torch.empty(shape, dtype=rows_dtype, device="meta"))
+                return
+            table = self._create()
         elif (table.num_embeddings, table.embedding_dim) != (num_embeddings, embedding_dim):
             raise ValueError(
                 f"table is {table!r}, but num_embeddings is {num_embeddings} and embedding_dim is {embedding_dim}; "
@@ -153,21 +185,87 @@ class TableModule(nn.Module):
         else:
             _require_stored(table, stored_dtype)
             _require_owners(table, process_group)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
-        self.local_to_rank = local_to_rank
+        self._begin(table, TableWeight(table, "cpu" if place.type == "meta" else place))
+
+    def _begin(self, table: Table, weight: TableWeight) -> None:
+        """Look up and train the rows of a table from now on."""
         self.table = table
-        self._init = first_values
-        self.weight = TableWeight(table, device)
-        padding = Padding([] if padding_idx is None else [padding_idx])
-        self._step = _step_over(table, self.weight, padding, reduction, state_dtype, rounding)
-        self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
-        self._keyed = self._keyed_by(id_map)
+        self._parameters["weight"] = weight
+        padding = Padding([] if self.padding_idx is None else [self.padding_idx])
+        self._step = _step_over(table, weight, padding, *self._trained_as)
+        self._keyed = self._keyed_by(self._map_to_keep)
+        self._make = self._map_to_keep = None
+
+    # ------------------------------------------------------------------ without a table, on the meta device
+
+    def _create(self, rows: Tensor | None = None) -> Table:
+        """Make the table, with given rows in place of its initial values."""
+        assert self._make is not None
+        with torch.device("cpu"):
+            table = self._make(rows)
+        if rows is not None and table.store.was_found:
+            write_all(table, rows)
+        return table
+
+    @property
+    def _is_on_meta(self) -> bool:
+        """True if there is no table yet: it is made as rows are loaded."""
+        return self._make is not None and self.weight.is_meta
+
+    def _make_table(self, device: torch.device, rows: Tensor | None = None) -> None:
+        """Make the table of a module on the meta device, with given rows or its initial values."""
+        before, table = self.weight, self._create(rows)
+        self._begin(table, TableWeight(table, device))
+        self.weight.requires_grad_(before.requires_grad)
+        vars(self.weight).update(vars(before))
+
+    def _take_rows(self, rows: Tensor) -> bool:
+        """Make the table of a module on the meta device; return whether it has the rows already.
+
+        Keys that get a row later need its initial values, and ranks may have a part of the rows each.
+        """
+        if self._map_to_keep is not None or is_divided(rows):
+            self._make_table(rows.device)
+            return False
+        self._make_table(rows.device, rows)
+        return True
+
+    def _adopt(self) -> None:
+        """Make the table of rows that were put into the parameters in place of a weight on the meta device."""
+        weight = self.weight
+        if not isinstance(weight, MetaWeight) or weight.is_meta:
+            raise WeightError(
+                f"the {type(self).__name__} is on the meta device and has no rows yet; load a state_dict into it, or "
+                'call to_empty(device="cpu") for its initial values'
+            )
+        rows = weight.detach()
+        table = self._create(None if self._map_to_keep is not None else rows)
+        if self._map_to_keep is not None:
+            write_all(table, rows)
+        self._begin(table, TableWeight.in_place_of(weight, table))
+
+    # A module with a table has these in its dictionary.
+    @functools.cached_property
+    def table(self) -> Table:
+        """The rows."""
+        self._adopt()
+        return self.table
+
+    @functools.cached_property
+    def _step(self) -> RowStep:
+        self._adopt()
+        return self._step
+
+    @functools.cached_property
+    def _keyed(self) -> KeyedRows | None:
+        self._adopt()
+        return self._keyed
+
+    # ------------------------------------------------------------------ with a table
 
     def _alike(self) -> dict[str, object]:
-        """Return further settings that have to be the same on all ranks, for those who own the rows together."""
-        return {}
+        """Return further settings that have to be the same on all ranks that own the rows together."""
+        return self._settings()
 
     def _keyed_by(self, id_map: IdMap | None) -> KeyedRows | None:
         if id_map is None:
@@ -177,10 +275,18 @@ class TableModule(nn.Module):
         return KeyedRows(self.table.id_map, self.table, self._step)
 
     @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the rows together; None for a process alone."""
+        return None if self._is_on_meta else self.table.ranks
+
+    @property
     def id_map(self) -> IdMap | None:
         """The map from the keys that are looked up to rows; None where ids are rows."""
+        if self._make is not None:
+            return self._map_to_keep
         return None if self._keyed is None else self._keyed.id_map
 
+    @of_all_ranks
     def reset_parameters(self, init: initializers.Initializer | Callable[..., Any] | None = None) -> None:
         """Give every row its initial values again; the optimizer's state stays as it is.
 
@@ -205,6 +311,7 @@ class TableModule(nn.Module):
             )
         self.table.reset_columns([replace(self.table.columns["weight"], init=values)])
 
+    @of_all_ranks
     def read(self, ids: Tensor | int | None = None) -> Tensor:
         r"""Copy rows out of the table, without a gradient; :meth:`forward` is for training.
 
@@ -227,6 +334,7 @@ class TableModule(nn.Module):
         """
         return read_rows(self.table, ids)
 
+    @of_all_ranks
     def score(self, queries: Tensor, k: int = 10, *, chunk: int | None = None, exclude: Exclude = None) -> Scored:
         """Find the rows with the largest inner products in the whole table: ``(queries @ all_rows.T).topk(k)``.
 
@@ -263,7 +371,7 @@ class TableModule(nn.Module):
             >>> items.score(torch.tensor([1.0, 0.0]), k=2, exclude=torch.tensor([2])).ids.tolist()
             [0, 1]
         """
-        search = top_rows_of_ranks if self.table.store.is_shared else top_rows
+        search = top_rows if self.ranks is None else top_rows_of_ranks
         return search(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
     def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
@@ -318,6 +426,10 @@ class TableModule(nn.Module):
         if isinstance(self._step, ShardedStep):
             self._step.group.ahead.announce_end(failed=failed)
 
+    def begin_step(self) -> None:
+        """Note that the training loop gets another batch."""
+        self._step.begin_step("a batch")
+
     def begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
         """Let a batch have its turn, whose lookups were announced and prefetched.
 
@@ -340,7 +452,7 @@ class TableModule(nn.Module):
         """Return whether ids or keys are those of one lookup, not of several."""
         if isinstance(given, Tensor):
             return True
-        is_list_of_keys = isinstance(given, (list, tuple)) and (not given or isinstance(given[0], (str, bytes)))
+        is_list_of_keys = isinstance(given, (list, tuple)) and (not given or is_single_key(given[0]))
         return self._keyed is not None and (is_list_of_keys or not isinstance(given, (list, tuple)))
 
     def _target(self, ids: Any) -> torch.device:
@@ -401,12 +513,16 @@ class TableModule(nn.Module):
             if is_trained:
                 refuse_training(self.table.name)
             return constant_rows(ids_of(), functools.partial(self._gather_now, columns=["weight"]))
+        if self._handed_out is not None:
+            self._handed_out.warn_if_changed(self.table)
         if isinstance(self._step, ShardedStep) and not is_trained and not self._step.group.own_pace.is_active:
             ahead = self._rows_ahead(given, device)
             return self._step.store.look_up(ids_of, device, training=False, ahead=ahead)[:2]
         if not is_trained:
             block, local = self._gather_ahead(given, device, ids_of, ["weight"])
             return block.weight, local
+        if self._assigned is not None:
+            self._require_untied()
         require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank or self._step.is_sharded)
         if isinstance(self._step, ShardedStep):
             return self._borrow(self._step, given, device, ids_of)
@@ -419,12 +535,22 @@ class TableModule(nn.Module):
         leaf.gradient_keeper = self._step  # type: ignore[attr-defined]
         return leaf, local
 
+    def _require_untied(self) -> None:
+        """Raise WeightError if the parameter that gave the rows is still held, and would be trained beside them."""
+        if self._assigned is not None and self._assigned() is not None:
+            raise WeightError(
+                f"weight was assigned a parameter, whose values are in table {self.table.name!r} now, but something "
+                "else holds it still: it cannot be tied to another module's; drop it, or give that module a copy"
+            )
+        self._assigned = None
+
     def _borrow(
         self, step: ShardedStep, given: tuple[Tensor, ...], device: torch.device, ids_of: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Bring a training lookup's rows from the ranks that own them, as :meth:`_gather_given`."""
         step.settle_missed()
-        with step.store.together(training=True) as task:
+        is_alone = step.group.own_pace.is_active
+        with nullcontext() if is_alone else step.store.task(Kind.LOOK_UP) as task:
             try:
                 step.before_forward()
             except LostUpdateError:
@@ -440,8 +566,8 @@ class TableModule(nn.Module):
                 weights, local, way = step.store.look_up(ids_of, device, training=True, ahead=ahead)
                 lent = Lent(way.rows, way)
                 step.lend(lent)
-            step.begin(lent)
-        leaf = weights.requires_grad_()
+            leaf = weights.requires_grad_()
+            step.begin(lent, leaf)
         leaf.register_post_accumulate_grad_hook(functools.partial(step.receive_asked, lent))  # type: ignore[no-untyped-call]
         leaf.gradient_keeper = step  # type: ignore[attr-defined]
         return leaf, local
@@ -477,9 +603,8 @@ class TableModule(nn.Module):
 
     def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Gather the distinct rows of ids from the table; return them and each id's place among them."""
-        with self.table.store.together(training=False):
-            rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
-            return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
+        rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
+        return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
 
     def _gather_ahead(
         self,
@@ -504,6 +629,7 @@ class TableModule(nn.Module):
         return self._gather_now(ids_of(), columns)
 
     @classmethod
+    @of_all_ranks
     def _with_rows(
         cls: type[_Self], embeddings: Tensor, freeze: bool, padding_idx: int | None, **settings: Any
     ) -> _Self:
@@ -541,23 +667,40 @@ class TableModule(nn.Module):
         return (_rebuilt, (type(self), self.table, self._settings(), self.training, self.weight.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._make is not None:
+            twin = memo[id(self)] = type(self).__new__(type(self))
+            twin.__dict__ |= copy.deepcopy(self.__dict__, memo)
+            return twin
         table = copy.deepcopy(self.table, memo)  # or says what to do instead
         step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self._step.padding)
         step.weight.requires_grad_(self.weight.requires_grad)
         module = memo[id(self)] = type(self).__new__(type(self))
         memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}
-        module.__dict__ |= copy.deepcopy({**self.__dict__, "_lookups": None, "_keyed": None}, memo)
+        module.__dict__ |= copy.deepcopy({**self.__dict__, "_lookups": None, "_keyed": None, "_handed_out": None}, memo)
         module._keyed = module._keyed_by(table.id_map)
         return module
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return (
-            f"{self.num_embeddings}, {self.embedding_dim}{padding}, table={self.table!r}, weight stands for the whole "
+            f"{self.num_embeddings}, {self.embedding_dim}{padding}, {self._rows_repr}, weight stands for the whole "
             "table: the batch's rows within optimizer.step(), no tensor otherwise"
         )
 
+    @property
+    def _rows_repr(self) -> str:
+        return "no rows yet, on meta" if self._is_on_meta else f"table={self.table!r}"
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self._is_on_meta:
+            after = fn(torch.empty(1, dtype=self.weight.dtype, device="meta"))
+            if after.dtype == self.weight.dtype:
+                if after.device.type != "meta":
+                    self._make_table(after.device)
+                return self
+            raise TypeError(
+                f"the rows of the {type(self).__name__} are {self.weight.dtype} and stay so; give dtype= as it is made"
+            )
         before = torch.zeros(1, dtype=self.table.dtype)
         after = fn(before)
         if not torch._has_compatible_shallow_copy_type(before, after):
@@ -581,21 +724,31 @@ class TableModule(nn.Module):
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight" and self._is_on_meta and param is not None and not param.is_meta:
+            self.weight.requires_grad_(param.requires_grad)
+            load_assigned(self, param)
+            vars(self.weight).update(vars(param))
+            self._assigned = weakref.ref(param)
+            return
         if name == "weight" and self._parameters.get("weight") is not None:
-            raise WeightError(
-                f"weight was assigned, but the rows of table {self.table.name!r} cannot be another tensor's (tied); "
-                "copy values with embedding.weight.data.copy_(values) or embedding.table.write(0, values)"
-            )
+            raise not_assigned(self)
         super().register_parameter(name, param)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         if rows_are_apart():
             return
-        with says_checkpoint():
-            destination[prefix + "weight"] = read_all(self.table)
+        if self._is_on_meta:
+            destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        else:
+            with says_checkpoint():
+                rows = destination[prefix + "weight"] = read_all(self.table)
+            if self._handed_out is not None:
+                self._handed_out.warn_if_changed(self.table)
+            self._handed_out = None if rows.is_inference() or is_divided(rows) else HandedOut(rows)
         if self.id_map is not None:
             destination[prefix + "id_map"] = self.id_map.whole_bytes()
 
+    @of_all_ranks
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -609,7 +762,8 @@ class TableModule(nn.Module):
         key = prefix + "weight"
         if rows_are_apart():
             return
-        if self.id_map is None and prefix + "id_map" in state_dict:
+        has_map = prefix + "id_map" in state_dict
+        if self.id_map is None and has_map:
             unexpected_keys.append(prefix + "id_map")
         if key not in state_dict:
             if strict:
@@ -619,18 +773,46 @@ class TableModule(nn.Module):
         wanted = (self.num_embeddings, self.embedding_dim)
         if tuple(values.shape) != wanted:
             error_msgs.append(f"size mismatch for {key}: the checkpoint has {tuple(values.shape)}, the table {wanted}")
+            if self.ranks is not None:  # whose others take theirs
+                raise ValueError(error_msgs.pop())
+            return
+        if self.id_map is not None and strict and not has_map:
+            missing_keys.append(prefix + "id_map")
+            return
+        if self._is_on_meta and (values.is_meta or self._take_rows(values.detach())):
             return
         of_map: AbstractContextManager[None] = nullcontext()
-        if self.id_map is not None:
-            if prefix + "id_map" in state_dict:
-                of_map = self.id_map.restoring(state_dict[prefix + "id_map"], what=f"{prefix}id_map")
-            elif strict:
-                missing_keys.append(prefix + "id_map")
-                return
+        if self.id_map is not None and has_map:
+            of_map = self.id_map.restoring(state_dict[prefix + "id_map"], what=f"{prefix}id_map")
+        self._handed_out = None
         with of_map:  # both, or neither
             write_all(self.table, values)
             if self.id_map is not None:  # the rows of the gradient are those of other keys
                 self._step.abandon()
+
+
+def not_assigned(module: Any) -> WeightError:
+    """Return the error for a parameter that was assigned as the weight of a module over a table."""
+    of = f"the {type(module).__name__}" if module._is_on_meta else f"table {module.table.name!r}"
+    return WeightError(
+        f"weight was assigned, but the rows of {of} cannot be another tensor's (tied); copy values with "
+        "embedding.weight.data.copy_(values) or embedding.table.write(0, values)"
+    )
+
+
+def load_assigned(module: nn.Module, weight: nn.Parameter) -> None:
+    """Load the rows of a parameter that was assigned as the weight of a module on the meta device."""
+    errors: list[str] = []
+    module._load_from_state_dict({"weight": weight}, "", {}, False, [], [], errors)
+    if errors:
+        raise WeightError(f"weight was assigned: {errors[0]}")
+
+
+def _device_of_weights(device: torch.device | str | None) -> torch.device:
+    """Return where a module's parameters are now: also of modules whose parameters accelerate moves to meta."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(0, device=device))
+    return module.weight.device
 
 
 def _step_over(

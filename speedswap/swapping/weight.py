@@ -12,19 +12,21 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from types import FrameType, FunctionType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
 from speedswap.swapping.refusals import name_of, refusal, require_one_pass
 from speedswap.swapping.sharded_grad import ShardedGrad
 from speedswap.tables import Table, init
+from speedswap.tables.table.whole_columns import put, require_alike
 
-__all__ = ["TableRows", "TableWeight", "as_plain", "is_one_value"]
+__all__ = ["MetaWeight", "TableRows", "TableWeight", "as_plain", "is_one_value", "with_tables"]
 
 # Inside of this, weights are the tensors behind them.
 as_plain = torch._C.DisableTorchFunctionSubclass
@@ -45,6 +47,8 @@ class _Rows:
         if func in _PLAIN:
             with as_plain():
                 return func(*args, **kwargs)
+        if isinstance(func, FunctionType):  # in place of torch.nn.init's while transformers initializes a model
+            func = _INITIALIZERS.get(func.__name__, func)
         subject, others = (args[0], args[1:]) if args else (kwargs.pop("tensor", None), ())
         if isinstance(subject, _Rows):
             if func in _ANSWERS:
@@ -62,6 +66,11 @@ class _Rows:
         if table is None:
             raise WeightError("the embedding of this weight is gone, and its table with it; keep the module")
         return table
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the rows together; None for a process alone."""
+        return self._of.ranks
 
     @property
     def _bounds(self) -> tuple[int, int]:
@@ -97,6 +106,7 @@ class _Rows:
 
     # ------------------------------------------------------------------ filling
 
+    @of_all_ranks
     def _fill(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Apply an in-place function that treats each value by itself to the table, chunk by chunk."""
         self._require_no_graph(func)
@@ -104,6 +114,7 @@ class _Rows:
             if isinstance(value, Tensor) and (isinstance(value, _Rows) or value.dim()):
                 raise WeightError(refusal(func, self._of))
         table, (start, stop) = self._of, self._bounds
+        given = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Generator)]
         for first in range(start, stop, init.CHUNK_ROWS):
             last = min(first + init.CHUNK_ROWS, stop)
             if func in _OVERWRITING:
@@ -112,9 +123,12 @@ class _Rows:
                 chunk = table.read(first, last)
             with torch.no_grad():
                 func(init.as_rows_of(chunk, table.num_embeddings), *args, **kwargs)
-            table.write(first, chunk)
+            if first == start:  # and the function takes them
+                require_alike(table, given, f"arguments of {name_of(func)} for")
+            put(table, first, chunk)  # random values are those of the rows' owners
         return self
 
+    @of_all_ranks
     def _copy(self, source: Any, non_blocking: bool = False) -> Any:
         """Copy values from a tensor of this shape, or one number."""
         if not isinstance(source, Tensor) or not source.dim():
@@ -129,10 +143,12 @@ class _Rows:
             )
         table, (start, stop) = self._of, self._bounds
         values = source.detach().reshape(stop - start, table.embedding_dim)
+        require_alike(table, values, "values of")
         for first in range(0, stop - start, init.CHUNK_ROWS):
-            table.write(start + first, values[first : first + init.CHUNK_ROWS].to("cpu", table.dtype))
+            put(table, start + first, values[first : first + init.CHUNK_ROWS].to("cpu", table.dtype))
         return self
 
+    @of_all_ranks
     def _assign(self, index: Any, value: Any) -> None:
         self._require_no_graph(Tensor.__setitem__)
         self._select(index)._copy(value)
@@ -216,15 +232,24 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     taken_by: weakref.WeakSet[Optimizer]
     _keeper: weakref.ref[Any] | None
-    _settle: weakref.WeakMethod[Callable[[], None]] | None  # to be called before the gradient is looked at
 
     def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
         one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
         weight: TableWeight = torch.Tensor._make_subclass(cls, one_row, True)
-        weight._table = weakref.ref(table)
-        weight.taken_by = weakref.WeakSet()
-        weight._keeper = weight._settle = None
-        return weight
+        return weight._standing_for(table)
+
+    @classmethod
+    def in_place_of(cls, weight: MetaWeight, table: Table) -> TableWeight:
+        """Let a parameter, which an optimizer may hold already, stand for the table that has its values."""
+        weight.data = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=weight.device)
+        weight.__class__ = cls  # type: ignore[assignment]
+        return cast(TableWeight, weight)._standing_for(table)
+
+    def _standing_for(self, table: Table) -> TableWeight:
+        self._table = weakref.ref(table)
+        self.taken_by = weakref.WeakSet()
+        self._keeper = None
+        return self
 
     # An optimizer asks for these two in methods of its own. A property sees which method asks; a torch function may be
     # called by a mode instead, as under torch.set_default_device.
@@ -235,24 +260,35 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @property
     def grad(self) -> Tensor | None:
-        self._note_optimizer(sys._getframe(1))
-        if self._settle is not None and (settle := self._settle()) is not None:
-            settle()
+        asking, keeper = sys._getframe(1), self.gradient_keeper
+        self._note_optimizer(asking)
+        if keeper is not None:  # which may have to ask other ranks, unless the gradient is about to be dropped
+            keeper.forget_passes() if asking.f_code.co_name == _ZERO_GRAD else keeper.settle()
         with as_plain():
-            return _tensor.grad.__get__(self)  # type: ignore[no-any-return]
+            found: Tensor | None = _tensor.grad.__get__(self)
+        self._note_zero_grad(asking, found)
+        return found
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
         self._set_grad(grad)
+        self._note_zero_grad(sys._getframe(1), grad)
 
     @grad.deleter
     def grad(self) -> None:
         self._set_grad(None)
 
+    def _note_zero_grad(self, asking: FrameType, grad: Tensor | None) -> None:
+        """Note that a step begins, if a frame is in ``zero_grad``, which has left no gradient."""
+        if grad is None and asking.f_code.co_name == _ZERO_GRAD and self.gradient_keeper is not None:
+            self.gradient_keeper.begin_step(_ZERO_GRAD)
+
     def _set_grad(self, grad: Tensor | None) -> None:
-        group = None if self.gradient_keeper is None else self.gradient_keeper.group
-        if group is not None and grad is not None and not isinstance(grad, ShardedGrad):
-            grad = ShardedGrad.of(grad, group)
+        if (keeper := self.gradient_keeper) is not None:
+            keeper.forget_passes()
+            if keeper.group is not None and grad is not None:
+                grad = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, keeper.group)
+                grad.table = keeper.number
         super()._set_grad(grad)
 
     def _note_optimizer(self, asking: FrameType) -> None:
@@ -267,6 +303,25 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     def gradient_keeper(self) -> Any:
         """The training step that gradients go to; it saves them, and puts them back, with the rows they belong to."""
         return self._keeper and self._keeper()
+
+
+class MetaWeight(nn.Parameter):
+    """The weight of a module on the meta device, in the table's shape; or the rows that took its place there.
+
+    Libraries make another parameter of its class out of the rows that they load, and put that into the module.
+    """
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> MetaWeight:
+        weight: MetaWeight = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
+        return weight
+
+
+def with_tables(model: nn.Module) -> nn.Module:
+    """Return a model once its modules from the meta device have tables; raise WeightError if one has no rows."""
+    for module in model.modules():
+        if isinstance(module._parameters.get("weight"), MetaWeight):
+            module._step  # noqa: B018
+    return model
 
 
 def is_one_value(tensor: Tensor) -> bool:
@@ -300,7 +355,8 @@ def _answered(names: str, answer: Callable[..., Any], *places: Any) -> dict[Any,
 
 _tensor: Any = Tensor  # its attributes are descriptors here
 
-_OF_OPTIMIZERS = (Optimizer.add_param_group.__name__, Optimizer.zero_grad.__name__)
+_ZERO_GRAD = Optimizer.zero_grad.__name__  # and Module's
+_OF_OPTIMIZERS = (Optimizer.add_param_group.__name__, _ZERO_GRAD)
 
 # True of the tensor behind a weight and of the whole table, or about a batch's gradient.
 _PLAIN = (
@@ -335,6 +391,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 _FROM_TORCH_INIT = _functions("constant_ kaiming_uniform_ normal_ uniform_", nn.init)
+_INITIALIZERS = {function.__name__: function for function in _FROM_TORCH_INIT}
 _OVERWRITING = _FROM_TORCH_INIT | _functions(
     "bernoulli_ cauchy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_", Tensor
 )

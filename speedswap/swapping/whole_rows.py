@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from speedswap._warnings import warn_once
+from speedswap._words import AVERAGE_OTHERS
+from speedswap.collectives import Kind
 from speedswap.tables import Table
 from speedswap.tables.ranks import ShardedStore
 from speedswap.tables.whole_table import require_memory
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
     from speedswap.collectives import RankGroup
 
-__all__ = ["is_divided", "read_all", "write_all"]
+__all__ = ["HandedOut", "is_divided", "read_all", "write_all"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -42,7 +45,7 @@ def read_all(table: Table, column: str = "weight") -> Tensor:
     if not isinstance(store, ShardedStore):
         return table.read(column=column)
     found = table.columns[column]
-    with store.together(training=False):
+    with store.task(Kind.STATE):
         mine = _part(store)
         require_memory(
             len(mine) * found.width * found.dtype.itemsize, f"rows {mine.start} to {mine.stop - 1} of {table!r}"
@@ -54,7 +57,7 @@ def read_all(table: Table, column: str = "weight") -> Tensor:
 
 
 def write_all(table: Table, values: Tensor, column: str = "weight") -> None:
-    """Overwrite all rows of a column; of a table that ranks own, every rank calls this.
+    """Overwrite all rows of a column, as a part of a step; of a table that ranks own, every rank calls this.
 
     Args:
         table: the table.
@@ -63,13 +66,36 @@ def write_all(table: Table, values: Tensor, column: str = "weight") -> None:
     """
     store, dtype = table.store, table.columns[column].dtype
     if not isinstance(store, ShardedStore) or not is_divided(values):
-        table.write(0, _whole(values).detach().to(dtype), column=column)
+        table.write(0, _whole(values).detach().to(dtype), column=column, commit=False)
         return
-    with store.together(training=False):
+    with store.task(Kind.STATE):
         mine, part = _part(store), _local(values, store)
         for ids in _pieces(store, column):
             store.write_rows(column, ids, part[ids - mine.start].to("cpu", dtype))
-    store.own.commit()
+
+
+class HandedOut:
+    """A copy of a table's rows in a state_dict, of which only the count of its changes in place is kept.
+
+    With torch's layers such a change is one of the layer. Here it is lost, unless it is loaded.
+
+    Args:
+        rows: the copy.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self._counter = rows.detach()
+        self._counter.data = torch.empty(0, dtype=rows.dtype)  # the rows are not kept
+        self._seen = self._counter._version
+
+    def warn_if_changed(self, table: Table) -> None:
+        """Warn once if the copy was changed."""
+        if self._counter._version != self._seen:
+            warn_once(
+                f"SW402: rows of table {table.name!r} in a state_dict were changed in place. They are a copy, and the "
+                "table is as before: load the state_dict, or write rows with embedding.table.write; if that was an "
+                f"EMA, {AVERAGE_OTHERS}"
+            )
 
 
 def is_divided(value: object) -> bool:

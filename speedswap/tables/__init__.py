@@ -10,7 +10,7 @@ from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.block import Block
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.keys import Keys, as_keys
+from speedswap.tables.keys import Keys, as_keys, is_single_key
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, prefetch
 from speedswap.tables.record import Column
@@ -34,6 +34,7 @@ __all__ = [
     "as_keys",
     "gather_rows",
     "init",
+    "is_single_key",
     "prefetch",
     "scatter_rows",
 ]

@@ -56,6 +56,29 @@ class FreshRows(NamedTuple):
             ]
             kernels.scatter_records(records, places, parts)
 
+    def columns_of(self, groups: Tensor, held: Tensor, layout: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the ids of groups' rows, and the bytes of each column, uint8 (n, row_bytes).
+
+        Args:
+            groups: int64, shape (n,).
+            held: their bytes, uint8, contiguous; what their layout lacks of the newest is filled.
+            layout: the number of the layout in which they were written; -1 if they were not.
+        """
+        records = kernels.Records(
+            held.data_ptr(), self.layout.stride, len(groups) * self.group_rows, held.device, False, held
+        )
+        if layout != self.layout.number:
+            slots = torch.arange(len(groups))
+            self.fill(records, torch.stack([slots, groups, torch.full_like(groups, layout)], dim=1))
+        rows = self.rows_of(groups)
+        inside = rows < self.num_embeddings
+        places = torch.arange(len(rows))[inside]
+        columns = self.layout.columns.items()
+        blocks = {name: torch.empty(len(places), column.row_bytes, dtype=torch.uint8) for name, column in columns}
+        parts = [kernels.Part(self.layout.by_name[name].offset, block) for name, block in blocks.items()]
+        kernels.gather_records(records, places, parts)
+        return rows[inside], blocks
+
     def rows_of(self, groups: Tensor) -> Tensor:
         """Return the rows of groups, or the places of slots."""
         if self.group_rows == 1:

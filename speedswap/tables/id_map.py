@@ -35,7 +35,7 @@ class IdMap(Locked):
     """Rows for keys that are not known beforehand: 64-bit numbers, or strings.
 
     Keys get rows 1 to ``capacity`` in the order of their first occurrence, so that early and frequent ones lie
-    together. Row 0 is that of every key without a row: give the map to an embedding, ``Embedding(map.num_rows, dim,
+    together. Row 0 is that of every key without a row: give the map to an embedding, ``Embedding(capacity, dim,
     id_map=map)``, and it is the padding row: zeros, without a gradient. A training lookup adds keys; every other one
     only looks them up. A row that goes from one key to another starts anew in the table, weight and optimizer state,
     from its initial values, which depend on the table's seed: to go on from a ``state_dict`` bit for bit,
@@ -48,9 +48,9 @@ class IdMap(Locked):
 
     Args:
         capacity: rows for keys, 1 to 2**31 - 1.
-        keys: ``"int64"``: tensors of integers, any values. ``"hashed"``: strings, kept as 64-bit hashes (XXH64): among
-            n of them two share a row with odds of n² / 2**65: 1 in 370,000 for 10 million keys. ``"exact"``: strings,
-            kept as they are.
+        keys: ``"int64"``: integers, any values. ``"hashed"``: strings, kept as 64-bit hashes (XXH64): among n of them
+            two share a row with odds of n² / 2**65: 1 in 370,000 for 10 million keys. ``"exact"``: strings, kept as
+            they are.
         admit_after: sightings before a key gets a row; until then it has row 0. As many keys as there are rows are kept
             on probation; when one more comes, the one that came first is forgotten, and its sightings count anew.
         evict: for a key that comes when every row is taken: None raises; ``"lru"`` takes the row whose key was last
@@ -93,7 +93,7 @@ class IdMap(Locked):
         self._map = self._empty()
         self._token = object()  # another one once the keys are replaced
         self._ahead = BatchesAhead(self._add_ahead)
-        self._stale = torch.empty(0, dtype=torch.int64)  # rows that start anew when the next keys are added
+        self._stale = torch.empty(0, dtype=torch.int64, device="cpu")  # rows that start anew as the next keys are added
         self._free_rows_are_stale = False
         self._is_frozen = False
         self._is_changing = False
@@ -140,14 +140,16 @@ class IdMap(Locked):
         """Return the row of each key, 0 for a key without one. Nothing is added or counted.
 
         Args:
-            keys: a tensor of integers, any shape, on any device, or an array of NumPy's; or strings: a list of str or
-                bytes, an array of them of NumPy or pyarrow, whose memory is read without a copy per key.
+            keys: integers, or the strings of a map for strings: a tensor, on any device; a list; an array of NumPy's,
+                any shape, or of pyarrow's; or a column of pandas or polars. Fixed-width strings of NumPy and those of
+                pyarrow are read without a copy per key.
 
         Returns:
             int64, of the keys' shape, on their device; on the CPU for strings.
 
         Raises:
-            TypeError, ValueError: ``keys`` is something else.
+            TypeError: ``keys`` is something else.
+            ValueError: a key is missing: None, NaN, NaT, a null, or masked.
         """
         found = as_keys(keys, self.keys)
         with self._unbroken(), self._as_of_now():

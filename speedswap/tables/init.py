@@ -90,6 +90,10 @@ class Initializer:
         """True if the values are copied once, while the table is created, and cannot be computed again."""
         return False
 
+    def given(self) -> list[Tensor]:
+        """Return the rows that are copied."""
+        return []
+
 
 @dataclass(frozen=True)
 class ColumnMemory:
@@ -218,6 +222,9 @@ class GivenRows(Initializer):
     @property
     def is_given(self) -> bool:
         return True
+
+    def given(self) -> list[Tensor]:
+        return [self._rows()]
 
     def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
         target.rows(first_row, num_rows).copy_(self._rows()[first_row : first_row + num_rows])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
 
-__all__ = ["KINDS", "Keys", "as_keys", "select_texts"]
+__all__ = ["KINDS", "Keys", "as_keys", "is_single_key", "select_texts"]
 
 KINDS = ("int64", "hashed", "exact")
 _ARROW_STRINGS = {
@@ -48,56 +50,126 @@ def as_keys(keys: Any, kind: str) -> Keys:
     """Return keys as the map's loops read them; once read, they stay as they are.
 
     Args:
-        keys: for ``"int64"`` a tensor or an array of integers, any shape; else strings: a sequence of str or bytes, a
-            NumPy array of them, any shape, or a pyarrow array. NumPy's and pyarrow's memory is read as it is.
+        keys: for ``"int64"`` integers, any shape: a tensor, or numbers that NumPy makes an array of; else strings: a
+            sequence of str or bytes, or an array of them: NumPy's, any shape, pyarrow's, or a column of pandas or
+            polars. The memory of NumPy's fixed-width strings and of pyarrow's is read as it is.
         kind: ``"int64"``, ``"hashed"`` or ``"exact"``.
 
     Raises:
         TypeError: they are something else.
-        ValueError: pyarrow's have nulls.
+        ValueError: one of them is missing.
     """
     if isinstance(keys, Keys):
         return keys
+    keys = _as_array(keys)
     if kind == "int64":
         return _as_numbers(keys)
     texts, shape = _as_text(keys)
     return Keys(kernels.hash_texts(texts), shape, _CPU, texts if kind == "exact" else None)
 
 
+def is_single_key(value: Any) -> bool:
+    """Return whether a value is one key, or a missing one, rather than several."""
+    return value is None or isinstance(value, (str, bytes, int, float, np.generic)) or _is_missing(value)
+
+
+def _as_array(keys: Any) -> Any:
+    """Return the keys of an array or column as an array of NumPy's, except for a tensor and pyarrow's strings.
+
+    Raises:
+        ValueError: one is missing, by the mask of the array or column.
+    """
+    if isinstance(keys, (Tensor, list, tuple)):
+        return keys
+    if hasattr(keys, "combine_chunks"):
+        keys = keys.combine_chunks()  # of a chunked array
+    # Of pandas; of polars and pyarrow, whose arrays mostly know that nothing is missing.
+    find_missing = getattr(keys, "isna", None) or (getattr(keys, "null_count", 1) and getattr(keys, "is_null", None))
+    mask = np.asarray(find_missing()) if find_missing else np.ma.getmaskarray(keys) if np.ma.isMA(keys) else None
+    if mask is not None and mask.any():
+        _refuse_missing(np.argwhere(mask)[0], int(mask.sum()))
+    return keys if _is_arrow_text(keys) or not hasattr(keys, "__array__") else np.asarray(keys)
+
+
+def _is_arrow_text(keys: Any) -> bool:
+    return str(getattr(keys, "type", "")) in _ARROW_STRINGS
+
+
+def _is_missing(value: Any) -> bool:
+    kind = type(value).__name__
+    return value is None or kind in ("NAType", "NaTType") or (isinstance(value, (float, np.generic)) and value != value)
+
+
+def _refuse_first_missing(keys: NDArray[Any]) -> None:
+    place = next((place for place, key in np.ndenumerate(keys) if _is_missing(key)), None)
+    if place is not None:
+        _refuse_missing(place)
+
+
+def _refuse_missing(place: Iterable[Any], count: int = 1) -> NoReturn:
+    others = f", and {count - 1} more are" if count > 1 else ""
+    raise ValueError(
+        f"keys[{', '.join(map(str, place))}] is missing{others}; leave out what has no key, or give missing values "
+        'one: with fillna("") or fillna(-1) in pandas, fill_null in polars and pyarrow'
+    )
+
+
 def _as_numbers(keys: Any) -> Keys:
-    if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu" and keys.dtype.isnative:
+    if isinstance(keys, (list, tuple, range, int)) or (isinstance(keys, np.ndarray) and keys.dtype.kind == "O"):
+        keys = np.asarray(keys.tolist() if isinstance(keys, np.ndarray) else keys)
+        keys = keys if keys.size else keys.astype(np.int64)
+    if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu":
+        keys = keys.astype(keys.dtype.newbyteorder("="), copy=False)
         keys = keys.view(np.int64) if keys.dtype == np.uint64 else keys
         keys = torch.from_numpy(np.require(keys, requirements=["C", "W"]))  # torch warns of memory that is read-only
     if not isinstance(keys, Tensor):
-        raise TypeError(f'keys is {a_kind(keys)}; give a tensor of integers, or make the map with keys="hashed"')
+        _refuse_numbers(keys)
     kernels.require_dense(keys, "keys")
     if keys.is_floating_point() or keys.is_complex() or keys.dtype in (torch.bool, torch.uint64):
         raise TypeError(f"keys has dtype {keys.dtype}; give integers, int64 or narrower")
     return Keys(kernels.as_ids(keys.detach()).reshape(-1), tuple(keys.shape), keys.device)
 
 
+def _refuse_numbers(keys: Any) -> NoReturn:
+    if not isinstance(keys, np.ndarray):
+        raise TypeError(f'keys is {a_kind(keys)}; give integers, or make the map with keys="hashed" for strings')
+    if keys.dtype.kind in "fmMO":
+        _refuse_first_missing(keys)
+    raise TypeError(
+        f"keys has dtype {keys.dtype}; give integers, int64 or narrower, or for strings make the map with "
+        'keys="hashed" or keys="exact"'
+    )
+
+
 def _as_text(keys: Any) -> tuple[kernels.Texts, tuple[int, ...]]:
     """Return the texts of strings, and their shape."""
-    if hasattr(keys, "combine_chunks") and hasattr(keys, "type"):
-        keys = keys.combine_chunks()  # of a chunked array
-    if hasattr(keys, "buffers") and hasattr(keys, "type"):
+    if _is_arrow_text(keys):
         return _arrow_text(keys), (len(keys),)
     if isinstance(keys, np.ndarray):
         if keys.dtype.kind in "US" and keys.dtype.isnative:
             return kernels.texts_of_fixed(keys), keys.shape
-        if keys.dtype.kind == "O":
-            return kernels.texts_of(keys.reshape(-1).tolist()), keys.shape
+        if keys.dtype.kind in "OT":
+            return _texts_of(keys.reshape(-1).tolist(), keys.shape), keys.shape
     if isinstance(keys, (list, tuple)):
-        return kernels.texts_of(keys), (len(keys),)
-    raise TypeError(f"keys is {a_kind(keys)}; give a list of strings, or an array of them of NumPy or pyarrow")
+        return _texts_of(keys, (len(keys),)), (len(keys),)
+    what = f"an array of {keys.dtype}" if isinstance(keys, np.ndarray) else a_kind(keys)
+    raise TypeError(
+        f'keys is {what}; give a list, an array or a column of strings, or for integers make the map with keys="int64"'
+    )
+
+
+def _texts_of(strings: Sequence[Any], shape: tuple[int, ...]) -> kernels.Texts:
+    try:
+        return kernels.texts_of(strings)
+    except TypeError:
+        found = np.empty(len(strings), object)
+        found[:] = strings
+        _refuse_first_missing(found.reshape(shape))
+        raise
 
 
 def _arrow_text(keys: Any) -> kernels.Texts:
     """Return the texts of a pyarrow array, which may be a slice of a longer one."""
-    if str(keys.type) not in _ARROW_STRINGS:
-        raise TypeError(f"keys is a pyarrow array of {keys.type}; cast it to string")
-    if keys.null_count:
-        raise ValueError(f"keys has {keys.null_count} nulls; replace them with keys.fill_null('')")
     _, offsets, text = keys.buffers()
     dtype = _ARROW_STRINGS[str(keys.type)]
     if not len(keys):

@@ -89,6 +89,9 @@ class InRanges(Initializer):
     def is_function_of_row(self) -> bool:
         return all(each.init.is_function_of_row for each in self.ranges)
 
+    def given(self) -> list[Tensor]:
+        return [rows for each in self.ranges for rows in each.init.given()]
+
     def at(self, first_row: int) -> Range | None:
         """Return the range that begins at a row; None if none does."""
         index = bisect_right(self._firsts, first_row) - 1

@@ -25,6 +25,7 @@ from speedswap.tables.initial import initial_values
 from speedswap.tables.record import Column
 
 if TYPE_CHECKING:
+    from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
 
@@ -77,8 +78,8 @@ class RowStore(ABC):
         version: goes up whenever rows or columns may have changed, through any table over these rows.
         reads_copies: whether :meth:`read` returns memory of its own, never a view of the store's.
         stays_at: the commit that is read, of a store that was opened to read one and does not follow later ones.
-        is_shared: whether the ranks of a job hold the rows together: all of them make a call about rows, each with rows
-            of its own or none.
+        group: the ranks of a job that hold the rows together, if they do: all of them make a call about rows, each with
+            rows of its own or none.
         was_found: whether the rows were in files before this store was asked for.
     """
 
@@ -95,7 +96,7 @@ class RowStore(ABC):
     is_viewed: bool = False  # rows may change without a call, through a tensor over their memory
     reads_copies: bool = False
     stays_at: int | None = None
-    is_shared: bool = False
+    group: RankGroup | None = None
     was_found: bool = False
 
     @cached_property
@@ -236,15 +237,6 @@ class RowStore(ABC):
         """
         return _NotPrefetched()
 
-    def together(self, *, training: bool = False, writing: bool = False) -> AbstractContextManager[Any]:
-        """Surround a lookup or a scatter from the check of its ids on; the ranks that share the store learn its errors.
-
-        Args:
-            training: whether the rows are to be trained.
-            writing: whether they are to be written.
-        """
-        return nullcontext()
-
     def drain(self) -> None:
         """Return when every pending write has arrived. Raises what the first that failed has raised."""
         return None
@@ -335,7 +327,7 @@ class RowStore(ABC):
 
     def alone(self) -> AbstractContextManager[RowStore | None]:
         """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None."""
-        if not self.is_shared:
+        if self.group is None:
             return nullcontext(self)
         from speedswap.tables.ranks.alone import alone
 
@@ -368,7 +360,11 @@ class RowStore(ABC):
         raise TypeError(f"table {self.name!r} is {self.storage} and has no commits")
 
     def return_to(self, commit: int) -> None:
-        """Go back to a held commit, with its rows, columns and attributes; id maps stay. Later commits are dropped."""
+        """Go back to a held commit, with its rows, columns and attributes; id maps stay. Later commits are dropped.
+
+        Raises:
+            ValueError: a later one is held. Nothing has changed.
+        """
         raise TypeError(f"table {self.name!r} is {self.storage} and has no commits")
 
     # ------------------------------------------------------------------ lifetime
@@ -443,7 +439,7 @@ class WrappedStore(RowStore):
         self.seed, self.name = inner.seed, inner.name
         self.attributes, self.live_attributes = inner.attributes, inner.live_attributes
         self.attributes_lag, self.reads_copies = inner.attributes_lag, inner.reads_copies
-        self.is_shared = inner.is_shared
+        self.group = inner.group
         self.locked = inner.locked
 
     version: Any = property(attrgetter("inner.version"), _set_inner("version"))
@@ -469,7 +465,6 @@ class WrappedStore(RowStore):
     gather: Any = _of_inner("gather")
     scatter: Any = _of_inner("scatter")
     prefetch: Any = _of_inner("prefetch")
-    together: Any = _of_inner("together")
     drain: Any = _of_inner("drain")
     commit: Any = _of_inner("commit")
     read: Any = _of_inner("read")

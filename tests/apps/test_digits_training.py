@@ -100,7 +100,7 @@ def test_budget_too_small_for_one_image_is_refused():
         train(Settings(memory_budget="10KiB", device="cpu"), progress=False)
 
 
-@pytest.mark.parametrize("text", ["", "8", "8 MB", "0 samples", "1.5 samples", "-1MiB", "MiB", "0B"])
+@pytest.mark.parametrize("text", ["", "8", "8 XB", "0 samples", "1.5 samples", "-1MiB", "MiB", "0B"])
 def test_unreadable_budgets_are_refused(text):
     with pytest.raises(SettingsError, match="memory_budget is "):
         Settings(memory_budget=text)

@@ -48,6 +48,23 @@ class Log:
         self.rows = dict(self.commits[commit])
         self.commits = {number: rows for number, rows in self.commits.items() if number <= commit}
 
+    def go_back(self, commit: int) -> None:
+        """Write the rows of a held commit that are others now, as a reader at that commit has them."""
+        then = self.commits[commit]
+        reader = Log(self.folder, self.groups, self.row_bytes, self.per_group, writable=False, commit=commit)
+        reader.rows = then
+        unlike = reader.log.unlike(self.log).repeat_interleave(self.per_group)
+        for row in self.rows | then:
+            assert unlike[row] or self.rows.get(row) == then.get(row)
+        for rows in unlike.nonzero().squeeze(1).split(min(reader.log.num_slots, self.log.num_slots) // 4):
+            reader.check(rows)
+            with reader.bring(rows) as theirs, self.bring(rows) as ours:
+                places, found = self.take(ours), reader.cache[reader.take(theirs)]
+                self.log.write(torch.from_numpy(places))
+                self.cache[places] = found
+            self.rows |= {row: then.get(row, self.initial(row)) for row in rows.tolist()}
+        reader.close()
+
     def close(self) -> None:
         self.log.close()
         for file in self.files:
@@ -67,10 +84,10 @@ class Log:
         return np.repeat(np.array(values, np.uint8), self.row_bytes).reshape(-1, self.row_bytes)
 
     def take(self, bringing: Bringing) -> NDArray[np.int64]:
-        """Wait, and fill what is fresh."""
+        """Wait, and fill what is fresh; a newer layout is no longer than the ones before."""
         places, fresh = bringing.wait()
-        for slot, group, _ in fresh.tolist():
-            for i in range(self.per_group):
+        for slot, group, layout in fresh.tolist():
+            for i in range(self.per_group) if layout < 0 else ():
                 self.cache[slot * self.per_group + i] = self.initial(group * self.per_group + i)
         bringing.filled()
         return places.numpy()

@@ -58,7 +58,10 @@ def anything(log: Log, rng: random.Random) -> None:
             assert not found.keys() & scanned.keys()
             scanned |= found
         assert {row: scanned[row // log.per_group][row % log.per_group] for row in log.rows} == log.rows
-    elif chance < 0.96:
+    elif chance < 0.95:
+        if log.log.held:
+            log.go_back(rng.choice(log.log.held))
+    elif chance < 0.965:
         for commit in log.log.held[: rng.randint(0, 2)]:
             log.log.let_go(commit)
     elif chance < 0.98:
@@ -190,6 +193,11 @@ def test_a_held_commit_can_be_opened_until_it_is_let_go(tmp_path: Path) -> None:
     log.check_all()
     log.commits = {held: log.rows, 0: {}}
     log.log.close()
+    with pytest.raises(ValueError, match=rf"commit \d+ is held, and later than {held}: release it first"):
+        log.open(commit=held)
+    log.open()
+    log.log.let_go(max(log.log.held))
+    log.log.close()
     log.open(commit=held)  # for writing: what came after it is dropped
     log.check_all()
     log.put(torch.arange(10), 77)
@@ -243,6 +251,39 @@ def test_groups_of_an_older_layout_keep_their_columns(tmp_path: Path) -> None:
         scanned |= dict(zip(groups.tolist(), records.numpy(), strict=True))
     assert scanned.keys() == expected.keys()
     assert all((scanned[row] == expected[row]).all() for row in expected)
+    log.close()
+
+
+@pytest.mark.parametrize("cached", [16, 400])
+def test_a_log_goes_on_with_the_rows_of_another_one(tmp_path: Path, cached: int) -> None:
+    """With all of them, committed, held or not, while segments are cleaned; a crash returns to the last commit."""
+    log, rng = Log(tmp_path, 400, 500, cache_bytes=cached * 500), random.Random(8)
+    held = log.commit(hold=True)
+    for layouts in range(2, 9):
+        for step in range(60):
+            log.put(torch.tensor(rng.sample(range(400), 4)), rng.randrange(256))
+            if step % 20 == 10:
+                log.commit()
+        before, log.options["layouts"] = log.log, [RowLayout(500, [(0, 0, 500)])] * (layouts - 1) + [RowLayout(500)]
+        for wrong in ({"segment_bytes": 2 * SEGMENT_BYTES}, {"num_groups": 401}, {"layouts": [RowLayout(600)]}):
+            with pytest.raises(ValueError, match="do not fit"):
+                log.open(before=before, **wrong)
+        log.open(before=before)
+        with pytest.raises(RuntimeError, match="goes on with the rows"):
+            before.bring(torch.arange(3))
+        log.check_all()
+        assert held in log.log.held
+        if layouts % 3 == 0:
+            log.reopen()
+            log.check_all()
+    assert log.log.verify()[1] == []
+    log.commit()
+    log.reopen()
+    log.check_all()
+    log.log.close()
+    log.open(commit=held, writable=False)
+    log.rows = {}
+    log.check_all()
     log.close()
 
 

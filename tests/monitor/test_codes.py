@@ -33,6 +33,12 @@ def test_every_code_is_said_somewhere():
     assert not [code for code in infinitybatch.CODES if f'"{code}"' not in source]
 
 
+def test_codes_of_tables_are_documented_and_said():
+    said = "".join(path.read_text() for path in (TABLE.parents[1] / "speedswap" / "swapping").rglob("*.py"))
+    documented = re.findall(r"^\| (SW4\d{2}) \|", TABLE.read_text(), flags=re.MULTILINE)
+    assert documented == sorted(set(re.findall(r'"(SW4\d{2}): ', said)))
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_category_is_a_speedswap_warning(code):
     assert issubclass(CODES[code].category, MonitorWarning)

@@ -116,7 +116,7 @@ def agree(group):
     """Return what a job's ranks agree on."""
     job = Job.of(group)
     share = job.share(7)
-    return job.agree(job.rank - 1, "a test"), job.add_up(0.5 * job.rank, 1.0), (share.start, share.stop)
+    return job.agree(job.rank - 1), job.add_up(0.5 * job.rank, 1.0), (share.start, share.stop)
 
 
 def run_command(group, *words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -11,15 +12,19 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import fault_scenarios as faults
 import pytest
 import torch
 import torch.distributed as dist
+from outcomes import error_of
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import speedswap
+from speedswap.collectives import Kind
 from speedswap.errors import SpeedswapError
 from speedswap.tables.ranks import Owners
 
@@ -108,6 +113,8 @@ def caught(group, stage):
 
     def loss(number):
         fails = group.rank() == 1 and number == 1
+        if fails and stage == "before":
+            raise ZeroDivisionError("before")
         ids, targets = faults.batch_of(group.rank(), number)
         users, items = net.users(ids[:, 0]), net.items(ids[:, 1])
         if fails and stage == "forward":
@@ -137,6 +144,88 @@ def caught(group, stage):
     gc.collect()
     state = [(step._status.name, step.is_unsettled) for step in (net.users._step, net.items._step)]
     return said, done, faults.mine(life), state
+
+
+def skipped(group, how):
+    """Let rank 1 leave out its third batch before it has looked anything up, and go on; return what ranks have seen.
+
+    Args:
+        how: the loop: over a lookahead of some depth, or over the batches of an elastic sampler.
+    """
+    group = faults.fresh(group, f"skipped-{how}")
+    items = speedswap.Embedding(20, 2, process_group=group, name="items")
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    sampler = speedswap.elastic.ElasticSampler(20 * group.size(), global_batch_size=2 * group.size())
+    given = [torch.tensor([number, group.rank()]) for number in range(10)]
+    loader = torch.utils.data.DataLoader(torch.arange(20 * group.size()) % 20, batch_sampler=sampler)
+    loop = (
+        sampler.batches(loader) if how == "sampler" else speedswap.lookahead(given, {items: lambda ids: ids}, depth=how)
+    )
+    said = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the batches of rank 1 have come to their end")
+        for number, ids in enumerate(loop):
+            if group.rank() != 1 and number == 9:
+                break  # the others have one batch more
+            try:
+                if group.rank() == 1 and number == 2:
+                    raise ZeroDivisionError
+                items(ids).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            except (SpeedswapError, ZeroDivisionError) as error:
+                said.append((number, f"{type(error).__name__}: {error}"))
+    return said
+
+
+def classics(group, what):
+    """Let the first rank alone evaluate, save or take a norm, while the others train on; return the errors.
+
+    Args:
+        what: it does.
+    """
+    group = faults.fresh(group, f"classics-{what}")
+    items = speedswap.Embedding(20, 2, process_group=group, name="items")
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    said = []
+    for number in range(3):
+        try:
+            if number == 1 and group.rank() == 0:
+                if what == "norm":
+                    items(torch.arange(3)).sum().backward()
+                    items.weight.grad.norm()
+                elif what == "lookup":
+                    with torch.no_grad():
+                        items(torch.arange(3))
+                else:
+                    {"read": lambda: items.read(3), "state_dict": items.state_dict}[what]()
+            items(torch.arange(3)).sum().backward()
+            optimizer.step()
+        except SpeedswapError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        optimizer.zero_grad()
+    return said
+
+
+def unnamed(group):
+    """Return the names of tables that were given none."""
+    items, bags = speedswap.Embedding(9, 2, process_group=group), speedswap.EmbeddingBag(9, 2, process_group=group)
+    return [each.table.name for each in (items, bags, speedswap.Embedding(9, 2, process_group=group))]
+
+
+def zero_redundancy(group):
+    """Give a model to a ZeroRedundancyOptimizer; then train it as the error says. Return the error, and rows."""
+    items = speedswap.Embedding(9, 2, process_group=group, init=speedswap.init.zeros())
+    model, optimizer = torch.nn.Sequential(items, torch.nn.Linear(2, 1)), ZeroRedundancyOptimizer
+    how = {"optimizer_class": torch.optim.Adam, "process_group": group, "lr": 0.1}
+    said = error_of(lambda: optimizer(model.parameters(), **how))
+    ignored = speedswap.parameters_to_ignore(model)
+    others = [each for each in model.parameters() if each not in ignored]
+    optimizers = optimizer(others, **how), torch.optim.Adam(ignored, lr=0.1)
+    model(torch.arange(3)).sum().backward()
+    for each in optimizers:
+        each.step()
+    return said, items.read(torch.arange(3))
 
 
 def alone(group, what):
@@ -204,7 +293,7 @@ def oddities(group):
         except SpeedswapError as error:
             thread_error.append(type(error).__name__)
 
-    with group_lane(net).task(50, -1, "a task") as task:
+    with group_lane(net).task(Kind.AGREE) as task:
         thread = threading.Thread(target=look_up)
         thread.start()
         thread.join()
@@ -302,27 +391,6 @@ def fail_once(items, optimizer, *, fails):
             del store.reserve_rows
 
 
-def bad_argument(group, what):
-    """Let the last rank call with an argument that does not fit; return the error, and whether all go on."""
-    items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
-    splitter = speedswap.BatchSplitter(items, micro_batch_size=2)
-    is_bad = group.rank() == group.size() - 1
-    ids, said = torch.tensor([999 if is_bad else 3]), ""
-    try:
-        if what == "read":
-            items.read(ids)
-        elif what == "reset":
-            items.table.reset_rows(ids)
-        elif what == "map":
-            splitter.map(items, "a batch" if is_bad else ids)
-        elif what == "forward":
-            splitter.forward(items, "a batch" if is_bad else ids)
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    dist.barrier(group)  # after which only an error that came at once leaves the ranks at one place
-    return said, items.read(torch.arange(3)).tolist()
-
-
 def other_columns(group, what):
     """Ask for, or write, other columns than the other ranks; return the error, and all columns after it."""
     items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
@@ -347,42 +415,65 @@ def other_columns(group, what):
 
 
 def other_settings(group):
-    """Make embeddings with other settings than the other ranks; return the errors, and whether one can be made."""
-    said, is_other = [], group.rank() > 0
-    for settings in (
-        {"reduction": "mean" if is_other else "sum"},
-        {"state_dtype": torch.bfloat16 if is_other else None},
-        {"name": "users" if is_other else "items"},  # as tables that are made in the order of a set
+    """Make embeddings and collections with other settings than the other rank.
+
+    Returns:
+        The errors; and rows of keys after them.
+    """
+    is_other = group.rank() > 0
+    rows, bags = (
+        functools.partial(kind, 20, 2, process_group=group) for kind in (speedswap.Embedding, speedswap.EmbeddingBag)
+    )
+    shared = rows()
+    over = functools.partial(rows, table=shared.table)
+    one = functools.partial(speedswap.EmbeddingBagConfig, name="a", num_embeddings=20, embedding_dim=2)
+    collection = functools.partial(speedswap.EmbeddingBagCollection, process_group=group)
+
+    def mapped(**settings):
+        id_map = speedswap.IdMap(10, **settings)
+        return speedswap.Embedding(11, 2, id_map=id_map, process_group=group)
+
+    def add(name):
+        try:
+            shared.table.add_columns([speedswap.Column(name, (2,), torch.float32, speedswap.init.zeros())])
+        finally:
+            assert name not in shared.table.columns
+
+    def look_ahead(depth):
+        return list(speedswap.lookahead([], {shared: len}, depth=depth))
+
+    found = {}
+    for name, *makers in (
+        ("reduction", lambda: rows(reduction="sum"), lambda: rows()),
+        ("state_dtype", lambda: rows(state_dtype=torch.bfloat16), lambda: rows()),
+        ("name", lambda: rows(name="users"), lambda: rows(name="items")),  # as tables made in the order of a set
+        ("padding_idx", lambda: rows(padding_idx=3), lambda: rows()),
+        ("dtype", lambda: rows(dtype=torch.float64), lambda: rows()),
+        ("init", lambda: rows(init=speedswap.init.zeros()), lambda: rows(init=speedswap.init.constant(1.0))),
+        ("stored_dtype", lambda: rows(stored_dtype=torch.bfloat16), lambda: rows()),
+        ("rounding", lambda: rows(state_dtype=torch.bfloat16, rounding="nearest"), lambda: rows(rounding="stochastic")),
+        ("mode", lambda: bags(mode="mean"), lambda: bags(mode="sum")),
+        ("class", lambda: rows(), lambda: bags()),
+        ("reduction of a table that is there", lambda: over(reduction="sum"), lambda: over()),
+        (
+            "mode of a table that is there",
+            lambda: bags(table=shared.table, mode="sum"),
+            lambda: bags(table=shared.table),
+        ),
+        ("pooling of table 'a'", lambda: collection([one(pooling="mean")]), lambda: collection([one()])),
+        ("feature_names of table 'a'", lambda: collection([one(feature_names=["b"])]), lambda: collection([one()])),
+        ("is_weighted", lambda: collection([one()], is_weighted=True), lambda: collection([one()])),
+        ("tables", lambda: collection([one(), one(name="b")]), lambda: collection([one(name="b"), one()])),
+        ("admit_after", lambda: mapped(admit_after=2), lambda: mapped()),
+        ("evict", lambda: mapped(evict="lru"), lambda: mapped()),
+        ("keys", lambda: mapped(keys="exact"), lambda: mapped()),
+        ("id_map", lambda: mapped(), lambda: rows()),
+        ("depth", lambda: look_ahead(1), lambda: look_ahead(2)),
+        ("column", lambda: add("more"), lambda: add("others")),
     ):
-        try:
-            speedswap.Embedding(20, 2, process_group=group, **settings)
-        except ValueError as error:
-            said.append(str(error))
-    return said, len(speedswap.Embedding(20, 2, process_group=group).read(torch.arange(3)))
-
-
-def other_order(group):
-    """Make a collection of tables in another order than the other rank; return the error."""
-    names = ["users", "items"][:: -1 if group.rank() else 1]
-    configs = [speedswap.EmbeddingConfig(name=name, num_embeddings=20, embedding_dim=2, seed=1) for name in names]
-    try:
-        speedswap.EmbeddingCollection(configs, process_group=group)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def other_maps(group):
-    """Give embeddings id maps with other settings than the other rank; return the errors, and rows of keys after it."""
-    said, is_other = [], group.rank() > 0
-    for settings in ({"admit_after": 2}, {"evict": "lru"}, {"keys": "exact"}):
-        try:
-            id_map = speedswap.IdMap(10, **(settings if is_other else {}))
-            speedswap.Embedding(11, 2, id_map=id_map, process_group=group)
-        except ValueError as error:
-            said.append(str(error))
-    items = speedswap.Embedding(11, 2, id_map=speedswap.IdMap(10), process_group=group)
-    return said, items.id_map.add(torch.tensor([7, 8]))[0].tolist()
+        found[name] = error_of(makers[is_other])
+        dist.barrier(group)
+    return found, mapped().id_map.add(torch.tensor([7, 8]))[0].tolist()
 
 
 def other_optimizers(group, how):
@@ -462,4 +553,60 @@ def late_gradient(group, ranks, passes):
     if group is None or group.rank() == 0:
         (first.sum() / (ranks if group is None else 1)).backward()
     optimizer.step()
+    return items.read()
+
+
+def given(group, how):
+    """Give the ranks other rows, then the same; return what was said first, and the rows before and after."""
+    rows = {rank: torch.arange(60.0).view(20, 3) + rank for rank in (0, group.rank())}
+    more = {"process_group": group, "name": "items"}
+    items = speedswap.Embedding(20, 3, init=speedswap.init.zeros(), **more)
+    keyed = speedswap.Embedding(20, 3, id_map=speedswap.IdMap(19), process_group=group)
+    optimizer = torch.optim.SGD(items.parameters(), 0.1, momentum=0.9)
+    items(torch.arange(20)).sum().backward()
+    optimizer.step()
+
+    def give(rows):
+        plain = torch.nn.Embedding(20, 3, _weight=rows.clone())
+        if how == "convert":
+            pair = torch.nn.ModuleList([torch.nn.Embedding(20, 3, _weight=torch.ones(20, 3)), plain])
+            try:
+                return speedswap.convert(pair, 1, process_group=group)[1].read()
+            except ValueError:
+                assert [type(each) for each in pair] == [torch.nn.Embedding] * 2
+                raise
+        if how == "from_pretrained":
+            return speedswap.EmbeddingBag.from_pretrained(rows, **more).read()
+        if how == "collection":
+            modules = {"a": torch.nn.Embedding(4, 3, _weight=torch.ones(4, 3)), "b": plain}
+            return speedswap.EmbeddingCollection.from_modules(modules, process_group=group).embeddings["b"].read()
+        if how == "load_state_dict":
+            items.load_state_dict({"weight": rows})
+        elif how == "id_map":
+            ids = speedswap.IdMap(19)
+            ids.add(rows[:2, 0].long())
+            keyed.load_state_dict({"weight": torch.arange(60.0).view(20, 3), "id_map": ids.whole_bytes()})
+            return keyed.read()
+        elif how == "copied":
+            items.weight.data.copy_(rows.double())
+        elif how == "filled":
+            items.weight.data.fill_(rows[0, 0])
+        elif how == "optimizer":
+            state = {"momentum_buffer": rows.clone()}
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: state}})
+            return items.read(), items.table.read(column="momentum_buffer")
+        else:
+            items.table.write(0, rows)
+        return items.read()
+
+    before = items.read()
+    said = error_of(lambda: give(rows[group.rank()]))
+    return said, bool((items.read() == before).all()), give(rows[0])
+
+
+def random_rows(group):
+    """Draw rows by a generator that is not the ranks' common one: each owner's are its own."""
+    torch.manual_seed(group.rank())
+    items = speedswap.Embedding(20, 3, process_group=group)
+    torch.nn.init.uniform_(items.weight, 5, 6)
     return items.read()

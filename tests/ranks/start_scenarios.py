@@ -130,3 +130,23 @@ def switch_again(group, folder):
     found = weights.getNumpyVersion()[:, 0]
     weights.table.close()
     return said, found
+
+
+def load_on_meta(group):
+    """Build on meta, then load whole rows, and each rank's part of them; return what each of the two has then."""
+    rows = torch.arange(2.0 * ROWS).view(ROWS, 2)
+    found = []
+    for load in ({"weight": rows}, None):
+        with torch.device("meta"):
+            items = speedswap.Embedding(ROWS, 2, process_group=group)
+            tables = collection(group, None)
+        items.load_state_dict(load or found[0].state_dict())
+        tables.load_state_dict({"embeddings.a.weight": rows, "embeddings.b.weight": rows.repeat(1, 2)})
+        optimizer = torch.optim.SGD([*items.parameters(), *tables.parameters()], lr=1.0)
+        ids = torch.arange(ROWS)
+        pair = tables({"a": ids, "b": ids})
+        (items(ids).sum() + pair["a"].values().sum() + pair["b"].values().sum()).backward()
+        optimizer.step()
+        found.append(items)
+        found.append(tables)
+    return [items.read(), tables.tables["a"].read(), tables.tables["b"].read()]

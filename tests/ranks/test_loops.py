@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import loops_scenarios as scenarios
 import torch
 from rank_pool import RankPool
 
 SIZE = 3
+UNNAMED = re.compile(r"'table-\d+'")  # told apart among ranks
 
 
 def test_loops_train_as_in_one_process(ranks: RankPool) -> None:
@@ -23,7 +26,7 @@ def test_loops_train_as_in_one_process(ranks: RankPool) -> None:
                         ours, theirs, rtol=0, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
                     )
                 elif name != "averages":
-                    assert ours == theirs, name
+                    assert UNNAMED.sub("'table'", str(ours)) == str(theirs), name
         (averaged, _), _ = found["averages"]
         assert "cannot be copied; save it" in averaged
         assert all(error is not None for error in [*found["moves"][0], *found["refused"][0], *found["hooks"][0][:2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argument_scenarios
 import misfit_scenarios as scenarios
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_graphs_that_are_kept_or_made_again_train_as_in_one_process(ranks: RankP
         close(tables, expected)
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward", "step"])
+@pytest.mark.parametrize("stage", ["before", "forward", "backward", "step"])
 def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks: RankPool, stage) -> None:
     """All raise where they meet next, the one that went on too; then they train on, as one process on what counted."""
     found = ranks.run(scenarios.caught, 3, stage)
@@ -48,6 +49,45 @@ def test_rank_that_catches_its_own_error_misses_its_batch_with_all_others(ranks:
         for (ids, rows), table in zip(tables, expected, strict=True):
             torch.testing.assert_close(rows, table[ids], rtol=0, atol=1e-12)
         assert all(status == "STEPPED" and not is_unsettled for status, is_unsettled in state)
+
+
+@pytest.mark.parametrize("how", [0, 1, 2, "sampler"])
+def test_batch_that_one_rank_leaves_out_before_its_lookup(ranks: RankPool, how) -> None:
+    """All raise where they meet next, which names their steps; then they go on, each with its next batch."""
+    for rank, said in enumerate(ranks.run(scenarios.skipped, 3, how)):
+        numbers, texts = zip(*said, strict=True)
+        assert numbers == ((2, 3) if rank == 1 else (2,)), said
+        assert [text.split(":")[0] for text in texts] == ["ZeroDivisionError"] * (rank == 1) + ["PeerError"]
+        assert "a training lookup in table 'items' of step 3" in texts[-1], texts
+        assert "a training lookup in table 'items' of step 2" in texts[-1], texts
+
+
+@pytest.mark.parametrize(("what", "place", "remedy"), [
+    ("read", "a lookup without a gradient in table 'items' of step 1", "let the others make the call, too"),
+    ("lookup", "a lookup without a gradient in table 'items' of step 1", "let the others make the call, too"),
+    ("state_dict", "state_dict() or load_state_dict() in table 'items' of step 1", "make them on every rank"),
+    ("norm", "a norm or sum of a gradient in table 'items' of step 1", "take it on every rank"),
+])  # fmt: skip
+def test_what_one_rank_does_alone_is_named_with_its_remedy(ranks: RankPool, what, place, remedy) -> None:
+    for rank, said in enumerate(ranks.run(scenarios.classics, 3, what)):
+        here = "the optimizer's step of step 1" if what == "norm" else "a training lookup in table 'items' of step 1"
+        sides = (f"rank 0 is at {place}", f"rank {rank} at {here}") if rank else (f"is at {here}", f"rank 0 at {place}")
+        assert len(said) == 1, said
+        assert all(each in said[0] for each in (*sides, remedy)), said
+
+
+def test_tables_without_a_name_are_told_apart(ranks: RankPool) -> None:
+    for names in ranks.run(scenarios.unnamed, 2):
+        assert len({*names}) == len(names) == 3
+        assert not {"table", None} & {*names}
+
+
+def test_zero_redundancy_optimizer_is_refused_by_name(ranks: RankPool) -> None:
+    for refused, rows in ranks.run(scenarios.zero_redundancy, 2):
+        assert refused.startswith("WeightError")
+        assert "ZeroRedundancyOptimizer" in refused
+        assert "parameters_to_ignore(model)" in refused
+        assert not torch.equal(rows, torch.zeros(3, 2))  # as the message says
 
 
 @pytest.mark.parametrize(("what", "lost", "says"), [
@@ -96,14 +136,16 @@ def test_second_step_of_rows_that_one_rank_owns(ranks: RankPool, how) -> None:
         assert written == writes
 
 
-@pytest.mark.parametrize("what", ["read", "reset", "map", "forward"])
-def test_argument_that_does_not_fit_on_one_rank(ranks: RankPool, what) -> None:
-    """The others hear of it at once, in the same call, and all go on."""
-    for rank, (said, rows) in enumerate(ranks.run(scenarios.bad_argument, 3, what)):
-        assert said.startswith(("IdError", "BatchError", "TypeError") if rank == 2 else "PeerError: rank 2 failed"), (
-            said
-        )
-        assert rows == [[0.0, 0.0]] * 3
+def test_arguments_that_do_not_fit_on_one_rank(ranks: RankPool, tmp_path) -> None:
+    """In any call the others hear of it where they meet that rank next, at once, and all go on."""
+    found = ranks.run(argument_scenarios.bad_calls, 3, str(tmp_path))
+    assert len(found[0]) > 100
+    for name in found[0]:
+        for rank, (said, took, after) in enumerate(each[name] for each in found):
+            is_told = said is not None and said.startswith("PeerError: rank 2 failed")
+            assert (said is not None and not said.startswith("PeerError")) if rank == 2 else is_told, (name, rank, said)
+            assert took < 5, (name, rank, took)
+            assert after is None, (name, rank, after)
 
 
 @pytest.mark.parametrize("what", ["gather", "gather more", "scatter", "read"])
@@ -116,28 +158,17 @@ def test_columns_are_the_same_on_all_ranks(ranks: RankPool, what) -> None:
 
 
 def test_settings_are_the_same_on_all_ranks(ranks: RankPool) -> None:
-    for said, rows in ranks.run(scenarios.other_settings, 2):
-        assert len(said) == 3
-        assert all("reduction" in text and "state_dtype" in text and "on another one" in text for text in said)
-        assert "name users" in said[2] or "name items" in said[2]
-        assert rows == 3
-
-
-def test_tables_of_a_collection_are_in_one_order_on_all_ranks(ranks: RankPool) -> None:
-    """Else they would share each other's rows."""
-    for rank, said in enumerate(ranks.run(scenarios.other_order, 2)):
-        assert f"tables {['users', 'items'][:: -1 if rank else 1]}" in said
-        assert "give the same on all ranks" in said
-
-
-def test_id_maps_have_the_same_settings_on_all_ranks(ranks: RankPool) -> None:
-    """Else owners would admit or evict their keys by their own, or wait for messages of another size."""
-    for rank, (said, rows) in enumerate(ranks.run(scenarios.other_maps, 2)):
-        assert len(said) == 3
-        assert f"admit_after {1 + rank}" in said[0]
-        assert f"evict {[None, 'lru'][rank]!r}" in said[1]
-        assert f"keys {['int64', 'exact'][rank]!r}" in said[2]
-        assert all("give the same on all ranks" in text for text in said)
+    """Else owners would step, admit or round each by its own, pool apart, or share each other's rows."""
+    for rank, (found, rows) in enumerate(ranks.run(scenarios.other_settings, 2)):
+        assert len(found) > 20
+        for name, said in found.items():
+            assert said is not None, (name, rank)
+            assert said.startswith("ValueError"), (name, rank, said)
+            assert name.split(" of a table that is there")[0] in said, (name, said)
+            assert " on rank 0" in said
+            assert " on rank 1" in said
+        assert "has reduction sum on rank 0, but reduction mean on rank 1; give the same" in found["reduction"]
+        assert "has mode mean on rank 0, but mode sum on rank 1" in found["mode"]
         assert rows == [1, 2]
 
 
@@ -171,3 +202,27 @@ def test_gradient_of_a_lookup_long_before(ranks: RankPool, passes) -> None:
     expected = scenarios.late_gradient(None, 2, passes)
     for found in ranks.run(scenarios.late_gradient, 2, 2, passes):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["convert", "from_pretrained", "collection", "load_state_dict", "id_map", "copied", "filled", "optimizer", "write"],
+)
+def test_given_rows_are_the_same_on_all_ranks(ranks: RankPool, how) -> None:
+    """Else each owner's own would be mixed, as where one rank has loaded them and left the others to a broadcast."""
+    for said, is_unchanged, rows in ranks.run(scenarios.given, 3, how):
+        assert "differ between ranks 0 and 1" in said
+        assert "torch.distributed.broadcast" in said
+        assert is_unchanged
+        expected = torch.arange(60.0).view(20, 3)
+        if how == "optimizer":
+            _, rows = rows
+        elif how == "filled":
+            expected = torch.zeros(20, 3)
+        assert torch.equal(rows, expected)
+
+
+def test_ranks_may_draw_random_rows_of_their_own(ranks: RankPool) -> None:
+    first, *others = ranks.run(scenarios.random_rows, 3)
+    assert ((first >= 5) & (first <= 6)).all()
+    assert all(torch.equal(first, each) for each in others)

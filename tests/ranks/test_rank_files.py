@@ -22,7 +22,7 @@ def test_commands_work_on_tables_of_ranks(ranks: RankPool, tmp_path: Path, capsy
     So is one rank's part of them, where the whole table is meant.
     """
     (words, items), said = ranks.run(scenarios.on_disk, 3, str(tmp_path))[1]
-    assert all("open it with Table.open(path, mode='r') in the other process" in text for text in said)
+    assert all("use Table.save(path), and Table.open(path, mode='r') there" in text for text in said)
     for name in ("words", "items", "saved"):
         path, file = str(tmp_path / name), str(tmp_path / f"{name}.npy")
         assert main(["info", path]) == main(["verify", path]) == main(["convert", path]) == 0

@@ -55,3 +55,12 @@ def test_switchers_refuse_existing_rows_but_load_them(ranks: RankPool, tmp_path:
     ):
         assert all(text.startswith("FileExistsError") and "words', which exists" in text for text in said), said
         assert rows.tolist() == [7.0] * scenarios.ROWS
+
+
+def test_tables_of_a_model_on_meta_come_with_the_rows(ranks: RankPool) -> None:
+    """Loaded whole on every rank, and from a state_dict of which each rank has a part; both with a step after it."""
+    rows = torch.arange(2.0 * scenarios.ROWS).view(scenarios.ROWS, 2)
+    for twice, a, b in ranks.run(scenarios.load_on_meta, 2):
+        assert torch.equal(twice, rows - 2)
+        assert torch.equal(a, rows - 1)
+        assert torch.equal(b, rows.repeat(1, 2) - 1)

@@ -7,6 +7,8 @@ import copy
 import functools
 import gc
 import inspect
+import io
+import multiprocessing
 import pickle
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -248,6 +250,38 @@ def test_a_new_optimizer_starts_with_fresh_state(items: speedswap.Embedding) -> 
     assert not items.table.read(column="exp_avg").any()
     train(items, second, steps=1)
     assert second.state[items.weight]["step"] == 1
+
+
+def test_weight_decay_reaches_the_batchs_rows_alone_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without decay SGD and Adagrad give the dense result; with it, rows outside the batch keep their values."""
+
+    def trained(embedding: nn.Module, make: Any, decay: float) -> Tensor:
+        embedding.weight.data.fill_(1.0)
+        optimizer = make(embedding.parameters(), lr=0.1, weight_decay=decay)
+        for _ in range(3):
+            optimizer.zero_grad()
+            embedding(torch.tensor([1])).square().sum().backward()
+            optimizer.step()
+        return embedding.weight.detach() if type(embedding) is nn.Embedding else embedding.read()
+
+    idle = torch.arange(4) != 1
+    for make in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW):
+        ours, theirs = (trained(kind(4, 2), make, 0.0) for kind in (speedswap.Embedding, nn.Embedding))
+        torch.testing.assert_close(ours, theirs)  # without a warning, which would be an error here
+    monkeypatch.setattr("speedswap._warnings._said", set())
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.warns(speedswap.errors.SpeedswapWarning, match=rf"^SW401: .*{make.__name__}.* 0\.5") as said:
+            ours = [trained(speedswap.Embedding(4, 2), make, 0.5) for _ in range(2)]
+        assert [warning.filename for warning in said] == [__file__]
+        theirs = trained(nn.Embedding(4, 2), make, 0.5)
+        torch.testing.assert_close(ours[1][1], theirs[1])
+        assert bool((ours[1][idle] == 1).all())
+        torch.testing.assert_close(theirs[idle], torch.full((3, 2), 0.95**3))
+    plain, decayed = nn.Linear(1, 1), speedswap.Embedding(4, 2)
+    groups = [{"params": plain.parameters(), "weight_decay": 0.5}, {"params": decayed.parameters()}]
+    trained_apart = torch.optim.SGD(groups, lr=0.1)  # of another group: no warning
+    decayed(torch.tensor([1])).sum().backward()
+    trained_apart.step()
 
 
 def test_two_optimizers_cannot_take_turns(items: speedswap.Embedding) -> None:
@@ -833,8 +867,11 @@ def test_the_module_is_freed_with_its_table() -> None:
 
 
 def test_pickles_and_dtype_changes_are_refused_with_the_remedy(items: speedswap.Embedding) -> None:
-    with pytest.raises(TypeError, match=r"Table\.save"):
-        pickle.dumps(items)
+    with pytest.raises(TypeError, match=r"torch\.save\(model\.state_dict\(\).*save_checkpoint.* Table\.save"):
+        torch.save(nn.Sequential(items), io.BytesIO())
+    child = multiprocessing.get_context("spawn").Process(target=print, args=(items,))
+    with pytest.raises(TypeError, match=r"in a worker, start that with fork .*\(path=\).* with process_group="):
+        child.start()
     with pytest.raises(TypeError, match="float64 and stay so; give dtype="):
         items.float()
     assert items.double() is items

@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -152,7 +153,7 @@ def test_strings(device: str) -> None:
     items = model(words, device)
     assert items(["a", "b", "a"]).shape == (3, DIM)
     assert items(["a"]).device.type == torch.device(device).type
-    batches = [["a", "b"], ["b", "c", "c"], ["d", "a"]]
+    batches: list[Any] = [["a", "b"], pd.Series(["b", "c", "c"]), ["d", "a"]]
     plain = model(speedswap.IdMap(10, keys="hashed"), device)
     plain(["a", "b", "a"])
     plain(["a"])
@@ -161,6 +162,16 @@ def test_strings(device: str) -> None:
         losses.append(train(each, torch.optim.Adam(each.parameters()), loop))
     assert losses[0] == losses[1]
     assert_same(items, plain)
+
+
+def test_lists_of_integers_in_a_lookahead(device: str) -> None:
+    losses = []
+    keys = [[7, 8], [8, 9, 9]]
+    for batches in ([torch.tensor(each, device=device) for each in keys], keys):
+        items = model(speedswap.IdMap(10), device)
+        loop = speedswap.lookahead(batches, {items: lambda batch: batch})
+        losses.append(train(items, torch.optim.Adam(items.parameters()), loop))
+    assert losses[0] == losses[1]
 
 
 def test_bags(device: str) -> None:
@@ -177,10 +188,9 @@ def test_bags(device: str) -> None:
 
 def test_a_map_and_its_table_must_fit() -> None:
     users = speedswap.IdMap(10)
-    with pytest.raises(
-        ValueError, match=r"num_embeddings is 10, but the id map has rows 0 to 10; give id_map.num_rows"
-    ):
-        speedswap.Embedding(10, DIM, id_map=users)
+    with pytest.raises(ValueError, match="num_embeddings is 12, but the id map has rows for 10 keys; give 10, its cap"):
+        speedswap.Embedding(12, DIM, id_map=users)
+    assert speedswap.Embedding(10, DIM, id_map=speedswap.IdMap(10)).num_embeddings == 11
     with pytest.raises(ValueError, match="padding_idx is 3, but the row of keys"):
         speedswap.Embedding(11, DIM, padding_idx=3, id_map=users)
     given = speedswap.Embedding.from_pretrained(torch.ones(11, DIM), freeze=False).table

@@ -9,7 +9,10 @@ import shutil
 import signal
 import textwrap
 import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from torch import Tensor
 
 import speedswap
 from speedswap.errors import TableClosedError, TableFormatError, TableFullError
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files import log_manifest
 
 KILLED = """
 def killed():
@@ -88,6 +93,7 @@ items.table.flush()
 speedswap.attach(torch.optim.RMSprop(items.parameters(), momentum=0.9), items)
 again = torch.optim.NAdam(items.parameters(), lr=0.5)
 speedswap.attach(again, items)
+items.table.flush()
 killed()
 """
 
@@ -143,6 +149,75 @@ def test_killed_while_state_starts_over_leaves_no_step_count_for_it(
         (state,) = optimizer.state.values()
         assert state["step"] == 1
     assert "the state starts over" in caplog.text
+
+
+Phases = list[tuple[type[torch.optim.Optimizer], dict[str, Any], int]]
+
+ADAM, SGD = (torch.optim.Adam, {"lr": 0.1}), (torch.optim.SGD, {"lr": 0.1})
+CHANGES: dict[str, Phases] = {
+    "the first columns": [(*ADAM, 5)],
+    "columns beside trained rows": [(*SGD, 4), (*ADAM, 3)],
+    "state that starts over": [(*ADAM, 3), (torch.optim.RMSprop, {"lr": 0.1}, 2), (*ADAM, 3)],
+    "a setting that adds state": [(*SGD, 4), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 3)],
+}
+
+
+def trained_in_phases(items: speedswap.Embedding, phases: Phases, done: int, after: Callable[[], object]) -> None:
+    """Take the steps that are left, with an optimizer per phase; settings change within one of a kind."""
+    first, optimizer = 0, None
+    for kind, settings, steps in phases:
+        for step in range(max(first, done), first + steps):
+            if type(optimizer) is kind:
+                optimizer.param_groups[0].update(settings)
+            else:
+                optimizer = kind(items.parameters(), **settings)
+            optimizer.zero_grad()
+            items(torch.randint(40, (12,), generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+            after()
+        first += steps
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["in place", "to another log"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_commit_is_made_inside_a_step(
+    change: str, moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each write of a step, whose keys have rows and whose columns are there, the files are of the step before,
+    and the training goes on from them to the bits of one that was not interrupted."""
+    path, phases = tmp_path / "t", CHANGES[change]
+    if moves:
+        monkeypatch.setattr(log_manifest, "_MAX_LAYOUTS", 1)
+    new, normal = partial(speedswap.IdMap, 20, evict="lru", admit_after=2), speedswap.init.normal(std=1.0)
+    items = speedswap.Embedding(21, 3, id_map=new(), path=path, seed=1, commit_every=1, init=normal)
+    store, scatter, copies = items.table.store, LogStore.scatter, list[tuple[int, Path]]()
+
+    def copying(store: LogStore, *args: Any) -> None:
+        store.log.wait(store._commits.begun)
+        copies.append((len(states), Path(shutil.copytree(path, tmp_path / str(len(copies))))))
+        scatter(store, *args)
+
+    def state(table: speedswap.Table) -> dict[str, Tensor]:
+        rows = {name: table.read(column=name) for name in table.columns}
+        return {**rows, "keys": (table.id_map or new()).row_keys(), "writes": torch.tensor(table.writes)}
+
+    def is_same(found: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+        return found.keys() >= other.keys() and all(torch.equal(found[name], other[name]) for name in other)
+
+    states = [state(items.table)]
+    with monkeypatch.context() as patch:
+        patch.setattr(LogStore, "scatter", copying)
+        trained_in_phases(items, phases, 0, lambda: states.append(state(items.table)))
+    assert type(items.table.store) is type(store)
+    for steps, copy in copies:
+        with speedswap.Table.open(copy) as table:
+            found = state(table)
+            assert any(is_same(found, state) for state in states[max(0, steps - 2) : steps]), steps
+            done = max(n for n in range(steps) if is_same(found, states[n]))
+            again = speedswap.Embedding(21, 3, table=table, id_map=table.id_map or new())
+            trained_in_phases(again, phases, done, lambda: None)
+            assert is_same(state(table), states[-1]), (steps, done)
+    items.table.close()
 
 
 def older_with_scalars(path: Path, manifest: str | None = None) -> None:

@@ -25,7 +25,6 @@ from speedswap.errors import IdError, LostUpdateError, SpeedswapWarning, TableCl
 from speedswap.kernels.cuda import engines, modules
 from speedswap.kernels.cuda.staging import Ring
 from speedswap.tables import LocalStore
-from speedswap.tables.memory import host as storages
 
 ROWS, DIM = 60, 5
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -288,7 +287,7 @@ def test_evaluation_in_between(device: str, way: str) -> None:
 def test_ids_that_were_not_prefetched_are_right_and_warned_of_once(
     device: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storages, "_said", set())
+    monkeypatch.setattr("speedswap._warnings._said", set())
     found = []
     for ahead in (True, False):
         items = embedding(device)
@@ -319,7 +318,7 @@ def test_ids_that_were_not_prefetched_are_right_and_warned_of_once(
 
 
 def test_ids_that_change_after_they_were_prefetched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storages, "_said", set())
+    monkeypatch.setattr("speedswap._warnings._said", set())
     items = embedding(device)
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     before = items.table.read()

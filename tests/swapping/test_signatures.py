@@ -22,6 +22,18 @@ def test_forward_has_torchs_arguments(name: str) -> None:
         assert (ours_.kind, ours_.default) == (theirs_.kind, theirs_.default)
 
 
+@pytest.mark.parametrize("name", ["Embedding", "EmbeddingBag"])
+def test_constructor_takes_torchs_arguments_by_place(name: str) -> None:
+    ours, theirs = ([*inspect.signature(getattr(package, name)).parameters.values()] for package in (speedswap, nn))
+    by_place = [each for each in ours if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    wanted = theirs[: [each.name for each in theirs].index("_weight")]
+    assert [(each.name, each.default) for each in by_place] == [(each.name, each.default) for each in wanted]
+    items, bags = speedswap.Embedding(10, 3, 0, None), speedswap.EmbeddingBag(10, 3, None, 2.0, False, "sum")
+    assert (items.padding_idx, bags.mode) == (0, "sum")
+    with pytest.raises(ValueError, match=r"max_norm is 1\.0"):
+        speedswap.Embedding(10, 3, 0, 1.0)
+
+
 def test_lookups_take_torchs_keywords() -> None:
     ids, offsets, factors = torch.tensor([3, 1, 1]), torch.tensor([0, 1]), torch.tensor([2.0, 0.5, 1.0])
     items = speedswap.Embedding(5, 2)

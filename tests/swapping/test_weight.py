@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import speedswap
-from speedswap.errors import LostUpdateError, WeightError
+from speedswap.errors import LostUpdateError, SpeedswapWarning, WeightError
 
 ROWS, DIM = 11, 4
 Make = Callable[..., speedswap.Embedding | speedswap.EmbeddingBag]
@@ -105,10 +106,10 @@ def test_using_the_weight_as_a_tensor_is_an_error(use: Callable[[Any], Any], ite
     [
         ("scores of every item", r"embedding\.score\(queries"),
         ("a tied head", r"embedding\.score\(queries"),
-        ("L2 term", "weight_decay="),
+        ("L2 term", "no penalty reaches the whole table"),
         ("detached, to NumPy", r"embedding\.read\(\)"),
         ("a hook on its gradient", r"gradients of embedding\(ids\)"),
-        ("times a number", r"weight_decay="),
+        ("times a number", r"no penalty reaches the whole table"),
         ("joined with another", r"embedding\(ids\) gives rows"),
     ],
 )
@@ -472,13 +473,60 @@ def test_a_table_in_files_is_not_copied_implicitly(tmp_path: Path) -> None:
     items.table.close()
 
 
-def test_averaging_a_model_says_how_to_average_its_dense_part() -> None:
+AVERAGES: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
+    "AveragedModel": lambda twin, model: AveragedModel(model).update_parameters(model),
+    "an EMA of torch": lambda twin, model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn()).update_parameters(
+        model
+    ),
+    "lerp": lambda twin, model: twin[0].weight.lerp_(model[0].weight, 0.1),
+    "foreach": lambda twin, model: torch._foreach_lerp_([*twin.parameters()], [*model.parameters()], 0.1),
+    "a sum": lambda twin, model: twin[0].weight.mul_(0.9).add_(model[0].weight, alpha=0.1),
+    "a mean": lambda twin, model: twin[0].weight.copy_(0.9 * twin[0].weight + 0.1 * model[0].weight),
+    "a shadow": lambda twin, model: {name: each.data.clone() for name, each in model.named_parameters()},
+}
+
+
+@pytest.mark.parametrize("way", AVERAGES)
+def test_averaging_a_model_says_how_to_average_its_dense_part(way: str, tmp_path: Path) -> None:
     model = nn.Sequential(speedswap.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    with pytest.raises(WeightError, match=r"average a model's other parameters .*, take a module without"):
-        averaged.update_parameters(model)
-    dense = torch.optim.swa_utils.AveragedModel(model[1])
+    remedy = r"average a module without the embedding, or all parameters but speedswap\.parameters_to_ignore\(model\)"
+    with pytest.raises(WeightError, match=remedy), torch.no_grad():
+        AVERAGES[way](copy.deepcopy(model), model)
+    dense = AveragedModel(model[1])
     dense.update_parameters(model[1])
+    assert {*model.parameters()} - speedswap.parameters_to_ignore(model) == {*model[1].parameters()}
+    with speedswap.Table.create(ROWS, DIM, path=tmp_path / "items") as table, pytest.raises(TypeError, match=remedy):
+        AveragedModel(nn.Sequential(speedswap.Embedding(ROWS, DIM, table=table)))
+
+
+def test_a_change_of_a_copied_state_dict_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As timm averages models. Rows that are changed and loaded are what was meant."""
+    config = speedswap.EmbeddingConfig(name="items", num_embeddings=ROWS, embedding_dim=DIM)
+    for items, ids in (
+        (speedswap.Embedding(ROWS, DIM, name="items"), torch.tensor([1])),
+        (speedswap.EmbeddingCollection([config]), {"items": torch.tensor([1])}),
+    ):
+        before = next(iter(items.state_dict().values()))
+        copied = items.state_dict()
+        for values in copied.values():
+            values.add_(1)
+        items.load_state_dict(copied)
+        items(ids)
+        monkeypatch.setattr("speedswap._warnings._said", set())
+        average = copy.deepcopy(items)
+        for values, newer in zip(average.state_dict().values(), items.state_dict().values(), strict=True):
+            values.copy_(0.9 * values + 0.1 * newer)
+        items.state_dict()
+        with pytest.warns(
+            SpeedswapWarning, match=r"^SW402: .* 'items' .* load the state_dict, .* average a module without"
+        ):
+            average.state_dict()
+        assert torch.equal(next(iter(average.state_dict().values())), before + 1)
+    items = speedswap.Embedding(ROWS, DIM, name="items")
+    items.state_dict()["weight"][3] = 0
+    monkeypatch.setattr("speedswap._warnings._said", set())
+    with pytest.warns(SpeedswapWarning, match="^SW402"):
+        items(torch.tensor([3]))
 
 
 # ---------------------------------------------------------------------------- lost updates stay errors

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import answer, child
 from torture.folders import Disk
 from torture.reference import OPTIMIZERS, Reference, batch
 
@@ -93,6 +99,35 @@ def test_short_reads_and_writes_are_continued(tmp_path):
     trainer.table.close()
     with Table.open(tmp_path / "t") as table:
         same(table, trainer.reference, trainer.steps)
+
+
+@pytest.mark.parametrize(("every", "synchronous", "most"), [(1, False, 1), (3, False, 5), (1, True, 0), (4, True, 3)])
+def test_a_kill_on_a_slow_disk_loses_no_more_steps_than_promised(
+    every: int, synchronous: bool, most: int, tmp_path: Path
+) -> None:
+    """Each sync takes longer than several steps do."""
+
+    def trains(path: Path) -> Any:
+        def steps(connection: Connection) -> None:
+            settings = {"commit_every": every, "commit_seconds": None, "synchronous_commit": synchronous}
+            with Table.create(64, 4, path=path, **settings) as table:
+                table.store.log.fail("sync", 0, 0, times=10**9, seconds=0.01)
+                for step in itertools.count(1):
+                    table.scatter(torch.arange(8), torch.full((8, 4), float(step)))
+                    connection.send(step)
+
+        return steps
+
+    for kill in range(5):
+        with child(trains(tmp_path / str(kill))) as (pid, connection):
+            done = [answer(connection) for _ in range(7 + kill)][-1]
+            time.sleep(0.007 * kill)
+            os.kill(pid, signal.SIGKILL)
+            with suppress(EOFError):
+                while True:
+                    done = connection.recv()
+        with Table.open(tmp_path / str(kill), "r") as table:
+            assert done - most <= table.read(0, 1)[0, 0] <= done + 1
 
 
 @pytest.fixture(params=["ext4", "tmpfs"])

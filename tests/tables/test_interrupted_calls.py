@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap import Column, Table, init
+from speedswap.tables.disk.columns import LogColumns
 from speedswap.tables.disk.commits import LogCommits
 
 Snapshot = dict[str, Tensor]
@@ -312,6 +314,38 @@ def test_columns_that_are_durable_when_ctrl_c_comes_are_there(
     assert (column.name in found) == (column is LATE)
     assert same({name: found[name] for name in before}, before)
     add(column)(training)
+    training.train(3)
+    expected = snapshot(training.items.table)
+    training.items.table.close()
+    with Table.open(training.path) as again:
+        assert same(snapshot(again), expected)
+
+
+@pytest.mark.parametrize("dim", [GROUPED, SINGLE])
+def test_a_second_ctrl_c_leaves_a_table_that_goes_on(
+    dim: int, started: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while columns are taken back that the first one has interrupted."""
+    training, opened = Training(Path(shutil.copytree(started / str(dim), tmp_path / "t")), None), LogColumns._opened
+    training.train(2)
+    before, seconds = snapshot(training.items.table), list[None]()
+
+    def first(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    def second(*args: Any) -> Any:
+        seconds.append(None)
+        os.kill(os.getpid(), signal.SIGINT)
+        return opened(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LogColumns, "_write_initial", first)
+        patch.setattr(LogColumns, "_opened", second)
+        with pytest.raises(KeyboardInterrupt):
+            add(DRAWN)(training)
+    assert seconds
+    assert same(snapshot(training.items.table), before)
+    add(DRAWN)(training)
     training.train(3)
     expected = snapshot(training.items.table)
     training.items.table.close()

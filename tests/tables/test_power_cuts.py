@@ -197,7 +197,7 @@ def stopping_at(step: int) -> Callable[[int], None]:
     calls, real = itertools.count(), os.fsync
 
     def sync(fd: int) -> None:
-        if next(calls) >= step:
+        if next(calls) == step:
             raise Stopped
         real(fd)
 

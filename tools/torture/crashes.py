@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torture.platter import Platter
 __all__ = ["ATTACK", "Story"]
 
 _SECTOR = 4096
+_MOST_BYTES = 7000  # of a group, so that it stays below an eighth of a segment
 
 
 class Story:
@@ -109,22 +111,9 @@ class _Life:
     def __init__(self, story: Story) -> None:
         self.story, self.draw, self.timeline = story, story.draw, story.timeline
         if self.draw.random() < 0.15:
-            shape = self.timeline.shape
-            self.timeline.shapes = [
-                (0, shape.grown(8 * self.draw.randrange(1, 40)) if self.draw.random() < 0.6 else shape.reborn(0))
-            ]
-        options: dict[str, Any] = {}
-        if self.timeline.holds and self.draw.random() < 0.2:
-            options["commit"] = self._back_to(self.draw.choice(self.timeline.holds)).number
-        self.log = Log(
-            story.files,
-            self.timeline.shape,
-            slots=story.slots,
-            writable=True,
-            journal=True,
-            faults=story.faults,
-            **options,
-        )
+            self.timeline.shapes = [(0, self._changed())]
+        back = self.draw.choice(self.timeline.holds) if self.timeline.holds and self.draw.random() < 0.2 else None
+        self.log = self._opened() if back is None else self._opened_at(back.commit)
         base = self.timeline.opened(self.log.engine.head, self.length)
         self.state = base.state.in_shape(self.timeline.shape)
         self.pieces = base.pieces
@@ -136,15 +125,31 @@ class _Life:
             if number not in known:
                 self.log.engine.let_go(number)
 
+    def _changed(self) -> Shape:
+        """Return a shape with a column more, or with one that begins anew."""
+        shape = self.timeline.shape
+        is_wider = shape.group_bytes < _MOST_BYTES and self.draw.random() < 0.6
+        return shape.grown(8 * self.draw.randrange(1, 40)) if is_wider else shape.reborn(0)
+
     @property
     def length(self) -> int:
         return len(self.log.journal())
 
-    def _back_to(self, hold: Hold) -> Commit:
-        """Let the life begin at a held commit: later ones are gone once it has been opened."""
-        self.timeline.commits.append(replace(hold.commit, begun=0, acknowledged=None))
-        self.timeline.holds = [one for one in self.timeline.holds if one.commit.number <= hold.commit.number]
-        return hold.commit
+    def _opened(self, **options: Any) -> Log:
+        story, shape = self.story, self.timeline.shape
+        given = {"slots": story.slots, "writable": True, "journal": True, "faults": story.faults, **options}
+        return Log(story.files, shape, **given)
+
+    def _opened_at(self, one: Commit) -> Log:
+        """Open the log at a held commit, unless a later one is held; then at its last."""
+        with self._opened() as log:
+            held = log.engine.held
+        if max(held) <= one.number:
+            self.timeline.commits.append(replace(one, begun=0, acknowledged=None))
+            return self._opened(commit=one.number)
+        with suppress(ValueError), self._opened(commit=one.number):
+            raise Broken("a log is opened for writing at a commit before one that is held")
+        return self._opened()
 
     def played(self, deeds: int, *, closing: bool) -> list[Entry]:
         """Do something many times, and return the journal."""
@@ -153,7 +158,7 @@ class _Life:
             + [self.look] * 2
             + [self.commit] * 2
             + [self.begin] * 2
-            + [self.burst, self.held, self.let_go]
+            + [self.burst, self.held, self.let_go, self.change]
         )
         with self.log:
             for _ in range(deeds):
@@ -211,6 +216,12 @@ class _Life:
         if self.hold is not None:
             self.timeline.holds.append(Hold(self.hold, self.length))
         self.open = self.hold = None
+
+    def change(self) -> None:
+        """Go on in another shape, while a commit may be under way."""
+        self.timeline.shapes.append((self.length, self._changed()))
+        self.log.change(self.timeline.shape)
+        self.state = self.state.in_shape(self.timeline.shape)
 
     def commit(self) -> None:
         self.begin()

@@ -1,4 +1,4 @@
-"""Damaged and hostile log files: every row that is read is one of a commit, or the error names it."""
+"""Damaged and hostile log files: every row that is read or saved is one of a commit, or is named."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from speedswap.kernels import RowLogDamaged
 from torture.attack import Attack, Broken
 from torture.crashes import Story
 from torture.log_lives import Log, Timeline
+from torture.salvages import saved
 
 __all__ = ["ATTACK", "damaged", "read_through"]
 
@@ -29,6 +30,8 @@ def _round(seed: int, folder: Path) -> Mapping[str, int]:
         way, hostile = damaged(files, draw)
         outcome = read_through(hostile, story.timeline, story.slots, writable=draw.random() < 0.3, what=way)
         counts[f"{way}: {outcome}"] += 1
+    for _ in range(12):
+        counts[saved(files, story.timeline, draw, folder)] += 1
     return counts
 
 
@@ -101,7 +104,8 @@ def read_through(files: dict[str, bytes], timeline: Timeline, slots: int, *, wri
 
 ATTACK = Attack(
     name="damage",
-    promise="damage to a log is an error at open, or one that names the row; no other rows are given in its place",
+    promise="damage to a log is an error at open, or one that names the row, and never gives other rows; a new table "
+    "of what is left has every row whose record is intact, and names the others",
     round=_round,
     seconds=120.0,
     quick=2,

@@ -206,7 +206,8 @@ def _checked(run: Run, known: Reference, told: Told) -> Reference:
         noted = (table.attributes.get("optimizer") or {}).get("scalars") or {}
     afresh = Reference(run.optimizer, {"weight": known.columns["weight"]})
     version = _resumed(run, known, told) if done else known if known.scalars else afresh
-    least, most = (done, done) if run.ending in ORDERLY else (told.durable, done + 1)
+    agreed = done - 2 * run.commit_every + 1 if run.commit_every else 0
+    least, most = (done, done) if run.ending in ORDERLY else (max(told.durable, agreed, 0), done + 1)
     versions = [] if least else [known, *_started_over(run, known)]  # it may have ended while it attached
     for step in range(most + 1):
         if step:
@@ -288,7 +289,8 @@ def _as_torch_has(scalars: dict[str, Any], noted: dict[str, Any] | None) -> dict
 
 ATTACK = Attack(
     name="kills",
-    promise="a trainer that ends in any way leaves rows and state of one step, not older than the last one flushed",
+    promise="a trainer that ends in any way leaves rows and state of one step, the last flushed one or later, and "
+    "loses no more steps than commit_every allows",
     round=_round,
     seconds=60.0,
     quick=10,

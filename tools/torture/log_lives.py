@@ -37,11 +37,19 @@ class Log:
     """
 
     def __init__(self, files: dict[str, bytes], shape: Shape, *, slots: int, **options: Any) -> None:
-        self.shape = shape
+        self._options = {"slots": slots, **options}
         self._entries: list[Entry] = []
+        self._base = 0  # entries of engines before this one
         self.fds = {name: _in_memory(name, data) for name, data in files.items()}
         try:
-            self.engine = kernels.RowLog(
+            self._open(shape, **self._options)
+        except BaseException:
+            self._close_files()
+            raise
+
+    def _open(self, shape: Shape, *, slots: int, **options: Any) -> None:
+        self.engine, self.shape = (
+            kernels.RowLog(
                 self.fds["log"],
                 self.fds["head"],
                 num_groups=shape.groups,
@@ -53,10 +61,16 @@ class Log:
                 salt=SALT,
                 cache_bytes=slots * shape.group_bytes,
                 **options,
-            )
-        except BaseException:
-            self._close_files()
-            raise
+            ),
+            shape,
+        )
+
+    def change(self, shape: Shape) -> None:
+        """Go on in another shape, with what is committed and what is not."""
+        before = self.engine
+        self._open(shape, before=before, **self._options)
+        self._note(before.journal())
+        self._base = len(self._entries)
 
     def __enter__(self) -> Log:
         return self
@@ -115,8 +129,13 @@ class Log:
 
     def journal(self) -> list[Entry]:
         """Return every write, sync and allocation so far."""
-        self._entries += self.engine.journal()
+        self._note(self.engine.journal())
         return self._entries
+
+    def _note(self, entries: list[Entry]) -> None:
+        self._entries += [
+            (file, call, at + self._base if call == "done" else at, data) for file, call, at, data in entries
+        ]
 
     def read(self) -> NDArray[np.uint8]:
         """Return every group's bytes."""

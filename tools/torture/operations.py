@@ -157,6 +157,8 @@ OPERATIONS = {
 
 def _round(seed: int, folder: Path) -> str:
     draw = random.Random(seed)
+    if draw.random() < 0.1:
+        return _made_again(draw, folder)
     name = draw.choice(list(OPERATIONS))
     operation = OPERATIONS[name]
     whole, killed = folder / "whole", folder / "killed"
@@ -180,6 +182,47 @@ def _round(seed: int, folder: Path) -> str:
                 raise Broken(f"an operation failed after a kill\n{name}: {said}")
     _check(operation, name, how, whole, killed, old, new)
     return name
+
+
+_GROUPS = [
+    speedswap.EmbeddingConfig(name=f"{dim}", num_embeddings=ROWS, embedding_dim=dim, seed=1) for dim in (2, 3, 5)
+]
+
+
+def _collection(folder: Path, begin: Call, done: Call) -> None:
+    begin()
+    try:
+        speedswap.EmbeddingCollection(_GROUPS, path=folder / "groups").close()
+    except FileExistsError:
+        speedswap.EmbeddingCollection.open(_GROUPS, folder / "groups").close()
+    done()
+
+
+def _made_again(draw: random.Random, folder: Path) -> str:
+    """Kill those who make a collection; the next one finds it, or makes it."""
+    operation = Operation(_nothing, _collection)
+    calls, _ = _completed(operation, folder, folder / "log-whole")
+    expected, path = _of_collection(folder / "groups"), folder / "killed" / "groups"
+    for _ in range(draw.choice([1, 2, 3])):
+        number, how = draw.randrange(1, calls + 1), draw.choice(["before a call", "after a call"])
+        with child(_dies, operation, path.parent, number, how, log=folder / "log") as process:
+            process.line()
+            if process.wait() not in (0, -9):
+                raise Broken(f"a collection whose maker was killed cannot be made again\n{process.said()}")
+    _collection(path.parent, lambda: None, lambda: None)
+    found = _of_collection(path)
+    if not all(torch.equal(found[name], rows) for name, rows in expected.items()):
+        raise Broken(f"a second try to make a collection gives other rows\n{listed(path)}")
+    if len([*path.iterdir()]) > len(_GROUPS):
+        raise Broken(f"files of a killed maker stay in a collection\n{listed(path)}")
+    return "collection"
+
+
+def _of_collection(path: Path) -> State:
+    collection = speedswap.EmbeddingCollection.open(_GROUPS, path)
+    rows = {name: table.read() for name, table in collection.tables.items()}
+    collection.close()
+    return rows
 
 
 def _completed(operation: Operation, folder: Path, log: Path) -> tuple[int, float]:

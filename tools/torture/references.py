@@ -62,8 +62,13 @@ class Run:
             self.folder / "saved", items, optimizer, step=step, extra={"of": step}, keep=self.keep
         )
 
-    def load(self, items: speedswap.Embedding, optimizer: Optimizer) -> int:
-        loaded = speedswap.load_checkpoint(self.folder / "saved", items, optimizer)
+    @property
+    def saved(self) -> list[int]:
+        """The steps of the checkpoints that are there, oldest first."""
+        return [int(path.name.split("-")[-1]) for path in sorted((self.folder / "saved").glob("0*"))]
+
+    def load(self, items: speedswap.Embedding, optimizer: Optimizer, step: int | None = None) -> int:
+        loaded = speedswap.load_checkpoint(self.folder / "saved", items, optimizer, step=step)
         if loaded.extra != {"of": loaded.step}:
             raise Broken(f"a checkpoint is of two steps\nstep {loaded.step}, extra {loaded.extra}")
         return loaded.step
@@ -174,22 +179,27 @@ def _checked(run: Run, known: _Known, least: int, what: str) -> int:
     for where in ("in memory", "in place"):
         table = run.opened() if where == "in place" else None
         items, optimizer = run.trained(table)
-        step = run.load(items, optimizer)
+        for step in [*run.saved, *run.saved[::-1], *run.saved]:  # an older one leaves the newer ones as they are
+            run.load(items, optimizer, step)
+            _compare(items, known.after(step), f"{step}, {where}, {what}")
         if step < least:
             raise Broken(f"a checkpoint that was saved is gone\nstep {step}, not {least}, {where}, {what}")
-        expected, found = known.after(step), _columns(items)
-        wrong = {
-            name: (found[name] != values).flatten(1).any(1).nonzero().flatten().tolist()[:20]
-            for name, values in expected.items()
-            if not torch.equal(found[name], values)
-        }
-        if wrong:
-            raise Broken(f"the rows of a checkpoint are not those of its step\n{step}: {wrong}, {where}, {what}")
         run.step(items, optimizer, step + 1)  # with the optimizer's own numbers as well
         if not all(torch.equal(_columns(items)[name], values) for name, values in known.after(step + 1).items()):
             raise Broken(f"a training does not go on as it would have\nafter {step}, {where}, {what}")
         items.table.close()
     return step
+
+
+def _compare(items: speedswap.Embedding, expected: Mapping[str, Tensor], what: str) -> None:
+    found = _columns(items)
+    wrong = {
+        name: (found[name] != values).flatten(1).any(1).nonzero().flatten().tolist()[:20]
+        for name, values in expected.items()
+        if not torch.equal(found[name], values)
+    }
+    if wrong:
+        raise Broken(f"the rows of a checkpoint are not those of its step\n{what}: {wrong}")
 
 
 ATTACK = Attack(

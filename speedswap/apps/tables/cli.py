@@ -1,9 +1,10 @@
-"""The commands ``speedswap info``, ``verify``, ``convert``, ``export`` and ``import``."""
+"""The commands ``speedswap info``, ``verify``, ``convert``, ``salvage``, ``export`` and ``import``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from speedswap.apps.tables.info import describe_table, table_facts
 from speedswap.apps.tables.verifying import verify
 from speedswap.errors import SpeedswapError
 from speedswap.tables import Table
+from speedswap.tables.files.whole import write_whole
 from speedswap.tables.formats import FORMATS
 from speedswap.tables.opening import convert
 
@@ -25,6 +27,7 @@ __all__ = ["add_parsers"]
 _FORMATS = "; ".join(f"{name}: {', '.join(form.suffixes)}" for name, form in FORMATS.items())
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
 _CACHE_BYTES = 64 << 20
+_MOST_SHOWN = 20
 _STORED = ("float16", "bfloat16", "int8")
 
 
@@ -60,6 +63,24 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     )
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="a table's directory")
     parser.set_defaults(run=_convert)
+    parser = commands.add_parser(
+        "salvage",
+        help="save every intact row of a damaged table to a new one",
+        description="Save every intact row of a damaged table, with its state, attributes and id maps, to a new table, "
+        "and name the rest. A flipped bit in anything but a row is put back. Rows whose newest version is damaged have "
+        "an older one, or initial values. Exit status 0: nothing is lost; 1: OUT.salvaged.json lists what is lost; 2: "
+        "nothing could be saved. TABLE is only read.",
+    )
+    parser.add_argument("table", type=Path, metavar="TABLE", help="the damaged table's directory")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the new table's directory")
+    parser.add_argument(
+        "--manifest",
+        type=Path,
+        metavar="FILE",
+        help="the MANIFEST of a copy, or of a table that was made with the same arguments, in place of a lost one",
+    )
+    parser.add_argument("--json", action="store_true", help="print a line of JSON")
+    parser.set_defaults(run=_salvage)
     _add_export(commands)
     _add_import(commands)
 
@@ -147,6 +168,26 @@ def _convert(args: argparse.Namespace) -> int:
     for path in args.tables:
         print(f"{path} is converted" if convert(path) else f"{path} has the present format already", flush=True)
     return 0
+
+
+def _salvage(args: argparse.Namespace) -> int:
+    report = args.out.with_name(f"{args.out.name}.salvaged.json")
+    if os.path.lexists(report):
+        raise SettingsError(f"{report} exists, where what is lost would be listed; move it away")
+    with _refusals():
+        found = Table.salvage(args.table, args.out, manifest=args.manifest)
+    listed = json.dumps(found.to_json())
+    if not found.whole:
+        with write_whole(report) as file:
+            file.write(listed.encode())
+    lines = found.lines()
+    more = [f"and {len(lines) - _MOST_SHOWN:,} more lines"] if len(lines) > _MOST_SHOWN else []
+    print(
+        listed
+        if args.json
+        else "\n".join([*lines[:_MOST_SHOWN], *more, *([] if found.whole else [f"all of it: {report}"])])
+    )
+    return 0 if found.whole else 1
 
 
 def _export(args: argparse.Namespace) -> int:

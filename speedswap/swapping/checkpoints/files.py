@@ -7,14 +7,16 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints.manifest import Manifest, SavedTensor, damaged
+from speedswap.swapping.checkpoints.manifest import Manifest, SavedTable, SavedTensor, damaged
+from speedswap.tables import Table
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, sync_names
 from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
 
@@ -50,15 +52,14 @@ class NewFiles:
         self.folder = folder
         self.directory = OpenDirectory(folder)
         self.bytes_written = 0
+        self._new: set[str] = set()
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors to a new file, durably."""
-        file = OpenFile(self.directory.create(name))
-        writer = TensorWriter(file, {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()})
-        for key, tensor in tensors.items():
-            writer.write(key, tensor)
-        os.fsync(file.fd)
-        self.bytes_written += writer.nbytes
+        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        with self.new_tensors(name, shapes) as writer:
+            for key, tensor in tensors.items():
+                writer.write(key, tensor)
 
     def write_changed(
         self, name: str, tensors: Mapping[str, Tensor], previous: tuple[Manifest, Path] | None
@@ -95,14 +96,16 @@ class NewFiles:
             self.write_tensors(name, new)
         return {key: there[digest] for key, digest in digests.items()}
 
-    def new_tensors(
-        self, name: str, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]
-    ) -> tuple[OpenFile, TensorWriter]:
-        """Begin a new file of tensors that are written piece by piece; the caller syncs it."""
+    @contextmanager
+    def new_tensors(self, name: str, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> Iterator[TensorWriter]:
+        """Yield a new file of tensors that are written piece by piece; it is durable at the end of the block."""
         file = OpenFile(self.directory.create(name))
         writer = TensorWriter(file, shapes)
+        yield writer
+        os.fsync(file.fd)
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # what is read back is what the disk has
         self.bytes_written += writer.nbytes
-        return file, writer
+        self._new.add(name)
 
     def link(self, other: Path, name: str) -> None:
         """Give a file or a folder of files of another checkpoint a name in this one too, or copy it."""
@@ -128,9 +131,28 @@ class NewFiles:
                 os.fsync(file.fileno())
             self.bytes_written += target.stat().st_size
 
-    def count(self, folder: str) -> None:
-        """Count the bytes of a folder that was written."""
-        self.bytes_written += sum(path.stat().st_blocks * 512 for path in (self.folder / folder).iterdir())
+    def add_copy(self, table: Table, name: str) -> None:
+        """Write a copy of a table to a new folder, durably."""
+        table.save(self.folder / name)
+        self.bytes_written += sum(path.stat().st_blocks * 512 for path in (self.folder / name).iterdir())
+        self._new.add(name)
+
+    def check_written(self, tensors: Iterable[SavedTensor], tables: Iterable[SavedTable]) -> None:
+        """Read back what was written: every tensor, and of a table's copy what opening it checks.
+
+        Raises:
+            CheckpointError, TableFormatError: the disk has other bytes.
+        """
+        found = TensorsOf(self.directory)
+        for tensor in tensors:
+            if tensor.file in self._new:
+                found.read(tensor)
+        for table in tables:
+            for delta in table.deltas:
+                if delta.file in self._new:
+                    found.check(delta.file, delta.digests)
+            if table.copy in self._new:
+                Table.open(self.folder / table.copy, mode="r").close()
 
 
 class TensorsOf:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from speedswap.errors import CheckpointError, TableFullError
 from speedswap.swapping.checkpoints.manifest import MANIFEST, Manifest
@@ -19,7 +19,7 @@ from speedswap.tables.files.open_directory import OpenDirectory, sync_names
 
 __all__ = ["Folder", "Folders"]
 
-_NAME = re.compile(r"([0-9]{6,9})-step-([0-9]{1,20})")
+_NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 _LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors that tell nothing about a checkpoint
 _log = logging.getLogger("speedswap")
@@ -32,6 +32,16 @@ class Folder(NamedTuple):
     step: int
     path: Path
 
+    def manifest(self) -> Manifest | None:
+        """Return its description; None if that cannot be read."""
+        try:
+            return Manifest.read(OpenDirectory(self.path))
+        except (OSError, CheckpointError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.errno in _LACKING:
+                raise cause from None  # or the commits that it refers to would be let go
+            return None
+
 
 class Folders:
     """The checkpoints in a directory. Each is a folder of its own, ``000007-step-500``, that can be moved and copied.
@@ -39,6 +49,9 @@ class Folders:
     Args:
         path: the directory; it need not exist.
     """
+
+    known_sound: ClassVar[str] = ""
+    """The token of the checkpoint that this process has loaded or saved last, which checks all of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,15 +68,8 @@ class Folders:
 
     def manifests(self) -> list[tuple[Manifest, Path]]:
         """Return the checkpoints that can be read, each with its folder, oldest first."""
-        read = []
-        for folder in self.found():
-            try:
-                read.append((Manifest.read(OpenDirectory(folder.path)), folder.path))
-            except (OSError, CheckpointError) as error:
-                cause = error.__cause__ or error
-                if isinstance(cause, OSError) and cause.errno in _LACKING:
-                    raise cause from None  # or the commits that it refers to would be let go
-        return read
+        read = [(folder.manifest(), folder.path) for folder in self.found()]
+        return [(manifest, path) for manifest, path in read if manifest is not None]
 
     def choose(self, step: int | None) -> Folder:
         """Return the newest checkpoint, or the newest of a step.
@@ -158,19 +164,24 @@ class Folders:
     def remove_but(self, keep: int | Collection[int] | None) -> None:
         """Remove old checkpoints: at no instant does half of one have its name.
 
+        One that cannot be read counts for none, and goes with those older than what stays.
+
         Args:
             keep: as for :func:`save_checkpoint`.
         """
-        if keep is None or not (found := self.found()):
+        if keep is None:
             return
-        *older, newest = found
-        if isinstance(keep, int):
-            kept = [newest, *older[::-1]][:keep]
-        else:
-            kept = [newest, *{folder.step: folder for folder in older if folder.step in keep}.values()]
-        for folder in older:
-            if folder not in kept:
+        newest, kept = None, set[int]()
+        for folder in self.found()[::-1]:
+            newest = newest or folder
+            if isinstance(keep, int):
+                is_kept, of = len(kept) < keep, folder.number
+            else:
+                is_kept, of = folder is newest or (folder.step in keep and folder.step not in kept), folder.step
+            if not is_kept:
                 self._discard(folder)
+            elif (manifest := folder.manifest()) and all((folder.path / file).exists() for file in manifest.files):
+                kept.add(of)
 
     def remove(self) -> None:
         """Remove all checkpoints, the leftovers of killed processes, and the directory if it has no other files.

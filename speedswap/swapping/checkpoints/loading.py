@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import CheckpointError
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
@@ -50,6 +51,7 @@ class LoadedCheckpoint(NamedTuple):
     """Its folder."""
 
 
+@of_all_ranks
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module | None,
@@ -107,7 +109,7 @@ def load_checkpoint(
         return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
     ranks = Ranks.of(modules)
-    with ranks.together("the loading of a checkpoint"):
+    with ranks.together():
         for module in modules.values():
             module.table.check_open()
         folder, manifest, files = _opened(path, step)
@@ -147,6 +149,7 @@ def load_checkpoint(
         if random_state and random in content:
             restore_random_state(content[random])
         ranks.wait()
+    Folders.known_sound = manifest.token
     return LoadedCheckpoint(manifest.step, content["extra"], folder)
 
 

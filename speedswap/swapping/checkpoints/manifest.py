@@ -18,8 +18,8 @@ __all__ = ["MANIFEST", "Delta", "Manifest", "SavedTable", "SavedTensor", "damage
 MANIFEST = "CHECKPOINT"
 FORMAT, VERSION = "speedswap-checkpoint", 1
 _MAX_BYTES = 8 << 20
-_TENSORS = re.compile(r"(tensors|rows)-[0-9]{1,9}(-[0-9]{1,9}){0,2}\.safetensors")
-_COPY = re.compile(r"table-[0-9]{1,9}-[0-9]{1,9}(/shard-[0-9]{1,7}-of-[0-9]{1,7})?")
+_TENSORS = re.compile(r"(tensors|rows)-[0-9]{1,18}(-[0-9]{1,9}){0,2}\.safetensors")
+_COPY = re.compile(r"table-[0-9]{1,18}-[0-9]{1,9}(/shard-[0-9]{1,7}-of-[0-9]{1,7})?")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from speedswap.collectives import ANYTHING, Kind, RankGroup, Task, share
+from speedswap.collectives import Kind, RankGroup, Task, share
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.ranks import ShardedStore
 
@@ -62,16 +62,12 @@ class Ranks:
         return f"-{self.rank}" if self.rank else ""
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Surround what the ranks do together: what fails in it is an error of all.
-
-        Args:
-            what: is done, for messages.
-        """
+    def together(self) -> Iterator[None]:
+        """Surround what the ranks do together: what fails in it is an error of all."""
         if self._group is None:
             yield
             return
-        with self._group.main.task(Kind.CHECKPOINT, ANYTHING, what) as self._task:
+        with self._group.main.task(Kind.CHECKPOINT) as self._task:
             yield
             self._task.finish()
 

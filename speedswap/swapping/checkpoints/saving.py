@@ -6,17 +6,20 @@ import functools
 import operator
 import os
 import secrets
-from collections.abc import Collection, Iterable
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
 
+from speedswap.collectives import of_all_ranks
+from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.swapping.checkpoints.manifest import Manifest
 from speedswap.swapping.checkpoints.parts import Part, merged
 from speedswap.swapping.checkpoints.plain import Encoder
 from speedswap.swapping.checkpoints.ranks import Ranks
@@ -37,6 +40,7 @@ class SavedCheckpoint(NamedTuple):
     """For this checkpoint, without what it shares with the one before."""
 
 
+@of_all_ranks
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -54,10 +58,11 @@ def save_checkpoint(
     it between two steps, also inside a :func:`lookahead`.
 
     A checkpoint is a folder in ``path``, named like ``000007-step-500``. It gets that name, by one rename, when it is
-    complete and durable: a process killed at any instant, or a full disk, leaves the one before. What has not changed
-    since that one is not written again: a tensor with the same bytes, and rows of a table in memory as long as this
-    process trains it and fewer than half of them have changed; folders share such files by hard links. Nothing is
-    pickled: tensors are in safetensors files, the rest is JSON.
+    complete and durable, and was read back: a process killed at any instant, or a full disk, leaves those before, which
+    are removed afterwards. So the disk needs room for one more than ``keep``. What has not changed since the one before
+    is not written again: a tensor with the same bytes, and rows of a table in memory as long as this process trains it
+    and fewer than half of them have changed; folders share such files by hard links. Nothing is pickled: tensors are in
+    safetensors files, the rest is JSON.
 
     Args:
         path: the directory for the checkpoints of one training, made if need be. In a job of several processes each
@@ -73,9 +78,10 @@ def save_checkpoint(
             all checkpoints, in ``path`` or elsewhere, beside the one to come: with a larger ``keep``, or with
             checkpoints in two directories, some have copies.
         keep: the checkpoints that stay: the newest so many, or this one and the newest of these steps, or None for all.
+            Those that are damaged count for none.
 
     Raises:
-        CheckpointError: another process is saving there.
+        CheckpointError: another process is saving there, or the disk has other bytes than were written.
         PeerError: another rank has failed.
         TableFullError: the disk has no room. The checkpoints before are whole.
         TypeError: extra, or some state, cannot be written without pickle.
@@ -114,12 +120,18 @@ def save_checkpoint(
     folders = Folders(Path(path).absolute())
     modules = tables_of(model)
     ranks = Ranks.of(modules)
-    with ranks.together("the saving of a checkpoint"), folders.locked() if ranks.is_first else nullcontext():
+    with ranks.together(), folders.locked() if ranks.is_first else nullcontext():
         number = 1
         if ranks.is_first:
             Encoder().encode(extra, "extra")  # what cannot be written is an error before tables are
-            folders.remove_but(keep)  # which a killed process has not come to
-            number = 1 if not (found := folders.found()) else found[-1].number + 1
+            if found := folders.found():
+                number, newest = found[-1].number + 1, found[-1].manifest()
+                if newest is not None and newest.token == Folders.known_sound:
+                    folders.remove_but(keep)  # which a killed process has not come to
+                if number >= 10**18:
+                    raise CheckpointError(
+                        f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"
+                    )
         number, token = ranks.share([number, secrets.token_hex(16)])[0]
         with folders.writing(number, step) if ranks.is_first else folders.joining() as folder:
             saving = None
@@ -143,16 +155,21 @@ def save_checkpoint(
                 name = f"tensors-{number}{ranks.suffix}.safetensors"
                 tensors = files.write_changed(name, encoder.tensors, previous)
                 saving.wait()
+                with _says_unreadable(folders):
+                    files.check_written(tensors.values(), saved.values())
                 parts = ranks.share(Part(saved, content, tensors, files.bytes_written).to_json())
                 bytes_written = sum(part["bytes_written"] for part in parts)
                 if ranks.is_first:
                     manifest = merged(token, step, [Part.of(part) for part in parts], modules)
                     bytes_written += manifest.write(files.directory)
+                    with _says_unreadable(folders):
+                        Manifest.read(files.directory)
             except BaseException:
                 ranks.give_up()  # the others have ended when the folder goes
                 if saving is not None:
                     saving.give_up()
                 raise
+        Folders.known_sound = token
         if ranks.is_first:
             folders.remove_but(keep)
         ranks.wait()
@@ -164,6 +181,18 @@ def save_checkpoint(
             if ranks.is_first and module._step.is_sharded and own.path is not None:
                 remove_former(own.path.parent, owners.world_size, functools.partial(is_referred_to, existing))
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
+
+
+@contextmanager
+def _says_unreadable(folders: Folders) -> Iterator[None]:
+    """Raise CheckpointError, which names the remedy, where what was written cannot be read back."""
+    try:
+        yield
+    except (CheckpointError, TableFormatError) as error:
+        raise CheckpointError(
+            f"what was written to {folders.path} cannot be read back ({error.__cause__ or error}); the checkpoints "
+            "before are whole: check the disk, or give another path"
+        ) from error
 
 
 def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:

@@ -14,8 +14,18 @@ from torch.optim import Optimizer
 
 from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.files import TensorsOf
+from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.manifest import Delta, SavedTable, damaged
-from speedswap.swapping.checkpoints.tables import ROWS, TOKEN, CopiedIn, copied, description_of, path_in, piece_rows
+from speedswap.swapping.checkpoints.tables import (
+    ROWS,
+    TOKEN,
+    CopiedIn,
+    copied,
+    description_of,
+    let_go,
+    path_in,
+    piece_rows,
+)
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
 from speedswap.tables.ranks import InOrder, Owners, Shard, ShardedStore, place_rows, take_shards
@@ -198,7 +208,7 @@ class Loading:
         with table.lock, self._target.table.lock:  # no rows of the next batch are gathered from a part of it
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
-            if self._is_as_saved and first.saved.path and own.store.lives_at(first.path) and not keeps_state:
+            if not keeps_state and self._returns(own):
                 first.shard.table.close()
                 own.store.return_to(first.saved.commit)
             else:
@@ -211,6 +221,14 @@ class Loading:
             own.attributes.update(attributes)
             if isinstance(table.store, ShardedStore):
                 table.store.torn = None
+
+    def _returns(self, table: Table) -> bool:
+        """Return whether a table goes back to the checkpoint's commit, which no later one of a checkpoint forbids."""
+        source = self._sources[0]
+        if not self._is_as_saved or not source.saved.path or not table.store.lives_at(source.path):
+            return False
+        let_go(table, Folders(self._folder.parent).manifests(), after=source.saved.commit)
+        return all(commit <= source.saved.commit for commit in table.store.held_commits)
 
     def _copy_to(self, table: Table, names: list[str]) -> None:
         """Write columns of the rows to another table."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -156,8 +155,7 @@ class Saving:
                 more = (self._delta(table, changed, index),) if len(changed) else ()
                 return before.copy, (*before.deltas, *more)
         copy = f"table-{self._number}-{index}{shard}"
-        table.save(self._files.folder / copy)
-        self._files.count(copy)
+        self._files.add_copy(table, copy)
         return copy, ()
 
     def _before(self, name: str, table: Table, shard: str) -> SavedTable | None:
@@ -180,17 +178,16 @@ class Saving:
         name = f"rows-{self._number}-{index}{self._suffix}.safetensors"
         columns = table.columns.values()
         shapes = {each.name: (each.stored_dtype, (len(rows), *each.row_shape)) for each in columns}
-        file, writer = self._files.new_tensors(name, {ROWS: (torch.int64, rows.shape), **shapes})
         digests = {key: hashlib.blake2b(digest_size=16) for key in (ROWS, *shapes)}
         step = piece_rows(table)
-        for start in range(0, len(rows), step):
-            some = rows[start : start + step]
-            values = table.gather(some, device="cpu", checked=True).columns
-            for key, value in {ROWS: some, **values}.items():
-                value = value.to(writer.places[key].dtype).contiguous()
-                writer.write(key, value, first_row=start)
-                digests[key].update(value.reshape(-1).view(torch.uint8).numpy().data)
-        os.fsync(file.fd)
+        with self._files.new_tensors(name, {ROWS: (torch.int64, rows.shape), **shapes}) as writer:
+            for start in range(0, len(rows), step):
+                some = rows[start : start + step]
+                values = table.gather(some, device="cpu", checked=True).columns
+                for key, value in {ROWS: some, **values}.items():
+                    value = value.to(writer.places[key].dtype).contiguous()
+                    writer.write(key, value, first_row=start)
+                    digests[key].update(value.reshape(-1).view(torch.uint8).numpy().data)
         return Delta(name, len(rows), {key: digest.hexdigest() for key, digest in digests.items()})
 
     def published(self) -> None:

@@ -90,15 +90,21 @@ def all_locked(modules: dict[str, TableModule]) -> Iterator[None]:
         yield
 
 
-def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]]) -> None:
-    """Let go of the commits of a table on disk that no checkpoint refers to any more, there or in another directory."""
+def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int = 0) -> None:
+    """Let go of the commits of a table on disk that no checkpoint refers to any more, there or in another directory.
+
+    Args:
+        table: it.
+        existing: the checkpoints there.
+        after: this commit and earlier ones stay.
+    """
     store = table.store
-    if not store.held_commits:
+    if not any(commit > after for commit in store.held_commits):
         return
     table.flush()
     known = _commits_of(existing, table)
     for commit in store.held_commits:
-        if commit not in known and commit not in _commits_of(_kept_elsewhere(table, commit), table):
+        if commit > after and commit not in known and commit not in _commits_of(_kept_elsewhere(table, commit), table):
             store.let_go(commit)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import IdError
 from speedswap.swapping.arguments import disk_options
-from speedswap.swapping.collections.configs import EmbeddingConfig, checked
+from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
 from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.group import TableGroup, groups_of
 from speedswap.swapping.collections.grouping import Group, close_all, grouped, opened
@@ -22,6 +23,7 @@ from speedswap.swapping.collections.keyed_features import read
 from speedswap.swapping.collections.modules import rows_of
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.tables import TableInGroup, TablesByName
+from speedswap.swapping.collections.unfinished import require_finished, unfinished
 from speedswap.swapping.graphs import outside_transforms
 from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["TableCollection"]
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
-_DISK = ("cache_bytes", "commit_every", "commit_seconds")  # settings of tables that are opened
+_DISK = ("cache_bytes", "commit_every", "commit_seconds", "synchronous_commit")  # settings of tables that are opened
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
 
@@ -51,6 +53,7 @@ class TableCollection(nn.Module, Generic[Config]):
     config_type: ClassVar[type[Any]]
     tables_name: ClassVar[str]  # the attribute that has the tables by name, and so their prefix in a state_dict
 
+    @of_all_ranks
     def _build(
         self,
         tables: Iterable[Config],
@@ -81,9 +84,14 @@ class TableCollection(nn.Module, Generic[Config]):
         self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
         self._check_configs()
+        if process_group is not None:
+            described = {key: text for config in self.configs for key, text in described_alike(config).items()}
+            settings = {"tables": [config.name for config in self.configs], "is_weighted": is_weighted, **described}
+            RankGroup.of(process_group).require_same_settings(type(self).__name__, settings)
         parts = grouped(self.configs, storage, engine) if existing is None else existing
         arguments: dict[str, Any] = {"device": device, "local_to_rank": local_to_rank, "reduction": reduction, **disk}
-        with _directory(path):
+        is_new = path is not None and process_group is None  # ranks go on with the groups that they find
+        with unfinished(Path(path or ""), [part.name for part in parts]) if is_new else nullcontext():
             groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
@@ -93,7 +101,8 @@ class TableCollection(nn.Module, Generic[Config]):
             for config, first_row in zip(group.configs, group.first_rows, strict=True)
         }
         self.register_module(self.tables_name, TablesByName(homes[config.name] for config in self.configs))
-        self._slots = Slots(groups, self._comes_last)
+        with torch.device("cpu"):
+            self._slots = Slots(groups, self._comes_last)
 
     def _check_configs(self) -> None:
         """Raise ValueError where the configs do not go with the collection's other settings."""
@@ -106,6 +115,7 @@ class TableCollection(nn.Module, Generic[Config]):
     # ------------------------------------------------------------------ other ways to make one
 
     @classmethod
+    @of_all_ranks
     def from_modules(
         cls: type[_Self],
         modules: Mapping[str, nn.Embedding | nn.EmbeddingBag],
@@ -157,14 +167,15 @@ class TableCollection(nn.Module, Generic[Config]):
             tables: the configs that it was made with, in their order.
             path: its directory.
             mode: ``r+`` to read and write, as the only writer; ``r`` to read.
-            settings: ``is_weighted``, ``device``, ``local_to_rank``, ``cache_bytes``, ``commit_every`` and
-                ``commit_seconds``, as for the class.
+            settings: ``is_weighted``, ``device``, ``local_to_rank``, ``cache_bytes``, ``commit_every``,
+                ``commit_seconds`` and ``synchronous_commit``, as for the class.
 
         Raises:
             FileNotFoundError, TableFormatError, TableBusyError: as :meth:`speedswap.Table.open` does.
             ValueError: there are other tables in the files.
         """
         disk: dict[str, Any] = {name: settings.pop(name) for name in _DISK if name in settings}
+        require_finished(Path(path))
         return cls._over(tables, lambda name: Table.open(Path(path) / name, mode, **disk), settings)
 
     @classmethod
@@ -183,6 +194,7 @@ class TableCollection(nn.Module, Generic[Config]):
             storage, engine: of the copy, as in :meth:`speedswap.Table.load`.
             tables, path, settings: as for :meth:`open`, whose errors it has.
         """
+        require_finished(Path(path))
         return cls._over(tables, lambda name: Table.load(Path(path) / name, storage=storage, engine=engine), settings)
 
     @classmethod
@@ -212,6 +224,11 @@ class TableCollection(nn.Module, Generic[Config]):
         Path(path).mkdir(parents=True, exist_ok=True)
         for group, name in zip(self._groups(), self._group_names, strict=True):
             group.table.save(Path(path) / name, overwrite=overwrite)
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the tables together; None for a process alone."""
+        return self._groups()[0].ranks
 
     @property
     def id_maps(self) -> dict[str, IdMap]:
@@ -318,20 +335,3 @@ class TableCollection(nn.Module, Generic[Config]):
 
     def extra_repr(self) -> str:
         return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
-
-
-@contextmanager
-def _directory(path: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Make a directory, if there is to be one, which goes again if the block raises and leaves nothing in it."""
-    if path is None:
-        yield
-        return
-    missing = [each for each in (Path(path), *Path(path).parents) if not each.exists()]
-    Path(path).mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):  # it has other files
-            for each in missing:
-                each.rmdir()
-        raise

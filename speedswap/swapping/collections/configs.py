@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
 
 from speedswap._words import a_kind
 from speedswap.swapping.arguments import require_id_map
-from speedswap.swapping.keyed import require_map
+from speedswap.swapping.keyed import rows_for
 from speedswap.tables import IdMap
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count, seed_of
 
-__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "checked", "output_names"]
+__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "checked", "described_alike", "output_names"]
 
 _POOLINGS = ("sum", "mean", "max")
+_OF_THE_RANK = ("seed", "storage", "engine", "id_map")  # which may differ, or is agreed on elsewhere
 Config = TypeVar("Config", bound="EmbeddingConfig")
 
 
@@ -41,7 +42,7 @@ class EmbeddingConfig:
             :class:`speedswap.Embedding` of this size and seed.
         padding_idx: a row that starts as zeros, gets no gradient, and counts in no bag.
         id_map: a map from keys to the table's rows, :class:`speedswap.IdMap`: features have keys then, num_embeddings
-            is the map's number of rows, and padding_idx 0. The collection has it as ``id_maps[name]``.
+            follows from the map, and padding_idx is 0. The collection has it as ``id_maps[name]``.
         dtype: of the weights; torch's default dtype by default.
         storage, engine: as for :class:`speedswap.Embedding`; the collection's by default.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
@@ -82,8 +83,7 @@ class EmbeddingConfig:
             raise ValueError(f"group is {self.group!r}; give a name without dots and slashes: it is a directory's")
         if self.id_map is not None:
             require_id_map(self.id_map)
-            rows = self.num_embeddings or self.id_map.num_rows
-            require_map(self.id_map, rows, self.padding_idx)
+            rows = rows_for(self.id_map, self.num_embeddings or self.id_map.num_rows, self.padding_idx)
             object.__setattr__(self, "num_embeddings", rows)
             object.__setattr__(self, "padding_idx", 0)
         rows = count("num_embeddings", self.num_embeddings)
@@ -134,6 +134,13 @@ class EmbeddingBagConfig(EmbeddingConfig):
         if pooling not in _POOLINGS:
             raise ValueError(f'pooling of table {self.name!r} is {self.pooling!r}; choose "sum", "mean" or "max"')
         object.__setattr__(self, "pooling", pooling)
+
+
+def described_alike(config: EmbeddingConfig) -> dict[str, object]:
+    """Return what has to be the same on all ranks that own a table's rows together, by setting."""
+    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in _OF_THE_RANK}
+    settings["init"] = None if config.init is None else initializers.resolve(config.init).to_json()
+    return {f"{name} of table {config.name!r}": value for name, value in settings.items()}
 
 
 def checked(tables: Iterable[Config], kind: type[Config]) -> tuple[Config, ...]:

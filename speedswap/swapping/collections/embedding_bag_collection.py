@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from speedswap.collectives import of_all_ranks
 from speedswap.swapping.collections.collection import TableCollection
 from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from speedswap.swapping.collections.keyed_tensor import KeyedTensor
@@ -35,7 +36,7 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
 
     Args:
         tables: a config for each.
-        is_weighted: True if every id has a weight, for tables with pooling ``"sum"``.
+        is_weighted: True if every id is given with a weight, for tables with pooling ``"sum"``.
         device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
         storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
         path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
@@ -51,7 +52,8 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
 
         - a mapping from every feature to its ids, int32 or int64: (batch,), one for each sample; (batch, n), filled up
           with the table's ``padding_idx``; (ids, offsets) or (ids, offsets, weights), as ``nn.EmbeddingBag`` has them
-          without ``include_last_offset``; or a jagged tensor, of torch.nested or with the methods of TorchRec's;
+          without ``include_last_offset``, or (ids, None, weights), as these; or a jagged tensor, of torch.nested
+          or with the methods of TorchRec's;
         - a ``KeyedJaggedTensor``, TorchRec's or :class:`speedswap.KeyedJaggedTensor`, of these features.
 
         → a :class:`speedswap.KeyedTensor` with values of shape (batch, sum of the features' widths), table after table;
@@ -113,7 +115,8 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
 
     def _build(self, *args: Any, **settings: Any) -> None:
         super()._build(*args, **settings)
-        self._layout = Layout(self._slots, self.configs)
+        with torch.device("cpu"):
+            self._layout = Layout(self._slots, self.configs)
 
     def _check_configs(self) -> None:
         for config in self.configs if self._is_weighted else ():
@@ -129,6 +132,7 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         return config.pooling == "max"
 
     @outside_graphs
+    @of_all_ranks
     def forward(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
         """Pool all features; the arguments' shapes and the errors are those of the class."""
         return self._of_one_commit(lambda: self._pooled(features))

@@ -162,7 +162,9 @@ def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Giv
     if set(map(type, values)) == {Tensor}:
         kinds = {ids.is_nested or (ids.dtype, ids.shape, ids.device, ids.layout) for ids in values}
         if len(kinds) == 1 and True not in kinds:
-            return _alike(values, slots, is_weighted)
+            if is_weighted:
+                raise _without_weights(slots.features[0])
+            return _alike(values, slots)
     pieces = [piece_of(name, value) for name, value in zip(slots.features, values, strict=True)]
     first = pieces[0]
     stride, device, per_bag = first.stride, first.ids.device, first.per_bag
@@ -174,26 +176,36 @@ def given_by_slot(values: Sequence[Any], slots: Slots, is_weighted: bool) -> Giv
             )
         if piece.weights is not None and not is_weighted:
             raise ValueError(f"feature {name!r} has weights, but is_weighted is False; make the collection with True")
+        if piece.weights is None and is_weighted:
+            raise _without_weights(name)
         if piece.per_bag != per_bag:
             per_bag = -1
     ids = [piece.ids for piece in pieces]
     counts = torch.tensor([each.numel() for each in ids], dtype=torch.int64)
     bags = len(slots) * stride
     offsets = _joined(pieces, slots, counts, stride) if per_bag < 0 else steps(bags + 1, per_bag, device)
-    weights = torch.cat(list(map(_weights_of, pieces, slots.dtypes))) if is_weighted else None
+    factors = [piece.weights.reshape(-1) for piece in pieces if piece.weights is not None]
     asked = kernels.FeatureIds(torch.cat([each.reshape(-1) for each in ids]), slots.bases, slots.limits, counts)
-    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=ids)
+    return Given(
+        slots,
+        asked,
+        counts,
+        stride,
+        offsets,
+        is_single=per_bag == 1,
+        weights=torch.cat(factors) if factors else None,
+        by_name=ids,
+    )
 
 
-def _alike(values: Sequence[Tensor], slots: Slots, is_weighted: bool) -> Given:
+def _alike(values: Sequence[Tensor], slots: Slots) -> Given:
     """Read tensors of one shape, without a look at each: a thousand features are as many calls of Python."""
     _, stride, per_bag, _, _ = piece_of(slots.features[0], values[0])
     ids = torch.cat(tuple(values)).reshape(-1)
     counts = torch.full((len(slots),), stride * per_bag)
     offsets = steps(len(slots) * stride + 1, per_bag, ids.device)
-    weights = torch.ones(len(ids), dtype=slots.dtypes[0], device=ids.device) if is_weighted else None
     asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts)
-    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, weights=weights, by_name=values)
+    return Given(slots, asked, counts, stride, offsets, is_single=per_bag == 1, by_name=values)
 
 
 def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> Tensor:
@@ -220,10 +232,11 @@ def _joined(pieces: list[Piece], slots: Slots, counts: Tensor, stride: int) -> T
     return offsets
 
 
-def _weights_of(piece: Piece, dtype: torch.dtype) -> Tensor:
-    if piece.weights is None:
-        return torch.ones(piece.ids.numel(), dtype=dtype, device=piece.ids.device)
-    return piece.weights.reshape(-1)
+def _without_weights(name: str) -> ValueError:
+    return ValueError(
+        f"feature {name!r} has no weights, but is_weighted is True; give (ids, offsets, weights), with None for "
+        "the offsets of bags of one size, or make the collection with False"
+    )
 
 
 # ---------------------------------------------------------------------- keyed

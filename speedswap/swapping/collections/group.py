@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
 from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.weight import TableWeight
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.part import PARTS, PartStore
@@ -40,9 +42,6 @@ class TableGroup(TableModule):
         configs: the tables.
         id_maps: the maps of some of them, by name; those that the rows have already count first.
         arguments: the others of :class:`speedswap.Embedding`.
-
-    Attributes:
-        keyed: the tables that have an id map, by name.
     """
 
     def __init__(
@@ -55,22 +54,45 @@ class TableGroup(TableModule):
         **arguments: Any,
     ) -> None:
         self.configs = tuple(configs)
-        super().__init__(num_embeddings, embedding_dim, **arguments)
-        if self.table.store.was_found:
-            try:
-                _require_contents(self.table, configs)
-            except ValueError:
-                self.table.close()
-                raise
         self.first_rows = _first_rows(configs)
+        self._maps_to_keep = dict(id_maps or {})
+        super().__init__(num_embeddings, embedding_dim, **arguments)
+
+    def _create(self, rows: Tensor | None = None) -> Table:
+        table = super()._create(rows)
+        if table.store.was_found:
+            try:
+                _require_contents(table, self.configs)
+            except ValueError:
+                table.close()
+                raise
+        table.attributes[PARTS] = contents_of(self.configs)
+        return table
+
+    def _begin(self, table: Table, weight: TableWeight) -> None:
+        super()._begin(table, weight)
         rows = zip(self.first_rows, self.configs, strict=True)
         self._step.padding = Padding(
             first + config.padding_idx for first, config in rows if config.padding_idx is not None
         )
-        self.keyed = self._keyed_tables(id_maps or {})
+        self.keyed = self._keyed_tables(self._maps_to_keep)
+        self._maps_to_keep = {}
+
+    @functools.cached_property
+    def keyed(self) -> dict[str, KeyedRows]:
+        """The tables that have an id map, by name."""
+        self._adopt()
+        return self.keyed
+
+    def map_of(self, name: str) -> IdMap | None:
+        """Return the map from keys to a table's rows; None where ids are rows."""
+        if self._make is not None:
+            return self._maps_to_keep.get(name)
+        keyed = self.keyed.get(name)
+        return None if keyed is None else keyed.id_map
 
     def _alike(self) -> dict[str, object]:
-        return {"tables": [config.name for config in self.configs]}
+        return {}  # which the collection has looked at
 
     @classmethod
     def of(
@@ -100,10 +122,11 @@ class TableGroup(TableModule):
         num_rows = sum(config.num_embeddings for config in configs)
         arguments |= {"configs": configs, "id_maps": id_maps, "state_dtype": key.state_dtype, "rounding": key.rounding}
         if table is None:
-            ranges = tuple(_range(config, values or {}) for config in configs)
-            if process_group is not None:
-                agreed = RankGroup.of(process_group).agree_on_seed
-                ranges = tuple(replace(each, seed=agreed(each.seed)) for each in ranges)
+            with torch.device("cpu"):  # also while a model is built on meta
+                ranges = tuple(_range(config, values or {}) for config in configs)
+                if process_group is not None:
+                    agreed = RankGroup.of(process_group).agree_on_seed
+                    ranges = tuple(replace(each, seed=agreed(each.seed)) for each in ranges)
             module = cls(
                 num_rows,
                 key.embedding_dim,
@@ -118,7 +141,6 @@ class TableGroup(TableModule):
                 process_group=process_group,
                 **arguments,
             )
-            module.table.attributes[PARTS] = contents_of(configs)
             if values:
                 module._init = None
         else:
@@ -167,6 +189,8 @@ class TableGroup(TableModule):
             keyed.end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._make is not None:
+            return super().__deepcopy__(memo)
         memo[id(self.keyed)] = {}
         copied = super().__deepcopy__(memo)
         copied.keyed = copied._keyed_tables({})  # of its own rows
@@ -176,7 +200,7 @@ class TableGroup(TableModule):
         return {"configs": self.configs, "local_to_rank": self.local_to_rank}
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.configs)} tables, table={self.table!r}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {len(self.configs)} tables, {self._rows_repr}"
 
     # The tables save and load their own rows.
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

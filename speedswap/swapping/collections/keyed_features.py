@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,8 @@ from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor
 from speedswap.swapping.collections.pieces import has_methods
 from speedswap.swapping.collections.slots import Slots
-from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all, together
+from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all
+from speedswap.tables import is_single_key
 
 __all__ = ["AskedOfTable", "read"]
 
@@ -44,15 +44,6 @@ def read(
     """
     if not any(group.keyed for group in groups):
         return given(features, slots, is_weighted), [[] for _ in groups]
-    adds = any(group._adds() for group in groups if group.keyed)
-    with nullcontext() if ahead else together([table for group in groups for table in group.keyed.values()], adds=adds):
-        return _read_keyed(features, slots, groups, is_weighted, ahead=ahead)
-
-
-def _read_keyed(
-    features: Any, slots: Slots, groups: Sequence[TableGroup], is_weighted: bool, *, ahead: bool
-) -> tuple[Given, list[list[AskedOfTable]]]:
-    """Read features of which some are keys; as :func:`read`."""
     asked: list[list[AskedOfTable]] = [[] for _ in groups]
     named = _by_key(require_features(features))
     slots.require_features(list(named))
@@ -193,7 +184,7 @@ class _Parted(NamedTuple):
 def _parted(value: Any) -> _Parted:
     if isinstance(value, Tensor) and not value.is_nested:
         return _Parted(value, lambda rows: rows)
-    if isinstance(value, tuple | list) and value and not isinstance(value[0], str | bytes):
+    if isinstance(value, tuple | list) and value and not is_single_key(value[0]):
         keys, *rest = value
         return _Parted(keys, lambda rows: (rows, *rest))
     if has_methods(value, ["values", "offsets"]):

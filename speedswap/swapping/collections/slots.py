@@ -39,7 +39,6 @@ class Slots:
     Attributes:
         features: the name of each slot's feature.
         configs: each slot's table.
-        dtypes: of each table's weights.
         bases: each table's first row in its group, int64, shape (slots,), on the CPU.
         limits: the number of its rows.
         paddings: its padding row in the group, -1 for none.
@@ -53,7 +52,6 @@ class Slots:
         features: list[str] = []
         configs: list[EmbeddingConfig] = []
         bases: list[int] = []
-        self.dtypes: list[torch.dtype] = []
         self.of_group: list[range] = []
         self.of_table: dict[str, range] = {}
         for group in groups:
@@ -64,7 +62,6 @@ class Slots:
                 features += config.feature_names
                 configs += [config] * len(config.feature_names)
                 bases += [first_row] * len(config.feature_names)
-                self.dtypes += [group.table.dtype] * len(config.feature_names)
             self.of_group.append(range(begin, len(features)))
         self.features = tuple(features)
         self.configs = tuple(configs)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from speedswap.collectives import RankGroup
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.row_step import RowStep
-from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.table_module import TableModule, load_assigned, not_assigned
 from speedswap.swapping.weight import TableRows
+from speedswap.swapping.whole_rows import HandedOut
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.part import PartStore
@@ -40,13 +43,15 @@ class TableInGroup(nn.Module):
         self._home = (group,)  # not a submodule: the collection has it already
         self._first_row = first_row
         self._table: Table | None = None
+        self._handed_out: HandedOut | None = None
+        self._awaits_rows = self._is_on_meta  # of a parameter that is assigned, as libraries load
 
     # They ask for the attributes and properties here alone.
     read: Any = TableModule.read
     score: Any = TableModule.score
     reset_parameters: Any = TableModule.reset_parameters
+    _is_on_meta: Any = property(attrgetter("group._is_on_meta"))
     _save_to_state_dict: Any = TableModule._save_to_state_dict
-    _load_from_state_dict: Any = TableModule._load_from_state_dict
 
     @property
     def group(self) -> TableGroup:
@@ -62,15 +67,37 @@ class TableInGroup(nn.Module):
         return self._table
 
     @property
-    def weight(self) -> TableRows:
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the rows together; None for a process alone."""
+        return self.group.ranks
+
+    @property
+    def weight(self) -> TableRows | nn.Parameter:
         """All rows, to be filled in place, as functions of ``torch.nn.init`` do; the parameter is the group's."""
+        if self._is_on_meta:
+            return nn.Parameter(self.group.weight.detach()[: self.num_embeddings])
         return TableRows(self.table)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name != "weight":
+            super().register_parameter(name, param)
+            return
+        if param is None or param.is_meta or not self._awaits_rows:
+            raise not_assigned(self)
+        load_assigned(self, param)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        TableModule._load_from_state_dict(cast(Any, self), *args)
+        self._awaits_rows = False
+
+    def _take_rows(self, rows: Tensor) -> bool:
+        self.group._make_table(rows.device)
+        return False
 
     @property
     def id_map(self) -> IdMap | None:
         """The map from keys to its rows; None where ids are rows."""
-        keyed = self.group.keyed.get(self.config.name)
-        return None if keyed is None else keyed.id_map
+        return self.group.map_of(self.config.name)
 
     @property
     def _step(self) -> RowStep:
@@ -84,7 +111,7 @@ class TableInGroup(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, features {', '.join(self.config.feature_names)}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_table": None}  # a copy has the rows of its own group
+        return {**self.__dict__, "_table": None, "_handed_out": None}  # a copy has the rows of its own group
 
 
 class TablesByName(nn.Module):

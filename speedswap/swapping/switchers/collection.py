@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._warnings import users_level
+from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
 from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.switchers import arrays, files
@@ -78,6 +80,11 @@ class Collection:
                 f"{type(self).__name__} has no collection of {self.name!r} yet; call {self.init_methods} first"
             )
         return self._table
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the rows together; None for a process alone."""
+        return None if self.process_group is None else RankGroup.of(self.process_group)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -156,8 +163,9 @@ class Collection:
         if self._table is not None and self._table.store.lives_at(path):
             return
         if self.process_group is None:
-            _, every, seconds, _ = options = DiskOptions(**self.disk)
-            table = Table.open(path, cache_bytes=options.cache_bytes, commit_every=every, commit_seconds=seconds)
+            disk = DiskOptions(**self.disk)._asdict()
+            del disk["scratch"]  # what is opened is not scratch
+            table = Table.open(path, **disk)
         else:
             table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
             if not table.store.was_found:
@@ -218,10 +226,11 @@ class Collection:
     def _warn_of_duplicates(self, ids: Tensor) -> None:
         if not self.said_duplicates:
             self.said_duplicates = True
-            warn_of_duplicates(ids, self.name, stacklevel=4)
+            warn_of_duplicates(ids, self.name)
 
     # ------------------------------------------------------------------ whole
 
+    @of_all_ranks
     def getNumpyVersion(self) -> npt.NDArray[Any]:
         """Return the whole collection as a NumPy array, a copy.
 
@@ -232,6 +241,7 @@ class Collection:
         """
         return as_numpy(self.table.read()).reshape(self.shape)
 
+    @of_all_ranks
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """Write the whole collection to a ``.npy`` file, in pieces; the suffix is added where it is missing.
 
@@ -240,6 +250,7 @@ class Collection:
         """
         files.write_npy(files.with_suffix(saveFileName, self.file_suffix), self.column_arrays(self.table)["weight"])
 
+    @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
         """Read the whole collection from a ``.npy`` file, without an init method or after one.
 
@@ -274,7 +285,7 @@ class Collection:
             raise
 
 
-def warn_of_duplicates(ids: Tensor, name: str, *, stacklevel: int) -> None:
+def warn_of_duplicates(ids: Tensor, name: str) -> None:
     """Warn that some of the written rows have equal ids, and how many are lost."""
     num_rows = len(kernels.last_occurrences(ids))
     warnings.warn(
@@ -282,7 +293,7 @@ def warn_of_duplicates(ids: Tensor, name: str, *, stacklevel: int) -> None:
         f"last is kept, and the other {len(ids) - num_rows} updates are lost. speedswap.Embedding sums the gradients "
         "of equal ids instead. (Said once.)",
         DuplicateRowsWarning,
-        stacklevel=stacklevel + 1,
+        stacklevel=users_level(),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from speedswap.collectives import Kind
 from speedswap.tables import Table
 from speedswap.tables.files.whole import write_whole
 from speedswap.tables.ranks import ShardedStore
@@ -187,7 +188,7 @@ def _written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[IO[bytes]]:
         with write_whole(path) as stream:
             yield stream
         return
-    with store.together() as task:
+    with store.task(Kind.SAVE) as task:
         with write_whole(path) if store.group.rank == 0 else nullcontext(cast("BinaryIO", _Nowhere())) as stream:
             yield stream
         task.round()  # it is there

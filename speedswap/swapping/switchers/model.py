@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from speedswap._warnings import users_level
 from speedswap._words import a_kind
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.switchers.arrays import trainable_dtype
@@ -57,7 +59,8 @@ class ModelFactory(Collection):
             several ranks write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the
             model has to leave its weight alone.
         engine: how rows go between a collection in host memory and a GPU, as for :meth:`speedswap.Table.create`.
-        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds`` and ``scratch`` of a collection in files, as there.
+        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds``, ``synchronous_commit`` and ``scratch`` of a
+            collection in files, as there.
 
     Raises:
         ValueError, TypeError: an argument does not fit ``model_variable``, or has the wrong type.
@@ -83,6 +86,7 @@ class ModelFactory(Collection):
 
     init_methods = "zerosInit, uniformDistributionInit, normalDistributionInit, customInit or loadCupy"
 
+    @of_all_ranks
     def __init__(
         self,
         model_variable: nn.Module,
@@ -117,18 +121,22 @@ class ModelFactory(Collection):
 
     # ------------------------------------------------------------------ initial values
 
+    @of_all_ranks
     def zerosInit(self) -> None:
         """Make the collection, all zeros; on disk a sparse file, made at once at any size."""
         self.make(initializers.zeros())
 
+    @of_all_ranks
     def uniformDistributionInit(self, low: float, high: float) -> None:
         """Make the collection, uniform on [low, high), seeded by ``torch.manual_seed``."""
         self.make(initializers.uniform(low, high))
 
+    @of_all_ranks
     def normalDistributionInit(self, mean: float, stdDev: float) -> None:
         """Make the collection, normal with that mean and standard deviation, seeded by ``torch.manual_seed``."""
         self.make(initializers.normal(mean, stdDev))
 
+    @of_all_ranks
     def customInit(self, initFunction: Callable[..., Any], *args: Any) -> None:
         """Make the collection with a function that fills a tensor in place.
 
@@ -178,6 +186,7 @@ class ModelFactory(Collection):
         negative = np.arange(num_positive, num_positive + batchSize * negPerBatch).reshape(batchSize, negPerBatch)
         return positive, negative
 
+    @of_all_ranks
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put rows into the weight of the model variable, one per index, in the order of the indexes.
 
@@ -188,12 +197,11 @@ class ModelFactory(Collection):
         Raises:
             IdError: an index is negative or not below ``total_classes``. Nothing was changed.
         """
-        with self.table.store.together():
-            ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
-            weight = _weight_of(self.model_variable)
-            rows = self.gather(ids, weight.device)["weight"]
-        _replace_rows(weight, rows)
+        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        weight = _weight_of(self.model_variable)
+        _replace_rows(weight, self.gather(ids, weight.device)["weight"])
 
+    @of_all_ranks
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Write the rows in the weight of the model variable to the collection.
 
@@ -206,11 +214,10 @@ class ModelFactory(Collection):
             ValueError, TypeError: the weight does not have one row per index, or has another dtype. Nothing was
                 written.
         """
-        with self.table.store.together(writing=True):
-            ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
-            weight = _weight_of(self.model_variable).detach()
-            check_rows(weight, ids, "the weight of model_variable")
-            self.scatter(ids, {"weight": weight})
+        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        weight = _weight_of(self.model_variable).detach()
+        check_rows(weight, ids, "the weight of model_variable")
+        self.scatter(ids, {"weight": weight})
 
 
 def check_rows(tensor: Tensor, ids: Tensor, what: str) -> None:
@@ -245,7 +252,7 @@ def _check_variable(model_variable: nn.Module, embed_dimension: int) -> None:
             f"model_variable has padding_idx {model_variable.padding_idx}, which is a position in the batch here: the "
             "row at that position will not be trained. Make the embedding without padding_idx",
             SpeedswapWarning,
-            stacklevel=3,
+            stacklevel=users_level(),
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap._words import a_kind
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.probe import probe
@@ -62,6 +63,7 @@ class OptimizerFactory(Collection):
     init_methods = "optInit or loadCupy"
     file_suffix = ".npz"
 
+    @of_all_ranks
     def __init__(
         self,
         given_optimizer: Optimizer,
@@ -133,12 +135,14 @@ class OptimizerFactory(Collection):
         """The names of the optimizer's state that has rows."""
         return list(self._stored_as)
 
+    @of_all_ranks
     def optInit(self) -> None:
         """Make the collection of every row's state, at the optimizer's initial values."""
         if self._stored_as:
             self.make(self._row_state.columns[0].init)
         self._stepped = False
 
+    @of_all_ranks
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the rows' state into the optimizer, with the scalars that it needs before its first step.
 
@@ -151,9 +155,8 @@ class OptimizerFactory(Collection):
         if not self._stored_as:
             self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
             return  # SGD without momentum, for one
-        with self.table.store.together():
-            ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
-            rows = self.gather(ids, self._weight.device)
+        ids = self.checked_ids(retrievedPosIndexes, retrievedNegIndexes)
+        rows = self.gather(ids, self._weight.device)
         state = self.given_optimizer.state[self._weight]
         if self._row_state.from_gradient and not self._stepped and not state:
             return  # it makes this state from its first gradient
@@ -163,6 +166,7 @@ class OptimizerFactory(Collection):
         for column in self._row_state.columns:
             state[column.name] = rows[self._stored_as[column.name]].view(len(ids), *column.row_shape)
 
+    @of_all_ranks
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Write the rows' state in the optimizer to the collection.
 
@@ -199,6 +203,7 @@ class OptimizerFactory(Collection):
 
     # ------------------------------------------------------------------ whole
 
+    @of_all_ranks
     def getNumpyVersion(self) -> dict[str, npt.NDArray[Any]]:  # type: ignore[override]
         """Return copies of every row's state as NumPy arrays, by the optimizer's names, such as ``"exp_avg"``.
 
@@ -210,6 +215,7 @@ class OptimizerFactory(Collection):
             for name, (column, shape) in self.columns().items()
         }
 
+    @of_all_ranks
     def saveCupy(self, saveFileName: str | os.PathLike[str]) -> None:
         """Write every row's state, and scalars such as ``step``, to one ``.npz`` file.
 
@@ -222,6 +228,7 @@ class OptimizerFactory(Collection):
         arrays = self.column_arrays(self.table) if self._stored_as else {}
         files.write_npz(files.with_suffix(saveFileName, self.file_suffix), arrays, plain)
 
+    @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
         """Read every row's state, and scalars such as ``step``, from a file of :meth:`saveCupy`.
 

@@ -36,6 +36,7 @@ class LogCache:
         options: the size of the cache.
         writable: whether rows are to be written.
         commit: to be opened; the last by default.
+        before: the cache whose rows this one goes on with, committed or not, in one layout more; it is closed.
 
     Attributes:
         log: the rows.
@@ -54,6 +55,7 @@ class LogCache:
         *,
         writable: bool,
         commit: int | None = None,
+        before: LogCache | None = None,
     ) -> None:
         layout = manifest.layouts[-1]
         group_bytes = manifest.group_rows * layout.stride
@@ -62,7 +64,7 @@ class LogCache:
         self.manifest, self.layout = manifest, layout
         try:
             with says_if_full(path / "rows.log"):
-                self.log = kernels.RowLog(
+                self.log: kernels.RowLog = kernels.RowLog(
                     files.rows.fd,
                     files.head.fd,
                     num_groups=manifest.num_groups,
@@ -80,6 +82,7 @@ class LogCache:
                     segment_bytes=manifest.segment_bytes,
                     commit=commit,
                     scratch=manifest.scratch,
+                    before=None if before is None else before.log,
                 )
         except kernels.RowLogDamaged as error:
             raise self.damage(error) from error
@@ -297,28 +300,24 @@ class LogCache:
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield every row that was ever written, in pieces: ids, and the bytes of each column, uint8 (n, row_bytes)."""
-        group_rows, stride = self.manifest.group_rows, self.layout.stride
-        groups_per_piece = max(1, self._most_rows // group_rows)
+        groups_per_piece = max(1, self._most_rows // self.manifest.group_rows)
         for groups, held, layout in self.log.scan(groups_per_piece):
-            memory = held.contiguous()
-            records = kernels.Records(memory.data_ptr(), stride, len(groups) * group_rows, _CPU, False, memory)
-            if layout != self.layout.number:
-                slots = torch.arange(len(groups))
-                self.fresh.fill(records, torch.stack([slots, groups, torch.full_like(groups, layout)], dim=1))
-            rows = self.fresh.rows_of(groups)
-            inside = rows < self.manifest.num_embeddings
-            rows, places = rows[inside], torch.arange(len(rows))[inside]
-            blocks = {
-                name: torch.empty(len(rows), column.row_bytes, dtype=torch.uint8)
-                for name, column in self.layout.columns.items()
-            }
-            parts = [kernels.Part(self.layout.by_name[name].offset, block) for name, block in blocks.items()]
-            kernels.gather_records(records, places, parts)
-            yield rows, blocks
+            yield self.fresh.columns_of(groups, held.contiguous(), layout)
+
+    def bytes_of(self, rows: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the bytes of some columns, as :meth:`written_rows` yields them."""
+        blocks = {
+            name: torch.empty(len(rows), self.layout.columns[name].row_bytes, dtype=torch.uint8) for name in names
+        }
+        self.gather(rows, self._bytes(blocks), blocks)
+        return blocks
+
+    def _bytes(self, names: Iterable[str]) -> dict[str, kernels.WantedColumn]:
+        return {name: kernels.WantedColumn(self.layout.by_name[name].offset, (), torch.uint8) for name in names}
 
     def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
         """Overwrite rows by the bytes of their columns, as :meth:`written_rows` yields them."""
-        fields = {name: kernels.WantedColumn(self.layout.by_name[name].offset, (), torch.uint8) for name in held}
+        fields = self._bytes(held)
         if len(held) < len(self.layout.held) or not self._are_groups(rows):
             self.scatter(rows, fields, held)
             return

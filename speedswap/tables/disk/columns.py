@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from speedswap import kernels
+from speedswap._interrupts import deferred_interrupts
 from speedswap.errors import TableTooLargeError
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.cache import LogCache
@@ -54,36 +55,63 @@ class LogColumns(OpenedLog):
             for rows in [rows for rows, _ in self._cache.written_rows()]:
                 self._cache.rewrite(rows)  # those of earlier layouts would copy what is reset now
         self._relayout(reset(self._cache.layout, columns), columns)
+        self._commits.changed |= not self._commits.is_saved
 
     def _relayout(self, layout: LogLayout, columns: Sequence[Column]) -> None:
-        """Go on with another layout of records, in which some columns begin anew."""
+        """Go on with another layout of records, in which some columns begin anew.
+
+        It is committed at once where everything else is, and otherwise by the next commit: inside a step, new keys of
+        the batch have rows already, and no commit may have those without the step.
+        """
         self._held.stop()
-        self._commits.finish(self._cache.log)
-        before, manifest = self._cache, self._cache.manifest.succeeded_by(layout)
+        commits, before = self._commits, self._cache
+        if not all(map(is_lazy, columns)):
+            commits.finish(before.log)  # to which a failure returns
+        before.log.wait(commits.begun)
+        last, was_saved = commits.begun, commits.is_saved
+        manifest = before.manifest.succeeded_by(layout)
         if manifest is None:
-            self._move_to(layout, columns)
+            self._move_to(layout, columns, was_saved)
             return
-        last = before.log.durable
         try:
-            self._directory.write_manifest(manifest)
-            before.log.close()
-            self._cache = self._opened(manifest, newest=True)
-            self._commits.layout, self._commits.changed = layout.number, True
+            if not commits.is_moving:
+                self._directory.write_manifest(manifest)
+            with deferred_interrupts():
+                self._cache = self._continued(manifest, before if layout.number else None)
+                before.log.close()
+                commits.layout = layout.number
             self._write_initial(columns)
-            self._commits.finish(self._cache.log)
+            if was_saved:
+                commits.finish(self._cache.log)
         except BaseException:
-            self._cache.log.close()
-            self._cache = self._opened(manifest)
-            if self._cache.log.durable == last:  # else the columns are there
-                self._cache.log.close()
-                self._cache = self._opened(before.manifest)
-                self._directory.write_manifest(before.manifest)
-            self._commits.return_to(self._head_of(self._cache), self._cache.log)
+            with deferred_interrupts():
+                if was_saved and self._cache is not before:
+                    self._cache.log.close()
+                    self._cache = self._opened(manifest)
+                    if self._cache.log.durable == last:  # else the columns are there
+                        self._cache.log.close()
+                        self._cache = self._opened(before.manifest)
+                    commits.return_to(self._head_of(self._cache), self._cache.log)
+                if not commits.is_moving:
+                    self._describe_again()
             raise
 
-    def _move_to(self, layout: LogLayout, columns: Sequence[Column]) -> None:
-        """Copy the rows to another log, which takes this one's place."""
-        before, old_files = self._cache, self._files
+    def _continued(self, manifest: LogManifest, before: LogCache | None) -> LogCache:
+        """Return a cache over the log in its newest layout."""
+        return LogCache(manifest, self._files, self._directory.path, self._options, writable=True, before=before)
+
+    def _describe_again(self) -> None:
+        """Let the manifest be that of the cache in use, whichever it is now."""
+        try:
+            if not self._options.scratch:
+                self._directory.write_manifest(self._cache.manifest)
+        except BaseException:
+            self._cache.log.close()  # else rows might be written that the manifest does not describe
+            raise
+
+    def _move_to(self, layout: LogLayout, columns: Sequence[Column], was_saved: bool) -> None:
+        """Copy the rows to another log, which takes this one's place with its first commit."""
+        before, old_files, commits = self._cache, self._files, self._commits
         if before.log.held:
             raise TableTooLargeError(
                 f"table {self.name!r} would have to be written anew for columns {[each.name for each in columns]}, and "
@@ -93,30 +121,46 @@ class LogColumns(OpenedLog):
         kept = [name for name in layout.columns if name not in {column.name for column in columns}]
         try:
             self._files = new_log(self._directory, manifest)
-            self._cache = cache = self._opened(manifest, newest=True)
-            self._commits.move()
+            self._cache = cache = self._continued(manifest, None)
             cache.set_aside(kept)  # of which all rows of a group come at once
             for rows, held in before.written_rows():
                 cache.put(rows, {name: held[name] for name in kept})
                 _copy_sources(cache, layout, rows, columns)
             cache.set_aside(())
-            self._commits.layout, self._commits.changed = 0, True
+            commits.changed = True
             self._write_initial(columns)
-            self._commits.finish(cache.log)
-            if not self._options.scratch:
-                self._directory.write_manifest(manifest)
-            self._commits.start(cache.log)
+            if was_saved:
+                commits.move(self._take_place)
+                commits.finish(cache.log)
         except BaseException:
-            if self._cache is not before:
-                self._cache.log.close()
-            self._cache, self._files = before, old_files
-            self._commits.return_to(self._head_of(before), before.log)
-            if not self._options.scratch:
-                self._directory.write_manifest(before.manifest)
-                self._directory.discard_logs(keep=before.manifest.log)
+            with deferred_interrupts():
+                if self._cache is not before:
+                    self._cache.log.close()
+                self._cache, self._files = before, old_files
+                if was_saved:
+                    commits.return_to(self._head_of(before), before.log)
+                    self._describe_again()
+                self._directory.discard_log(manifest.log)
             raise
-        before.log.close()
-        self._directory.discard_logs(keep=manifest.log)
+        with deferred_interrupts():
+            if not was_saved:
+                commits.move(self._replace)
+            before.log.close()
+        if was_saved:
+            self._directory.discard_logs(keep=manifest.log)
+        elif self._options.scratch:
+            self._take_place()
+
+    def _take_place(self) -> None:
+        """Let the manifest name the log in use, whose first commit is durable."""
+        if not self._options.scratch:
+            self._directory.write_manifest(self._cache.manifest)
+        self._commits.start(self._cache.log)
+
+    def _replace(self) -> None:
+        """Let the log in use take the place of the one before."""
+        self._take_place()
+        self._directory.discard_logs(keep=self._cache.manifest.log)
 
     def _write_initial(self, columns: Sequence[Column]) -> None:
         """Write initial values that cannot be computed again once the table is opened anew."""

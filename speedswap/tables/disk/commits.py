@@ -65,6 +65,7 @@ class LogCommits:
         self._kept: dict[int, set[str]] = {}  # files of id maps and heads, by the commit that names them
         self._of_former_log: set[str] = set()  # such files, until another log has taken its place
         self._may_have_strays = True
+        self._take_place: Callable[[], None] | None = None
         self._steps, self._last = 0, time.monotonic()
         self.adopt(head)
 
@@ -76,12 +77,19 @@ class LogCommits:
             self._kept = {commit: self._files_of(log.held_head(commit)) for commit in log.held}
             self._kept[self.begun] = self._files_of(log.head)
         self._of_former_log.clear()
+        self._take_place = None
         self._may_have_strays = True  # of a process that was killed
 
-    def move(self) -> None:
-        """Note that the rows go to another log, with commits of its own; :meth:`start` says in which they are."""
-        self._of_former_log = set().union(*self._kept.values())
+    def move(self, take_place: Callable[[], None]) -> None:
+        """Note that the rows are in another log, without a commit yet.
+
+        Args:
+            take_place: is called once its first commit is durable, and calls :meth:`start`.
+        """
+        self._of_former_log = set().union(*self._kept.values(), self._of_former_log)
         self._kept.clear()
+        self.begun = self.layout = 0
+        self._take_place = take_place
 
     def _files_of(self, body: bytes) -> set[str]:
         """Return the names of the files that a commit needs, by its head as the log has it."""
@@ -112,30 +120,36 @@ class LogCommits:
     # ------------------------------------------------------------------ commits
 
     def step(self, log: kernels.RowLog) -> None:
-        """Note that a step has ended, and begin a commit if one is due."""
+        """Note that a step has ended, and begin a commit if one is due.
+
+        One that is due by the number of steps waits until the commit before is durable: never more steps are lost than
+        were agreed. What time asks for can wait for a later step.
+        """
         self._steps += 1
         step_bytes, self.step_bytes = self.step_bytes, 0
-        if self.changed and self._is_tight(log, 2 * step_bytes):
-            self.begin(log)  # of this very step, so that the next one may find room
-            return
         every, seconds = self._options.commit_every, self._options.commit_seconds
-        is_due = (
+        if self.changed and (
             (every is not None and self._steps >= every)
-            or (seconds is not None and time.monotonic() - self._last >= seconds)
-            or log.crowded
-        )
-        if is_due and self.changed and not log.appending:  # else a step later
+            or self._is_tight(log, 2 * step_bytes)  # of this very step, so that the next one may find room
+            or (
+                log.durable == self.begun
+                and (log.crowded or (seconds is not None and time.monotonic() - self._last >= seconds))
+            )
+        ):
             self.begin(log)
+            if self._options.synchronous_commit:
+                log.wait(self.begun)
 
     def begin(self, log: kernels.RowLog, *, hold: bool = False) -> int:
         """Begin a commit of rows, attributes and id maps as they are now, and return its number.
+
+        At most one commit is not durable: this waits for the one before.
 
         Args:
             log: the rows.
             hold: keep it until :meth:`kernels.RowLog.let_go`.
         """
-        if log.appending:
-            log.wait(self.begun)
+        log.wait(self.begun)
         discarded = self._discard_keys(log)
         self._may_have_strays = True  # should this commit not begin
         saving = self.keys.begin(nothing=self._options.scratch)
@@ -154,6 +168,9 @@ class LogCommits:
             self._kept[self.begun] = names
             self._may_have_strays = False
             self._steps, self._last = 0, time.monotonic()
+        if self._take_place is not None:
+            log.wait(self.begun)
+            self._take_place()
         return self.begun
 
     @staticmethod
@@ -184,8 +201,7 @@ class LogCommits:
             return False
         before = log.stats()["unused_bytes"]
         for _ in range(2):  # what is cleaned after one commit can be used after another
-            if log.appending:
-                log.wait(self.begun)
+            log.wait(self.begun)
             with deferred_interrupts():
                 self.begun = log.begin_commit(self._head)
                 self._kept[self.begun] = self.keys.names
@@ -197,11 +213,23 @@ class LogCommits:
         """Return when everything is durable: rows, attributes and id maps."""
         if self._options.scratch:
             return
-        if self.changed or self.keys.have_changed or self._encoded(self.keys.files) != self._head:
+        if not self.is_saved:
             self.begin(log)
         with says_if_full(self._directory.files.path / "rows.log"):
             log.wait(self.begun)
         self._discard_keys(log)
+
+    @property
+    def is_saved(self) -> bool:
+        """True if the last commit that was begun has everything."""
+        if self.changed or self.is_moving or self._options.scratch or self.keys.have_changed:
+            return False
+        return self._encoded(self.keys.files) == self._head
+
+    @property
+    def is_moving(self) -> bool:
+        """True until the log in use has its first commit, and takes the place of the one before."""
+        return self._take_place is not None
 
     def _encoded(self, key_files: dict[str, KeyFiles]) -> bytes:
         return LogHead(self.layout, self.writes, self.note_attributes(), key_files).encode(self._name)

@@ -74,13 +74,13 @@ class OpenedLog(RowStore):
         self.attributes, self.live_attributes = self._commits.attributes, self._commits.live
         promise(self)
 
-    def _opened(self, manifest: LogManifest, commit: int | None = None, *, newest: bool = False) -> LogCache:
-        """Open the log, in the layout of the commit that it returns to, or in the newest."""
+    def _opened(self, manifest: LogManifest, commit: int | None = None) -> LogCache:
+        """Open the log, in the layout of the commit that it returns to."""
         given = self._files, self._directory.path, self._options
         self._described = manifest  # with layouts that may not have been committed
         cache = LogCache(manifest, *given, writable=not self._reads, commit=commit)
         layout = self._head_of(cache).layout
-        if newest or layout == cache.layout.number:
+        if layout == cache.layout.number:
             return cache
         cache.log.close()  # columns were about to be added, or were added after this commit
         return LogCache(manifest.as_of(layout), *given, writable=not self._reads, commit=commit)

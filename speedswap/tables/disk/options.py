@@ -23,6 +23,7 @@ class DiskArguments(TypedDict, total=False):
     cache_bytes: int | None
     commit_every: int | None
     commit_seconds: float | None
+    synchronous_commit: bool
     scratch: bool
 
 
@@ -32,6 +33,7 @@ class DiskOptions(NamedTuple):
     cache_bytes: int | None = None
     commit_every: int | None = None
     commit_seconds: float | None = 30.0
+    synchronous_commit: bool = False
     scratch: bool = False
 
     def require(self) -> DiskOptions:
@@ -50,8 +52,9 @@ class DiskOptions(NamedTuple):
             raise ValueError(
                 f"commit_seconds is {self.commit_seconds!r}; give a number, 0 or more, or None to go by steps alone"
             )
-        if not isinstance(self.scratch, bool):
-            raise ValueError(f"scratch is {self.scratch!r}; give True or False")
+        for name in ("synchronous_commit", "scratch"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         return self
 
     def require_none(self, storage: str) -> None:

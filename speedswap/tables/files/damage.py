@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from speedswap.errors import TableFormatError
 
-__all__ = ["is_int", "require", "says_damaged"]
+__all__ = ["is_int", "ranges_of", "require", "says_damaged"]
 
 
 @contextmanager
@@ -37,6 +41,12 @@ def require(condition: bool, problem: str) -> None:
 def is_int(value: object, low: int, high: int) -> bool:
     """Tell whether a value read is a whole number within limits."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def ranges_of(numbers: NDArray[Any]) -> list[range]:
+    """Return ascending whole numbers as ranges."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 class Damage(Exception):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from speedswap._locks import Locked
-from speedswap.errors import TableBusyError, TableClosedError, TableFormatError
+from speedswap.errors import TableBusyError, TableClosedError, TableFormatError, TableFullError
 from speedswap.tables.files.lock import WriterLock
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.manifest import MANIFEST, Manifest, SegmentEntry
@@ -28,7 +28,7 @@ from speedswap.tables.files.place import Place, is_ours
 from speedswap.tables.files.shards_manifest import ShardsManifest
 from speedswap.tables.memory.file import FileMemory
 
-__all__ = ["Contents", "LogFiles", "TableDirectory"]
+__all__ = ["Contents", "LogFiles", "TableDirectory", "log_names"]
 
 _DATA = re.compile(r"data-([0-9]{1,9})\.bin")
 _KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
@@ -255,7 +255,7 @@ class TableDirectory(Locked):
                     f"{self.path} is a scratch table, whose rows go with the process that made it; make a new one with "
                     "Table.create, or remove the directory"
                 )
-            names = _log_names(manifest.log)
+            names = log_names(manifest.log)
             return LogFiles(*(OpenFile(self._open_own(name, writing=self.writable)) for name in names))
         if isinstance(manifest, ShardsManifest):
             raise TableFormatError(f"{self.path} is a table of {manifest.world_size} ranks now; open it again")
@@ -299,7 +299,7 @@ class TableDirectory(Locked):
         kinds: tuple[re.Pattern[str], ...] = (_DATA,)
         used = set[str]()
         if isinstance(manifest, LogManifest):
-            kinds, used = (_DATA, _LOG_FILES), {*_log_names(manifest.log)}
+            kinds, used = (_DATA, _LOG_FILES), {*log_names(manifest.log)}
         elif isinstance(manifest, Manifest):
             kinds, used = (_DATA, _KEYS), {*(entry.file for entry in manifest.segments), *manifest.id_maps.values()}
         strays = [name for name in self.files.names() if _is_stray(name, kinds, used) and is_ours(self.files, name)]
@@ -375,7 +375,7 @@ class TableDirectory(Locked):
             number: the log's.
             named: False for files that go with this process.
         """
-        names = _log_names(number)
+        names = log_names(number)
         try:
             with says_if_full(self.files.path / names[0]):
                 files = LogFiles(*(OpenFile(self.files.create(name)) for name in names))
@@ -385,10 +385,14 @@ class TableDirectory(Locked):
         self._remove_all(() if named else names)
         return files
 
+    def discard_log(self, number: int) -> None:
+        """Remove the files of a log, as far as they are there."""
+        self._remove_all(log_names(number))
+
     def discard_logs(self, *, keep: int) -> None:
         """Remove the files of every log but one."""
         self._remove_all(
-            name for name in self.files.names() if _LOG_FILES.fullmatch(name) and name not in _log_names(keep)
+            name for name in self.files.names() if _LOG_FILES.fullmatch(name) and name not in log_names(keep)
         )
 
     def _remove_all(self, names: Iterable[str]) -> None:
@@ -472,9 +476,13 @@ class TableDirectory(Locked):
         body = manifest.encode()
         if self._manifest is not None and body == self._manifest.body:
             return
-        self._manifest = None  # if this fails, either of the two may be there
-        with says_if_full(self.files.path / MANIFEST):
-            self._manifest = ManifestFile.write(self.files, body)
+        before, self._manifest = self._manifest, None  # if this fails, either of the two may be there
+        try:
+            with says_if_full(self.files.path / MANIFEST):
+                self._manifest = ManifestFile.write(self.files, body)
+        except TableFullError:
+            self._manifest = before  # which is still in its place
+            raise
 
     @property
     def manifest_checksum(self) -> str:
@@ -524,7 +532,7 @@ def _is_scratch(manifest: AnyManifest) -> bool:
     return isinstance(manifest, LogManifest) and manifest.scratch
 
 
-def _log_names(number: int) -> tuple[str, str]:
+def log_names(number: int) -> tuple[str, str]:
     """Return the names of a log's files: the rows, and the heads of its commits."""
     return (f"rows-{number}.log", f"HEAD-{number}") if number else ("rows.log", "HEAD")
 

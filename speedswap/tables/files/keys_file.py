@@ -10,16 +10,19 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedswap.kernels import Cursor, KeyMap, SavedKeys, hash_texts
-from speedswap.tables.files.damage import is_int, require, says_damaged
+from speedswap.errors import TableFormatError
+from speedswap.kernels import Cursor, KeyMap, SavedKeys, Texts, hash_texts
+from speedswap.tables.files.damage import is_int, ranges_of, require, says_damaged
+from speedswap.tables.files.mending import mended_text
 
-__all__ = ["PIECE_BYTES", "SavedMap", "check_values", "decode", "encode", "pieces", "restored"]
+__all__ = ["PIECE_BYTES", "SavedMap", "check_values", "decode", "encode", "pieces", "pieces_left", "restored"]
 
 _MAGIC = b"speedswap-keys 1 "
 _ALIGNMENT = 8
@@ -127,6 +130,56 @@ def pieces(raw: Tensor, what: str) -> list[SavedMap]:
     return found
 
 
+def pieces_left(raw: bytes, nbytes: int | None, what: str, problems: list[str]) -> list[SavedMap]:
+    """Return the pieces of a file that may be damaged; what is lost becomes a problem.
+
+    Args:
+        raw: what is left of the file.
+        nbytes: the bytes of it that count; None for a map as a whole.
+        what: the file's name, for problems.
+        problems: to be added to.
+    """
+    found, magic = [], int.from_bytes(_MAGIC, "little")
+    blocks = range(0, len(raw), PIECE_BYTES) if nbytes is not None else [0]
+    flips = {at: (int.from_bytes(raw[at : at + len(_MAGIC)], "little") ^ magic).bit_count() for at in blocks}
+    begins = [at for at in blocks if flips[at] <= 1]
+    if begins[:1] != [0] or len(raw) < (nbytes or 0):
+        problems.append(f"{what} has lost keys at its beginning or its end")
+    for begin, end in pairwise([*begins, len(raw)]):
+        data = mended_text(raw[begin:end], _MAGIC)
+        is_sound, body = data is not None, raw[begin + len(_MAGIC) + 9 : end]
+        data = data or _MAGIC + b"%08x\n" % zlib.crc32(body) + body
+        try:
+            with says_damaged(what):
+                saved, stop = _parsed(
+                    torch.frombuffer(bytearray(data), dtype=torch.uint8), PIECE_BYTES if nbytes else 1
+                )
+                require(stop == len(data), f"a piece ends at byte {begin + stop}, not {end}")
+                if not is_sound:
+                    saved, rows = _doubted(saved)
+                    wrong = ", ".join(f"{each.start} to {each.stop - 1}" for each in ranges_of(rows.numpy()))
+                    problems.append(f"{what} is damaged: the keys of rows {wrong or 'on probation'} may be wrong")
+        except TableFormatError as error:
+            problems.append(f"{error}; keys are lost, or as they were before")
+        else:
+            found.append(saved)
+    return found
+
+
+def _doubted(saved: SavedMap) -> tuple[SavedMap, Tensor]:
+    """Return a piece whose checksum is wrong, and the rows whose keys may be: of strings, those with another hash."""
+    rows = torch.arange(1, len(saved.rows.numbers) + 1) if saved.cells is None else saved.cells[0]
+    for name in ("rows", "probation"):
+        keys = getattr(saved, name)
+        if keys.texts is not None:
+            _require_side_by_side(keys.texts)
+            hashes = hash_texts(keys.texts)
+            rows = rows[hashes != keys.numbers] if name == "rows" else rows
+            saved = saved._replace(**{name: keys._replace(numbers=hashes)})
+    check_values(saved)
+    return saved, rows
+
+
 def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
     """Return the map, or piece, that some bytes begin with, and its end: a multiple of so many bytes."""
     memory = raw.numpy().data
@@ -224,11 +277,15 @@ def check_values(saved: SavedMap) -> None:
     for keys in (rows, probation):
         if keys.texts is None:
             continue
-        text, offsets = keys.texts
-        is_ascending = int(offsets[0]) == 0 and int(offsets[-1]) == len(text) and bool((offsets.diff() >= 0).all())
-        require(is_ascending, "its texts do not lie side by side")
+        _require_side_by_side(keys.texts)
         taken = slice(None) if keys is rows or keys.counts is None else keys.counts.long() > 0
         require(torch.equal(hash_texts(keys.texts)[taken], keys.numbers[taken]), "a text has another hash")
+
+
+def _require_side_by_side(texts: Texts) -> None:
+    text, offsets = texts
+    is_ascending = int(offsets[0]) == 0 and int(offsets[-1]) == len(text) and bool((offsets.diff() >= 0).all())
+    require(is_ascending, "its texts do not lie side by side")
 
 
 def restored(saved: SavedMap, what: str, capacity: int | None = None) -> KeyMap:

@@ -17,7 +17,7 @@ from speedswap.tables.files.manifest import FORMAT, MANIFEST, MAX_BYTES, Manifes
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity
 from speedswap.tables.files.shards_manifest import ShardsManifest, parse_shards_manifest
 
-__all__ = ["AnyManifest", "ManifestFile"]
+__all__ = ["AnyManifest", "ManifestFile", "parse"]
 
 AnyManifest = Manifest | LogManifest | ShardsManifest
 _VERSIONS = (1, 2, 3, 4, 5)
@@ -58,7 +58,7 @@ class ManifestFile(NamedTuple):
                 f"{directory.path} is not a table: its {MANIFEST} cannot be read ({error.strerror}){remedy}"
             ) from error
         body = raw.partition(b"\n")[2]
-        return cls(file, body, identity(os.fstat(file.fd))), _parse(directory.path, raw)
+        return cls(file, body, identity(os.fstat(file.fd))), parse(directory.path, raw)
 
     @classmethod
     def write(cls, directory: OpenDirectory, body: bytes) -> ManifestFile:
@@ -80,7 +80,7 @@ class ManifestFile(NamedTuple):
         return cls(file, body, identity(os.fstat(file.fd)))
 
 
-def _parse(directory: Path, raw: bytes) -> AnyManifest:
+def parse(directory: Path, raw: bytes) -> AnyManifest:
     """Check a manifest as it stands in its file.
 
     Raises:

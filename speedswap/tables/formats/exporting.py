@@ -39,7 +39,7 @@ def export_table(
         raise ValueError(f"table {table.name!r} is {part}, which are not in its order; {remedy_for_part(table.path)}")
     name = format_of(Path(path), format)
     kind = FORMATS[name]
-    if table.store.is_shared and kind.keys != "never":  # every rank has a part of the keys
+    if table.ranks is not None and kind.keys != "never":  # every rank has a part of the keys
         id_map = table.id_map if keys is None else keys
         keys = keys_of_map(id_map, table.num_embeddings) if isinstance(id_map, IdMap) else keys
     with table.store.alone() as store:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,7 +16,8 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import SpeedswapWarning, TableTooLargeError
+from speedswap._warnings import warn_once
+from speedswap.errors import TableTooLargeError
 from speedswap.kernels.cuda import pinning
 
 __all__ = [
@@ -36,17 +35,6 @@ Storage = Literal["device", "pinned", "pageable", "memmap"]
 STORAGES = ("auto", "device", "pinned", "pageable", "memmap", "disk")
 
 _log = logging.getLogger("speedswap")
-_said: set[str] = set()
-_said_lock = threading.Lock()
-
-
-def warn_once(message: str) -> None:
-    """Warn, the first time in this process."""
-    with _said_lock:
-        if message in _said:
-            return
-        _said.add(message)
-    warnings.warn(message, SpeedswapWarning, stacklevel=4)
 
 
 def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storage:

@@ -9,7 +9,7 @@ from speedswap.tables.ranks.moving import Shard, own_shard, place_rows, take_sha
 from speedswap.tables.ranks.on_disk import remove_former
 from speedswap.tables.ranks.owned import OwnedRows
 from speedswap.tables.ranks.owners import InOrder, Owners
-from speedswap.tables.ranks.route import Route, Wanted
+from speedswap.tables.ranks.route import Route, Routes, Wanted
 from speedswap.tables.ranks.saving import require_shared
 from speedswap.tables.ranks.sharded import Lent, ShardedStore
 
@@ -21,6 +21,7 @@ __all__ = [
     "OwnedRows",
     "Owners",
     "Route",
+    "Routes",
     "RowsAhead",
     "Shard",
     "ShardedIdMap",

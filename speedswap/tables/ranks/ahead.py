@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import ANYTHING, Ended, Errand, Parcel, RankGroup, Task, packed, unpacked
+from speedswap.collectives import ANYTHING, Ended, Errand, Parcel, RankGroup, Task
 from speedswap.errors import PeerError
 from speedswap.tables.block import Block
-from speedswap.tables.ranks.route import Route, Wanted, starts_of
+from speedswap.tables.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables.store import Prefetched
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class LookupsAhead(Errand):
     """
 
     def __init__(self, group: RankGroup) -> None:
-        super().__init__(ANYTHING, "lookups ahead of their step")
+        super().__init__(ANYTHING)
         self._group = group
         self._lookups: list[RowsAhead] = []
         self.places = 0
@@ -50,22 +50,16 @@ class LookupsAhead(Errand):
         self._group.ahead.announce(self)
 
     def prepare(self) -> list[int]:
-        sent = [each.prepare() for each in self._lookups]
-        return [len(sent) + sum(to_one) for to_one in zip(*sent, strict=True)]
+        for each in self._lookups:
+            each.prepare()
+        return ids_of_tables([each.wanted for each in self._lookups])[0]
 
     def run(self, task: Task, counts: list[int]) -> None:
         lookups = self._lookups
-        numbers = torch.tensor([each.wanted.sent for each in lookups]).unbind(1)  # lie before the ids for each rank
-        ids = zip(*(torch.split(each.wanted.rows, each.wanted.sent) for each in lookups), strict=True)
-        sent = [torch.cat([head, *some]) for head, some in zip(numbers, ids, strict=True)]
-        came = torch.split(task.send(torch.cat(sent), list(map(len, sent)), counts), counts)
-        received = [some[: len(lookups)].tolist() for some in came]
-        asked = [torch.split(some[len(lookups) :], sizes) for some, sizes in zip(came, received, strict=True)]
-        parcels = [
-            each.lend([sizes[place] for sizes in received], torch.cat([some[place] for some in asked]))
-            for place, each in enumerate(lookups)
-        ]
-        for each, weights in zip(lookups, unpacked(task.send(*packed(parcels)), parcels), strict=True):
+        sent, ids = ids_of_tables([each.wanted for each in lookups])
+        received, asked = tables_of_ids(task.send(ids, sent, counts), counts, len(lookups))
+        parcels = [each.lend(some, rows) for each, some, rows in zip(lookups, received, asked, strict=True)]
+        for each, weights in zip(lookups, task.send_parcels(parcels), strict=True):
             each.receive(weights)
 
     def let_go(self) -> None:
@@ -107,11 +101,10 @@ class RowsAhead(Prefetched):
 
     # ------------------------------------------------------------------ in the thread
 
-    def prepare(self) -> list[int]:
-        """Find the rows, with no other rank; return how many are asked for of each."""
+    def prepare(self) -> None:
+        """Find the rows, with no other rank."""
         store = self._store
         self.wanted, self.local = Wanted.found(store.owners, self._ids, f"table {store.name!r}")
-        return self.wanted.sent
 
     def lend(self, received: list[int], ids: Tensor) -> Parcel:
         """Gather the rows that are asked for here, and return their weights for those who ask.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,11 +29,9 @@ class _Alone(WrappedStore):
         task: in which the other ranks serve it.
     """
 
-    together: Any = RowStore.together  # one rank's calls are no others'
-
     def __init__(self, inner: RowStore, task: Task) -> None:
         super().__init__(inner)
-        self.is_shared = False
+        self.group = None
         self._task = task
 
     def gather(
@@ -74,7 +72,7 @@ def alone(store: RowStore) -> Iterator[RowStore | None]:
         PeerError: the first rank has failed.
     """
     joint = joint_store(store)[0]
-    with joint.group.main.task(Kind.ALONE, joint.number, f"the writing of table {store.name!r} by one rank") as task:
+    with joint.group.main.task(Kind.ALONE, joint.number) as task:
         if joint.group.rank == 0:
             yield _Alone(store, task)
             task.round(note=_DONE)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speedswap.collectives import ANYTHING, Kind, RankGroup, digest_of
+from speedswap.collectives import Kind, RankGroup, digest_of
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.shards_manifest import shard_name
@@ -48,7 +48,6 @@ def create_sharded(
     stored_dtype: torch.dtype | None = None,
     rounding: str = "nearest",
     exist_ok: bool = True,
-    alike: Mapping[str, object] | None = None,
     **disk: Unpack[DiskArguments],
 ) -> Table:
     """Create a table that the ranks of a process group own together; every rank makes it.
@@ -58,7 +57,6 @@ def create_sharded(
         path: a directory, in which this rank's rows are a table of their own. Rows that are there already are taken up,
             also those of another number of ranks; then seed and initial values are those that they were made with.
         exist_ok: False to refuse a path on disk where anything is already, as one process does.
-        alike: further settings that have to be the same on every rank.
 
     The other arguments and errors are those of :meth:`speedswap.Table.create`; they are the same on every rank, but for
     ``name``, ``storage``, ``engine``, ``path`` and those of the disk. If one rank fails, none has a table.
@@ -70,19 +68,15 @@ def create_sharded(
     weight = Column("weight", row_shape, dtype, resolved, zero_row, stored_dtype, rounding)
     require_name(name)
     seed = group.agree_on_seed(seed_of(seed))
-    more = {} if alike is None else dict(alike)
-    settings = (more, num_embeddings, embedding_dim, dtype, zero_row, stored_dtype, rounding, resolved.to_json())
     options = DiskOptions(**disk).require()
-    name = name or ("table" if path is None else Path(path).absolute().name)
+    name = name or (f"table-{group.next_number}" if path is None else Path(path).absolute().name)
+    settings = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "dtype": dtype, "zero_row": zero_row}
+    settings |= {"stored_dtype": stored_dtype, "rounding": rounding, "init": resolved.to_json()}
+    group.require_same_settings(f"table {name!r}", settings)
 
-    with group.main.task(Kind.MAKE, ANYTHING, f"the making of table {name!r}") as task:
-        if len(set(task.round(note=digest_of(settings)).notes)) > 1:
-            others = "".join(f"{each} {value}, " for each, value in more.items())
-            raise ValueError(
-                f"table {name!r} has num_embeddings {num_embeddings}, embedding_dim {embedding_dim}, dtype {dtype}, "
-                f"padding row {zero_row}, {others}and initial values {resolved.to_json()['kind']} on rank "
-                f"{group.ranks[group.rank]}, and others on another one; give the same on all ranks of process_group"
-            )
+    with group.main.task(Kind.MAKE) as task:
+        if resolved.is_given:
+            group.require_alike([digest_of(rows) for rows in resolved.given()], f"the rows of table {name!r}")
         held = replace(weight, init=OwnedRows(resolved, owners, group.rank, zero_row), zero_row=None)
         if resolve_storage(storage, path) == "memmap" and path is not None and not options.scratch:
             place = Path(path).absolute()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._interrupts import deferred_interrupts
-from speedswap.collectives import ANYTHING, Kind, RankGroup, Task, digest_of
+from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.id_map import IdMap
@@ -69,7 +69,7 @@ class ShardedIdMap(OwnedKeys):
     """
 
     def __init__(self, settings: IdMap, group: RankGroup) -> None:
-        self.number = group.number_of_next_table(self)
+        self.number = group.add(self)
         super().__init__(settings, group)
         self.renew: Callable[[Tensor], object] = lambda rows: None
         self._serves = False
@@ -89,16 +89,8 @@ class ShardedIdMap(OwnedKeys):
             return given
         if len(id_map):
             raise ValueError(f"id_map has {len(id_map)} keys already; a table owned by ranks begins with a new map")
-        settings = {name: getattr(id_map, name) for name in SETTINGS}
-        with group.main.task(Kind.MAKE, ANYTHING, "the making of an id map") as task:
-            if len({*task.round(note=digest_of(settings)).notes}) > 1:
-                task.finish()  # the others know
-                raise ValueError(
-                    f"id_map has {', '.join(f'{name} {value!r}' for name, value in settings.items())} on rank "
-                    f"{group.ranks[group.rank]}, and others on another one; give the same on all ranks"
-                )
-            found = id_map.successor = cls(id_map, group)
-            task.finish()
+        group.require_same_settings("id_map", {name: getattr(id_map, name) for name in SETTINGS})
+        found = id_map.successor = cls(id_map, group)
         return found
 
     @classmethod
@@ -107,12 +99,17 @@ class ShardedIdMap(OwnedKeys):
         part = found.part
         assert part is not None
         again = cls(IdMap(**part.settings), group)
-        with group.main.task(Kind.REOPENED, again.number, "the opening of an id map") as task:
+        with group.main.task(Kind.REOPENED, again.number) as task:
             again._used_by = task.round(note=part.cursor.used).notes
             again._last_in_parts = sum(again._used_by)
             again._adopt(*again._restored([part], "the id map"))
         again._is_frozen = found._is_frozen
         return again
+
+    @property
+    def name(self) -> str | None:
+        """The table's name, once the map is kept with one."""
+        return getattr(self.holder(), "name", None)
 
     def stands_for(self, id_map: IdMap) -> bool:
         is_new = id_map.successor is None and not isinstance(id_map, ShardedIdMap) and not len(id_map)
@@ -140,26 +137,12 @@ class ShardedIdMap(OwnedKeys):
         return added.rows, added.renewed
 
     @staticmethod
-    @contextmanager
-    def together(maps: Sequence[ShardedIdMap], *, adds: bool) -> Iterator[Any]:
-        """Surround a lookup of keys in some maps of one group, which every rank makes.
-
-        Yields:
-            The ranks' common task; None while they run their passes at a pace of their own.
-        """
-        if maps[0].group.own_pace.is_active and not maps[0]._serves:
-            yield None
-            return
-        what = "a training lookup of keys" if adds else "a lookup of keys"
-        with maps[0].group.main.task(Kind.KEYS if adds else Kind.KNOWN_KEYS, maps[0].number, what) as task:
-            yield task
-
-    @staticmethod
     def look_up_all(maps: Sequence[ShardedIdMap], keys: Sequence[Any]) -> list[Tensor]:
         """Return the rows of a batch of keys in each of several maps, as :meth:`lookup` does, by one exchange."""
         if maps[0].group.own_pace.is_active and not maps[0]._serves:
             return [each._at_own_pace(some, adds=False) for each, some in zip(maps, keys, strict=True)]
-        with ShardedIdMap.together(maps, adds=False) as task, _held(maps, changing=False):
+        lane, number = maps[0].group.main, maps[0].number
+        with lane.task(Kind.KNOWN_KEYS, number) as task, _held(maps, changing=False):
             found = [as_keys(some, each.keys) for each, some in zip(maps, keys, strict=True)]
             route = KeyRoute.of(task, found, [True] * len(maps), [[len(some)] for some in found])
             own = [each._map.find(*asked) for each, asked in zip(maps, route.asked, strict=True)]
@@ -185,7 +168,8 @@ class ShardedIdMap(OwnedKeys):
             return [Added(each._at_own_pace(some, adds=True, parts=own), none, False) for each, some, own in given]
         if len({*maps}) < len(maps):
             return [ShardedIdMap.add_all([each], [some])[0] for each, some in zip(maps, keys, strict=True)]
-        with ShardedIdMap.together(maps, adds=True) as task, _held(maps, changing=True):
+        lane, number = maps[0].group.main, maps[0].number
+        with lane.task(Kind.KEYS, number) as task, _held(maps, changing=True):
             found = [as_keys(some, each.keys) for each, some in zip(maps, keys, strict=True)]
             counts = [own or [len(some)] for own, some in zip(parts, found, strict=True)]
             route = KeyRoute.of(task, found, [not each.counts for each in maps], counts)
@@ -218,7 +202,7 @@ class ShardedIdMap(OwnedKeys):
     def _at_own_pace(self, keys: Any, *, adds: bool, parts: Sequence[int] | None = None) -> Tensor:
         found = as_keys(keys, self.keys)
         asked = _Asked(found, adds, parts or [len(found)])
-        return self.group.own_pace.look_up(self.number, asked, "of an id map")
+        return self.group.own_pace.look_up(self.number, asked)
 
     def serve(self, task: Task, asked: _Asked | None) -> Tensor | None:
         """Answer a lookup of keys, while the ranks run at a pace of their own: first those that add none."""

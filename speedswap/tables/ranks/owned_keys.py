@@ -104,6 +104,8 @@ class OwnedKeys(IdMap):
     def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
         self._used_by = [0] * len(self.group)
         self._last_in_parts = 0
+        if isinstance(raw, Tensor):  # the whole map
+            self.group.require_alike(raw, f"bytes of {what}")
         with super().restoring(raw, what=what):
             yield
 
@@ -130,7 +132,7 @@ class OwnedKeys(IdMap):
     def whole_bytes(self) -> Tensor:
         """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
         mine, size = self.to_bytes(), len(self.group)
-        with self.group.main.task(Kind.PARTS, self.number, "the saving of an id map") as task:
+        with self.group.main.task(Kind.PARTS, self.number) as task:
             lengths = task.round([len(mine)] * size).counts
             parts = torch.split(task.send(mine.repeat(size), [len(mine)] * size, lengths), lengths)
         whole = IdMap(self.capacity, keys=self.keys, admit_after=self.admit_after, evict=self.evict)
@@ -139,7 +141,7 @@ class OwnedKeys(IdMap):
 
     def row_keys(self) -> Tensor | kernels.Texts:
         """Return the keys of all rows, those of all ranks; every rank calls this. As :meth:`IdMap.row_keys`."""
-        with self.group.main.task(Kind.PARTS, self.number, "the keys of an id map") as task, self._unbroken():
+        with self.group.main.task(Kind.PARTS, self.number) as task, self._unbroken():
             saved, size = self._map.save(False), len(self.group)
             places = torch.arange(len(saved.numbers)).repeat(size)
             sent = [len(saved.numbers)] * size

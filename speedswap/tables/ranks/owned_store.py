@@ -46,6 +46,8 @@ class OwnedStore(RowStore):
         own: the table of this rank's rows.
     """
 
+    group: RankGroup
+
     def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
         self._watched = _OwnRows(own, owners, group.rank)
         self.own = Table(self._watched)
@@ -125,10 +127,19 @@ class OwnedStore(RowStore):
         self.own.reserve(columns)
 
     def add_columns(self, columns: Sequence[Column]) -> None:
-        self.own.add_columns([self._owned(column) for column in columns])
+        self.own.add_columns(self._owned_alike(columns))
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
-        self.own.reset_columns([self._owned(column) for column in columns])
+        self.own.reset_columns(self._owned_alike(columns))
+
+    def _owned_alike(self, columns: Sequence[Column]) -> list[Column]:
+        """Return this rank's part of columns, which are the same on all ranks; none has changed one until all come."""
+        described = {
+            f"column {each.name!r}": (each.row_shape, each.dtype, each.init.to_json(), each.zero_row, each.stored)
+            for each in columns
+        }
+        self.group.require_same_settings(f"table {self.name!r}", described)
+        return [self._owned(column) for column in columns]
 
     def _owned(self, column: Column) -> Column:
         if isinstance(column.init, CopyOf) and column.zero_row is not None:

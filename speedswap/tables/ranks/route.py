@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
+from operator import mul
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes
+from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, packed, unpacked
 from speedswap.tables.ranks.owners import Owners
 
-__all__ = ["Route", "Wanted", "starts_of"]
+__all__ = ["Route", "Routes", "Wanted", "ids_of_tables", "starts_of", "tables_of_ids"]
 
 # A note of a lookup: the number of rows; a digest of their columns, 0 for the weight alone; their bytes; and whether
 # some line has no room for the ids.
@@ -79,64 +81,12 @@ class Route:
         received: how many rows each rank asks for here.
         union: the places of these rows here, each once, ascending, int64, shape (m,).
         positions: of each row received among them, int64, shape (sum(received),).
-        agreed: rows that go along with the next round; None if they take one of their own.
     """
 
     wanted: Wanted
     received: list[int]
     union: Tensor
     positions: Tensor
-    agreed: Agreed | None = None
-
-    @classmethod
-    def of(
-        cls,
-        task: Task,
-        owners: Owners,
-        rank: int,
-        wanted: Wanted,
-        row_bytes: int = 0,
-        columns: Sequence[str] = ("weight",),
-    ) -> Route:
-        """Ask the owners of rows for them, which every rank does at once.
-
-        Args:
-            task: the ranks' common one.
-            owners: of the table's rows.
-            rank: this one.
-            wanted: by this rank.
-            row_bytes: of the rows that :meth:`bring` is called for next, once, in host memory; 0 otherwise.
-            columns: that are to travel, one after the other.
-
-        Raises:
-            ValueError: another rank has other columns.
-        """
-        lane, ids, agreed = task.lane, None, None
-        sheet = lane.sheet
-        row_bytes = row_bytes if row_bytes <= _MOST_BYTES else 0
-        sheet.reserve(row_bytes)
-        spills = max(wanted.sent) > sheet.room
-        note = -(len(wanted.rows) << _BITS | _digest(columns) << _DIGEST_AT | row_bytes << 1 | spills)
-        with task.promised():
-            lines = task.round(wanted.sent, note=note, ids=wanted.rows)
-            if any(note > 0 for note in lines.notes):  # others had rows that came ahead of their step
-                lines = task.round(wanted.sent, note=note, ids=wanted.rows)
-            has_come = not any(-note & 1 for note in lines.notes)
-            if has_come and row_bytes and len(lane.ranks) > 1 and len({-note & _FEW for note in lines.notes}) == 1:
-                agreed = sheet.agreed = Agreed(row_bytes, lines.counts, wanted.sent)
-            if not has_come and sum(-note >> _BITS for note in lines.notes) <= SPARE_IDS:  # for which all have memory
-                ids = task.post(task.letter(wanted.rows, wanted.sent, lines.counts, lane.spare(sum(lines.counts))))
-        if len({(-note & _FEW) >> _DIGEST_AT for note in lines.notes}) > 1:
-            task.finish()  # the others know
-            raise ValueError(
-                f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
-                "give the same ones"
-            )
-        if ids is None and has_come:
-            ids = wanted.rows if len(lane.ranks) == 1 else sheet.ids_that_came(lines.counts)
-        elif ids is None:
-            ids = task.send(wanted.rows, wanted.sent, lines.counts)
-        return replace(cls.asked(owners, rank, wanted, lines.counts, ids), agreed=agreed)
 
     @classmethod
     def asked(cls, owners: Owners, rank: int, wanted: Wanted, received: list[int], ids: Tensor) -> Route:
@@ -150,28 +100,12 @@ class Route:
         union, positions = kernels.unique(owners.places(ids, rank))
         return cls(wanted, received, union, positions)
 
-    def bring(self, task: Task, values: Tensor) -> Tensor:
-        """Send the rows that are asked for here, and return those that were asked for from here.
+    def parcel(self, values: Tensor) -> Parcel:
+        """Return rows of the union as those who ask for them get them.
 
         Args:
-            task: the ranks' common one.
             values: of the union, shape (m, …), on any device.
-
-        Returns:
-            Shape (n, …), in the order of the rows wanted.
         """
-        if self.agreed is not None:
-            sheet, rows = task.lane.sheet, as_bytes(values.detach().contiguous())
-            places = torch.split(self.positions, self.received)
-            for into, some in zip(sheet.rows_out(self.agreed), places, strict=True):
-                torch.index_select(rows, 0, some, out=into)
-            task.round()
-            came = sheet.rows_that_came(self.agreed).view(values.dtype)
-            return came.view(len(self.wanted.rows), *values.shape[1:])
-        return task.send(*self.parcel(values))
-
-    def parcel(self, values: Tensor) -> Parcel:
-        """Return the rows that are asked for here as those who ask get them; ``values`` as for :meth:`bring`."""
         asked = values.detach().index_select(0, self.positions.to(values.device))
         return Parcel(asked, self.received, self.wanted.sent)
 
@@ -185,6 +119,127 @@ class Route:
             Shape (m, dim).
         """
         return kernels.sum_rows(came, self.positions.to(came.device), len(self.union))
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of rows that are asked for at once: of one table, or of several.
+
+    Attributes:
+        each: the routes.
+        agreed: rows that go along with the next round; None if they take one of their own.
+    """
+
+    each: list[Route]
+    agreed: Agreed | None
+
+    @classmethod
+    def ask(
+        cls,
+        task: Task,
+        tables: Sequence[tuple[Owners, Wanted]],
+        row_bytes: Sequence[int] = (),
+        columns: Sequence[str] = ("weight",),
+    ) -> Routes:
+        """Ask the owners of rows for them, which every rank does at once.
+
+        Args:
+            task: the ranks' common one.
+            tables: the owners of a table's rows, and those that this rank wants; of at least one table.
+            row_bytes: of each table's rows that :meth:`bring` is called for next, once, in host memory.
+            columns: that are to travel, one after the other.
+
+        Raises:
+            ValueError: another rank has other columns.
+        """
+        lane, agreed = task.lane, None
+        sheet = lane.sheet
+        most_bytes = max(row_bytes, default=0)
+        if most_bytes > _MOST_BYTES:
+            most_bytes = 0
+        sheet.reserve(most_bytes)
+        sent, ids = ids_of_tables([wanted for _, wanted in tables])
+        spills = max(sent) > sheet.room
+        note = -(len(ids) << _BITS | _digest(columns) << _DIGEST_AT | most_bytes << 1 | spills)
+        came: Tensor | None = ids if len(lane.ranks) == 1 else None
+        with task.promised():
+            lines = task.round(sent, note=note, ids=ids)
+            if any(note > 0 for note in lines.notes):  # others had rows that came ahead of their step
+                lines = task.round(sent, note=note, ids=ids)
+            counts, has_come = lines.counts, not any(-note & 1 for note in lines.notes)
+            if came is None and has_come:
+                came = sheet.ids_that_came(counts)
+            elif came is None and sum(-note >> _BITS for note in lines.notes) <= SPARE_IDS:  # all have memory for them
+                came = task.post(task.letter(ids, sent, counts, lane.spare(sum(counts))))
+            if has_come and len(lane.ranks) > 1 and most_bytes and len({-note & _FEW for note in lines.notes}) == 1:
+                assert came is not None
+                received, _ = tables_of_ids(came, counts, len(tables))
+                agreed = sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
+        if len({(-note & _FEW) >> _DIGEST_AT for note in lines.notes}) > 1:
+            task.finish()  # the others know
+            raise ValueError(
+                f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
+                "give the same ones"
+            )
+        if came is None:
+            came = task.send(ids, sent, counts)
+        asked = zip(*zip(*tables, strict=True), *tables_of_ids(came, counts, len(tables)), strict=True)
+        return cls([Route.asked(owners, lane.rank, *some) for owners, *some in asked], agreed)
+
+    def bring(self, task: Task, values: Sequence[Tensor]) -> list[Tensor]:
+        """Send the rows that are asked for here, and return those that were asked for from here.
+
+        Args:
+            task: the ranks' common one.
+            values: of each route's union, shape (m, …), on any device.
+
+        Returns:
+            For each table, shape (n, …), in the order of the rows wanted.
+        """
+        parcels = [route.parcel(some) for route, some in zip(self.each, values, strict=True)]
+        if self.agreed is None:
+            return task.send_parcels(parcels)
+        sheet, whole = task.lane.sheet, packed(parcels)
+        rows = torch.split(as_bytes(whole.rows), list(whole.sent))
+        for into, some in zip(sheet.rows_out(self.agreed), rows, strict=True):
+            into.copy_(some)
+        task.round()
+        came = sheet.rows_that_came(self.agreed).view(whole.rows.dtype)
+        return unpacked(came.view(-1, *whole.rows.shape[1:]), parcels)
+
+
+def ids_of_tables(tables: Sequence[Wanted]) -> tuple[list[int], Tensor]:
+    """Return how many numbers to send to each rank, and those: of several tables' rows, after their numbers."""
+    if len(tables) == 1:
+        return tables[0].sent, tables[0].rows
+    heads = torch.tensor([wanted.sent for wanted in tables]).unbind(1)
+    ids = zip(*(torch.split(wanted.rows, wanted.sent) for wanted in tables), strict=True)
+    parts = [torch.cat([head, *some]) for head, some in zip(heads, ids, strict=True)]
+    return list(map(len, parts)), torch.cat(parts)
+
+
+def tables_of_ids(came: Tensor, counts: list[int], number: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Return what :func:`ids_of_tables` has sent: of each table, how many rows each rank asks for; and these rows.
+
+    Args:
+        came: from all ranks, the first one's first.
+        counts: how many numbers came from each rank.
+        number: of tables.
+    """
+    if number == 1:
+        return [counts], [came]
+    parts = torch.split(came, counts)
+    received = torch.stack([part[:number] for part in parts], dim=1).tolist()
+    asked = zip(*(torch.split(part[number:], part[:number].tolist()) for part in parts), strict=True)
+    return received, [torch.cat(some) for some in asked]
+
+
+def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agreed:
+    """Return the rows of all tables beside the lines: of one table as they are, of several as bytes."""
+    if len(row_bytes) == 1:
+        return Agreed(row_bytes[0], *chain(*counts))
+    bytes_of = [[sum(map(mul, row_bytes, of_rank)) for of_rank in zip(*each, strict=True)] for each in counts]
+    return Agreed(1, *bytes_of)
 
 
 def _digest(columns: Sequence[str]) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from speedswap.tables.ranks.ahead import LookupsAhead, RowsAhead
 from speedswap.tables.ranks.keys import ShardedIdMap
 from speedswap.tables.ranks.owned_store import OwnedStore
 from speedswap.tables.ranks.owners import Owners
-from speedswap.tables.ranks.route import Route, Wanted
+from speedswap.tables.ranks.route import Route, Routes, Wanted
 from speedswap.tables.ranks.saving import save_shards
 from speedswap.tables.record import Column
 from speedswap.tables.store import Prefetched, RowStore
@@ -68,11 +68,11 @@ class ShardedStore(OwnedStore):
         torn: why the ranks' rows are not those of one step, until they are replaced; None if they are.
     """
 
-    reads_copies = is_shared = True
+    reads_copies = True
 
     def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
         super().__init__(own, owners, group, name=name, weight=weight)
-        self.number = group.number_of_next_table(self)
+        self.number = group.add(self)
         self.torn: str | None = None
         for each, found in self.id_maps.items():
             if found.part is not None:  # in files
@@ -80,18 +80,11 @@ class ShardedStore(OwnedStore):
 
     # ------------------------------------------------------------------ what the ranks do together
 
-    def together(self, *, training: bool = False, writing: bool = False) -> AbstractContextManager[Any]:
-        if self.group.own_pace.is_active and not writing:
-            return nullcontext()
-        if writing:
-            return self._task(Kind.SCATTER, "a scatter")
-        return self._task(Kind.LOOK_UP, "a training lookup") if training else self._task(Kind.GATHER, "a lookup")
-
-    def _task(self, kind: Kind, what: str) -> AbstractContextManager[Task]:
+    def task(self, kind: Kind) -> AbstractContextManager[Task]:
         """Surround a call that every rank makes: what fails here within it is told to the others."""
         if self.torn is not None:
             raise TableFormatError(self.torn)
-        return self.group.main.task(kind, self.number, f"{what} in table {self.name!r}")
+        return self.group.main.task(kind, self.number)
 
     def look_up(
         self,
@@ -113,7 +106,7 @@ class ShardedStore(OwnedStore):
             The weights of the distinct rows, shape (n, embedding_dim), on the device; each id's place among them, of
             the ids' shape; and what this rank has lent.
         """
-        with self._task(Kind.LOOK_UP, "a training lookup") if training else self._task(Kind.GATHER, "a lookup") as task:
+        with self.task(Kind.LOOK_UP if training else Kind.GATHER) as task:
             if ahead is not None and ahead.is_there():
                 wanted, local = ahead.wanted, ahead.local
                 renewal, version = ahead.begin_renewal()
@@ -123,19 +116,20 @@ class ShardedStore(OwnedStore):
                     return weights, local, Lent(ahead.route, ahead.block, version)
             else:
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
-            route, version = self.route(task, wanted, device), self.own.version
+            routes, version = self.ask(task, wanted, device), self.own.version
+            (route,) = routes.each
             block = self.own.gather(route.union, columns=None if training else ["weight"], device=device, checked=True)
-            weights = route.bring(task, block.weight)
+            (weights,) = routes.bring(task, [block.weight])
             task.finish()
         return weights, local, Lent(route, block, version)
 
-    def route(
+    def ask(
         self,
         task: Task,
         wanted: Wanted,
         device: torch.device | None = None,
         columns: Collection[str] = ("weight",),
-    ) -> Route:
+    ) -> Routes:
         """Ask the owners of rows for them; every rank calls this.
 
         Args:
@@ -144,11 +138,10 @@ class ShardedStore(OwnedStore):
             device: where weights are brought to, next, if they are.
             columns: that are to travel, in the order of the table's.
         """
-        row_bytes = 0
-        if device is not None and device.type == "cpu":
-            row_bytes = math.prod(self._weight.row_shape) * self._weight.dtype.itemsize
+        is_host = device is not None and device.type == "cpu"
+        row_bytes = [math.prod(self._weight.row_shape) * self._weight.dtype.itemsize] if is_host else []
         names = [name for name in self.columns if name in columns]
-        return Route.of(task, self.owners, self.group.rank, wanted, row_bytes, names)
+        return Routes.ask(task, [(self.owners, wanted)], row_bytes, names)
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Begin to bring a later batch's rows from their owners, with those of other tables; every rank calls this."""
@@ -167,7 +160,7 @@ class ShardedStore(OwnedStore):
             The places of those that this rank owns, in :attr:`own`, ascending; and the rows of all ranks.
         """
         size = len(self.group)
-        with self._task(Kind.RESET, "rows that start anew") as task:
+        with self.task(Kind.RESET) as task:
             counts = task.round([len(rows)] * size).counts
             every = task.send(rows.repeat(size), [len(rows)] * size, counts)
             places = self.owners.places(every[self.owners.of(every) == self.group.rank], self.group.rank).sort().values
@@ -184,14 +177,14 @@ class ShardedStore(OwnedStore):
 
     def look_up_at_own_pace(self, rows: Tensor) -> Tensor:
         """Bring weights, in host memory, while the ranks run their passes at a pace of their own."""
-        return self.group.own_pace.look_up(self.number, rows, self.name)
+        return self.group.own_pace.look_up(self.number, rows)
 
     def serve(self, task: Task, rows: Tensor | None) -> Tensor | None:
         asked, device = torch.empty(0, dtype=torch.int64) if rows is None else rows, torch.device("cpu")
         wanted, places = Wanted.of(self.owners, asked)
-        route = self.route(task, wanted, device)
-        block = self.own.gather(route.union, columns=["weight"], device=device, checked=True)
-        came = route.bring(task, block.weight)
+        routes = self.ask(task, wanted, device)
+        block = self.own.gather(routes.each[0].union, columns=["weight"], device=device, checked=True)
+        (came,) = routes.bring(task, [block.weight])
         return None if rows is None else came.index_select(0, places)
 
     def map_of(self, id_map: IdMap) -> IdMap:
@@ -210,12 +203,12 @@ class ShardedStore(OwnedStore):
         device = device or rows.device
         if self.group.own_pace.is_active and columns is not None and list(columns) == ["weight"]:
             return Block(rows, {"weight": self.look_up_at_own_pace(rows).to(device)})
-        with self._task(Kind.GATHER, "a lookup") as task:
+        with self.task(Kind.GATHER) as task:
             wanted, places = Wanted.of(self.owners, rows)
-            route = self.route(task, wanted, columns=self.columns if columns is None else columns)
-            block = self.own.gather(route.union, columns=columns, device=device, checked=True)
+            routes = self.ask(task, wanted, columns=self.columns if columns is None else columns)
+            block = self.own.gather(routes.each[0].union, columns=columns, device=device, checked=True)
             came = {
-                name: route.bring(task, block[name]).index_select(0, places.to(device))
+                name: routes.bring(task, [block[name]])[0].index_select(0, places.to(device))
                 for name in self.columns
                 if name in block.columns
             }
@@ -241,9 +234,9 @@ class ShardedStore(OwnedStore):
         return self._scatter(rows, values, keeps_last=True)
 
     def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, keeps_last: bool) -> bool:
-        with self.together(writing=True) as task:
+        with self.task(Kind.SCATTER) as task:
             wanted, places = Wanted.of(self.owners, rows)
-            route = self.route(task, wanted, columns=values)
+            (route,) = self.ask(task, wanted, columns=values).each
             twice = any(task.round(note=int(len(route.union) != len(route.positions))).notes)
             if twice and not keeps_last:
                 raise DuplicateIdError(
@@ -266,7 +259,7 @@ class ShardedStore(OwnedStore):
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Bring a range of rows, a piece at a time; every rank calls this, and may ask for a range of its own."""
         found = self.columns[column]
-        with self._task(Kind.READ, "a reading of rows") as task:
+        with self.task(Kind.READ) as task:
             pieces = max(task.round(note=-(-max(stop - start, 0) // CHUNK_ROWS)).notes)
             into = torch.empty(max(stop - start, 0), *found.row_shape, dtype=found.dtype, device=device)
             for first in range(0, pieces * CHUNK_ROWS, CHUNK_ROWS):
@@ -276,9 +269,9 @@ class ShardedStore(OwnedStore):
 
     def write_rows(self, column: str, rows: Tensor, values: Tensor) -> None:
         """Overwrite rows of a column as :meth:`write` does; every rank calls this, with other rows than the others."""
-        with self._task(Kind.SCATTER, "a write") as task:
+        with self.task(Kind.SCATTER) as task:
             wanted, places = Wanted.of(self.owners, rows)
-            route = self.route(task, wanted, columns=[column])
+            (route,) = self.ask(task, wanted, columns=[column]).each
             ordered = torch.empty_like(values).index_copy_(0, places.to(values.device), values)
             came = task.send(ordered, wanted.sent, route.received)
             self._put(column, route.union[route.positions], came)
@@ -295,7 +288,7 @@ class ShardedStore(OwnedStore):
 
     def require_elsewhere(self, path: str | os.PathLike[str]) -> None:
         """Raise FileExistsError on every rank if one of them has its files there; every rank calls this."""
-        with self._task(Kind.SAVE, "the saving") as task:
+        with self.task(Kind.SAVE) as task:
             is_own = any(task.round(note=int(self.lives_at(path))).notes)
             task.finish()
         if is_own:
@@ -303,6 +296,6 @@ class ShardedStore(OwnedStore):
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         """Save the table; every rank calls this."""
-        with self._task(Kind.SAVE, "the saving") as task:
+        with self.task(Kind.SAVE) as task:
             save_shards(self, task, path, overwrite=overwrite)
             task.finish()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from speedswap._locks import Locked
+from speedswap._words import AVERAGE_OTHERS
+from speedswap.collectives import of_all_ranks
 from speedswap.errors import TableClosedError
 from speedswap.tables import opening, whole_table
+from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.shards_manifest import part_of_ranks
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.record import Column
@@ -39,6 +43,7 @@ class Table:
 
     Attributes:
         store: the place that holds the rows.
+        ranks: that own the rows together; None for a process alone.
         num_embeddings: rows.
         storage: where they live.
         engine: how they go between host memory and a GPU.
@@ -59,6 +64,7 @@ class Table:
 
     def __init__(self, store: RowStore) -> None:
         self.store = store
+        self.ranks = store.group
         self.num_embeddings = store.num_embeddings
         self.storage = store.storage
         self.engine = store.engine
@@ -74,28 +80,29 @@ class Table:
     load = classmethod(making.load)
     from_file = classmethod(making.from_file)
     convert = staticmethod(opening.convert)
+    salvage = staticmethod(salvage)
 
-    gather = batches.gather
-    scatter = batches.scatter
-    reset_rows = batches.reset_rows
+    gather = of_all_ranks(batches.gather)
+    scatter = of_all_ranks(batches.scatter)
+    reset_rows = of_all_ranks(batches.reset_rows)
     reserve_rows = batches.reserve_rows
     check_rows = batches.check_rows
     check_resettable = batches.check_resettable
     drain = batches.drain
     commit = batches.commit
 
-    read = whole_columns.read
-    write = whole_columns.write
-    view = whole_columns.view
+    read = of_all_ranks(whole_columns.read)
+    write = of_all_ranks(whole_columns.write)
+    view = of_all_ranks(whole_columns.view)
     rows_between = whole_columns.rows_between
-    add_columns = whole_columns.add_columns
-    reset_columns = whole_columns.reset_columns
-    reserve = whole_columns.reserve
+    add_columns = of_all_ranks(whole_columns.add_columns)
+    reset_columns = of_all_ranks(whole_columns.reset_columns)
+    reserve = of_all_ranks(whole_columns.reserve)
     __array__ = whole_table.to_numpy
     __dlpack__ = whole_table.to_dlpack
 
-    save = files.save
-    export = files.export
+    save = of_all_ranks(files.save)
+    export = of_all_ranks(files.export)
     flush = files.flush
     close = files.close
     remove = files.remove
@@ -160,6 +167,7 @@ class Table:
         """The map from keys to rows that is kept with the table; None if there is none."""
         return self.store.id_maps.get(self.store.map_name)
 
+    @of_all_ranks
     def set_id_map(self, id_map: IdMap) -> None:
         """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
 
@@ -225,10 +233,15 @@ class Table:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is None:
-            raise TypeError(
-                f"table {self.name!r} is {self.storage} memory and cannot be pickled; save it with Table.save(path) "
-                "and open it with Table.open(path, mode='r') in the other process"
-            )
+            remedy = "save torch.save(model.state_dict(), …), or speedswap.save_checkpoint(path, model); for another "
+            remedy += "process use Table.save(path), and Table.open(path, mode='r') there"
+            if get_spawning_popen() is not None:
+                remedy = (
+                    "to read its rows in a worker, start that with fork (multiprocessing_context='fork'), or make the "
+                )
+                remedy += "table on disk (path=), which opens there; to train it in several processes, make it in each "
+                remedy += "of them with process_group="
+            raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
         self.flush()  # another process sees what is committed
         return (_opened_to_read, (str(self.path), self.store.stays_at))
 
@@ -236,7 +249,7 @@ class Table:
         if self.path is not None:
             raise TypeError(
                 f"table {self.name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
-                "and Table.open(path), or into memory with Table.load(path)"
+                f"and Table.open(path), or into memory with Table.load(path); {AVERAGE_OTHERS}"
             )
         with self.lock:
             self.check_open()

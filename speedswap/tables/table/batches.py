@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,14 +59,13 @@ def gather(
     target = None if device is None else torch.device(device)
     if out:
         target = target or next(iter(out.values())).device
-    with nullcontext() if checked else table.store.together():
-        if not checked:
-            table.check_rows(rows)
-            if out and target is not None:
-                _require_out(table, out, rows, target)
-        with table.lock:
-            table.check_open()
-            block = table.store.gather(rows, columns, target, out)
+    if not checked:
+        table.check_rows(rows)
+        if out and target is not None:
+            _require_out(table, out, rows, target)
+    with table.lock:
+        table.check_open()
+        block = table.store.gather(rows, columns, target, out)
     for tensor in (out or {}).values():
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)  # autograd must notice a write that bypassed it
@@ -111,24 +109,23 @@ def scatter(
         ValueError, TypeError: a tensor's shape, dtype or column does not fit.
         TableFullError: the disk has no room. In all cases nothing was written.
     """
-    with nullcontext() if checked else table.store.together(writing=True):
-        if not checked:
-            table.check_open(writing=True)
-            table.check_rows(rows)
-            require_unique(table, rows)
-            if pending is not None and not bool((rows[1:] > rows[:-1]).all()):
-                raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
-            values = fitting(values, table.columns, len(rows), table.name)
-            if rows.device.type != "cpu":
-                rows = rows.view_as(rows)  # else a store takes them for those of a gather, without a look at the ids
-        assert isinstance(values, Mapping)
-        with table.lock:
-            table.check_open(writing=True)
-            if len(rows) or table.store.is_shared:
-                table.store.note_change(rows)
-                table.store.scatter(rows, values, None if pending is None else pending.transfers)
-                if not checked and pending is None:
-                    table.store.commit()  # a step of its own
+    if not checked:
+        table.check_open(writing=True)
+        table.check_rows(rows)
+        require_unique(table, rows)
+        if pending is not None and not bool((rows[1:] > rows[:-1]).all()):
+            raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
+        values = fitting(values, table.columns, len(rows), table.name)
+        if rows.device.type != "cpu":
+            rows = rows.view_as(rows)  # else a store takes them for those of a gather, without a look at the ids
+    assert isinstance(values, Mapping)
+    with table.lock:
+        table.check_open(writing=True)
+        if len(rows) or table.ranks is not None:
+            table.store.note_change(rows)
+            table.store.scatter(rows, values, None if pending is None else pending.transfers)
+            if not checked and pending is None:
+                table.store.commit()  # a step of its own
 
 
 def reset_rows(
@@ -159,18 +156,17 @@ def reset_rows(
         >>> table.read(2, 5)[:, 0].tolist()
         [1.0, 0.5, 1.0]
     """
-    with table.store.together(writing=True):
-        table.check_rows(rows)
-        require_unique(table, rows)
-        table.check_resettable()
-        if len(rows) or table.store.is_shared:
-            place = rows.device if device is None else torch.device(device)
-            ordered = rows.to("cpu", torch.int64).sort().values
-            with table.lock:
-                table.check_open(writing=True)
-                initial = table.store.initial_rows(ordered)
-                values = {name: column.to(place) for name, column in initial.items()}
-                table.scatter(ordered.to(place), values, checked=True, pending=pending)
+    table.check_rows(rows)
+    require_unique(table, rows)
+    table.check_resettable()
+    if len(rows) or table.ranks is not None:
+        place = rows.device if device is None else torch.device(device)
+        ordered = rows.to("cpu", torch.int64).sort().values
+        with table.lock:
+            table.check_open(writing=True)
+            initial = table.store.initial_rows(ordered)
+            values = {name: column.to(place) for name, column in initial.items()}
+            table.scatter(ordered.to(place), values, checked=True, pending=pending)
 
 
 def check_resettable(table: Table) -> None:

@@ -43,6 +43,7 @@ def create(
     cache_bytes: int | None = None,
     commit_every: int | None = None,
     commit_seconds: float | None = 30.0,
+    synchronous_commit: bool = False,
     scratch: bool = False,
 ) -> Table:
     """Create a table, filled with its initial values.
@@ -69,9 +70,12 @@ def create(
         rounding: ``nearest`` or ``stochastic``, for scattered rows.
         cache_bytes: memory for rows of a table on disk; by default a quarter of the memory that is free and not
             promised to the caches of other tables. A cache never takes more than the whole table.
-        commit_every: optimizer steps after which a table on disk commits; by default time alone decides.
+        commit_every: optimizer steps after which a table on disk commits; by default time alone decides. A step waits
+            until the commit before is durable, so that a killed process loses fewer than twice as many steps.
         commit_seconds: seconds after which it commits; None for steps alone. Direct calls of :meth:`scatter` count
             as steps. A killed process leaves the table as of its last commit.
+        synchronous_commit: let a step that commits return once its commit is durable; with ``commit_every=1``, no
+            completed step is ever lost.
         scratch: a table on disk that is gone with its process: nothing is committed or synced. What is left of it at
             ``path`` when its process is killed is removed by the next table that is made there.
 
@@ -92,7 +96,7 @@ def create(
     if str(dtype).startswith("torch.q"):
         raise TypeError(f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart")
     weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
-    disk = DiskOptions(cache_bytes, commit_every, commit_seconds, scratch)
+    disk = DiskOptions(cache_bytes, commit_every, commit_seconds, synchronous_commit, scratch)
     return cls(
         create_store(num_embeddings, weight, storage=storage, engine=engine, path=path, seed=seed, name=name, disk=disk)
     )
@@ -107,6 +111,7 @@ def open(
     cache_bytes: int | None = None,
     commit_every: int | None = None,
     commit_seconds: float | None = 30.0,
+    synchronous_commit: bool = False,
 ) -> Table:
     """Open a memmap table, or one that :meth:`save` wrote.
 
@@ -114,17 +119,19 @@ def open(
         path: the table's directory.
         mode: ``r+`` to read and write, as the only writer; ``r`` to read, also what another process commits
             meanwhile.
-        commit: the number of a commit that is kept, to which the table returns; with mode ``r+`` for good. By
-            default the last one.
-        cache_bytes, commit_every, commit_seconds: as for :meth:`create`.
+        commit: the number of a commit that is kept, to which the table returns; with mode ``r+`` for good, unless a
+            later one is kept. By default the last one.
+        cache_bytes, commit_every, commit_seconds, synchronous_commit: as for :meth:`create`.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
+        ValueError: there is no such commit; or a later one is kept, and the table is to be written.
         TableFormatError: the directory is damaged, or not a table; links within it are not followed, and other
             things than files not opened. Or it is to be written, and is one of several ranks' part of a table.
         TableBusyError: another process, or another Table of this one, has it open for writing.
     """
-    table = cls(open_store(path, mode, DiskOptions(cache_bytes, commit_every, commit_seconds), commit))
+    disk = DiskOptions(cache_bytes, commit_every, commit_seconds, synchronous_commit)
+    table = cls(open_store(path, mode, disk, commit))
     if mode != "r" and (part := part_of_ranks(table.columns["weight"])) is not None:
         table.close()
         raise TableFormatError(

@@ -20,7 +20,18 @@ from speedswap.tables.record import Column, whole_number
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
 
-__all__ = ["add_columns", "read", "require_zero_row", "reserve", "reset_columns", "rows_between", "view", "write"]
+__all__ = [
+    "add_columns",
+    "put",
+    "read",
+    "require_alike",
+    "require_zero_row",
+    "reserve",
+    "reset_columns",
+    "rows_between",
+    "view",
+    "write",
+]
 
 
 def read(table: Table, start: int = 0, stop: int | None = None, *, column: str = "weight") -> Tensor:
@@ -62,17 +73,20 @@ def rows_between(table: Table, start: int, stop: int, device: torch.device) -> I
         yield table.store.read("weight", start, stop, device)
 
 
-def write(table: Table, start: int, values: Tensor, *, column: str = "weight") -> None:
+def write(table: Table, start: int, values: Tensor, *, column: str = "weight", commit: bool = True) -> None:
     """Overwrite rows of a column from ``start`` on.
 
     Args:
         start: the first row.
         values: shape (n, ...), of the column's dtype and row shape, on any device; rounded to nearest where the
             column is stored in fewer bytes.
+        column: its name.
+        commit: True for a step of its own, after which a table on disk may commit; False for a part of one.
 
     Raises:
         IdError: the rows do not all lie in the table.
-        TypeError, ValueError: dtype or shape does not fit. Nothing was written.
+        TypeError, ValueError: dtype or shape does not fit, or ranks that own the rows together give different values.
+            Nothing was written.
     """
     kernels.require_dense(values, "values")
     fitting({column: values}, table.columns, len(values), table.name)
@@ -81,11 +95,32 @@ def write(table: Table, start: int, values: Tensor, *, column: str = "weight") -
             f"rows {start} to {start + len(values) - 1} were to be written, but table {table.name!r} has rows 0 to "
             f"{table.num_embeddings - 1}"
         )
+    require_alike(table, values, f"values of column {column!r} of")
+    put(table, start, values, column)
+    if commit:
+        table.commit()
+
+
+def require_alike(table: Table, given: object, what: str) -> None:
+    """Raise ValueError, on all ranks that own the rows together, unless all of them were given the same.
+
+    Args:
+        given: a tensor, or settings.
+        what: that is, for the message, before the table's name.
+    """
+    if table.ranks is not None:
+        table.ranks.require_alike(given, f"{what} table {table.name!r}")
+
+
+def put(table: Table, start: int, values: Tensor, column: str = "weight") -> None:
+    """Overwrite rows of a column as :func:`write` does, with values that were checked, as a part of a step.
+
+    Where ranks own the rows together, each writes its own, and nobody compares the values.
+    """
     with table.lock:
         table.check_open(writing=True)
         table.store.note_change(range(start, start + len(values)))
         table.store.write(column, start, values)
-        table.store.commit()
 
 
 def view(table: Table, column: str = "weight") -> Tensor:
@@ -110,11 +145,16 @@ def view(table: Table, column: str = "weight") -> Tensor:
         return table.store.view(column)
 
 
-def add_columns(table: Table, columns: Sequence[Column]) -> None:
+def add_columns(table: Table, columns: Sequence[Column], *, commit: bool = True) -> None:
     """Give every row more columns, at their initial values.
 
     Before the table is first written they share its records (initial values are computed again); afterwards they
     start new records next to the others.
+
+    Args:
+        columns: names and initial values.
+        commit: whether they, and everything before, are durable when this returns; False leaves that to the next
+            commit, as inside a step.
 
     Raises:
         ValueError: a column of that name exists, its zero_row is not a row, or it is to begin as a copy of a column
@@ -128,6 +168,8 @@ def add_columns(table: Table, columns: Sequence[Column]) -> None:
             require_zero_row(column.zero_row, table.num_embeddings)
         require_sources(columns, table.columns, table.name)
         if columns:
+            if commit:
+                table.store.flush()  # so that the columns are committed at once
             table.store.note_change(None)
             table.store.add_columns(columns)
 

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,82 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path) -> None:
     assert value_in(small_disk) == 1.0
     (small_disk / "other").unlink()
     speedswap.save_checkpoint(small_disk, trained, step=2)
+
+
+def flip_a_bit(file: Path, place: int = 20) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 1
+    file.write_bytes(raw)
+
+
+def saved_in(path: Path, steps: Iterable[int], **settings: Any) -> list[str]:
+    """Save some steps; return the names of the checkpoints that are left."""
+    for step in steps:
+        speedswap.save_checkpoint(path, model(float(step)), step=step, **settings)
+    return sorted(each.name[-1] for each in path.iterdir())
+
+
+def test_a_full_disk_leaves_what_loads_when_the_newest_is_damaged(small_disk: Path) -> None:
+    saved_in(small_disk, [1, 2, 3], keep=None)
+    flip_a_bit(small_disk / "000003-step-3" / "CHECKPOINT")
+    trained = model(-1.0)
+    speedswap.load_checkpoint(small_disk, trained, step=2)
+    trained.append(nn.Linear(300, 300))
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - (100 << 10)))
+    with pytest.raises(TableFullError):
+        speedswap.save_checkpoint(small_disk, trained, step=4, keep=1)
+    for step in (1, 2):
+        assert speedswap.load_checkpoint(small_disk, model(-1.0), step=step).step == step
+
+
+@pytest.mark.parametrize("keep, left", [(1, "5"), (2, "345"), (3, "2345"), ({1, 4}, "145"), ({2, 3}, "235")])
+def test_a_damaged_checkpoint_counts_for_none(keep: Any, left: str, tmp_path: Path) -> None:
+    """It goes once there are as many newer ones as are kept."""
+    saved_in(tmp_path, [1, 2, 3, 4], keep=None)
+    flip_a_bit(tmp_path / "000004-step-4" / "CHECKPOINT")
+    assert "".join(saved_in(tmp_path, [5], keep=keep)) == left
+
+
+def test_the_highest_number_is_not_the_end(tmp_path: Path) -> None:
+    def renamed(number: int) -> None:
+        (newest,) = tmp_path.iterdir()
+        newest.rename(tmp_path / f"{number}-step-{value_in(tmp_path):.0f}")
+
+    saved_in(tmp_path, [1])
+    renamed(999_999_999)
+    saved_in(tmp_path, [2])
+    assert value_in(tmp_path) == 2.0
+    renamed(10**18 - 1)
+    with pytest.raises(CheckpointError, match=r"path has 999999999999999999-step-2, .* highest number .*; move it"):
+        saved_in(tmp_path, [3])
+    assert value_in(tmp_path) == 2.0
+
+
+@pytest.mark.parametrize("name", ["CHECKPOINT", "tensors-2.safetensors", "rows-2-0.safetensors", "rows.log"])
+def test_a_disk_that_writes_other_bytes_leaves_the_checkpoint_before(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read back before older checkpoints go."""
+    trained, sync = model(1.0), os.fsync
+    speedswap.save_checkpoint(tmp_path, trained, step=1)
+    before = value_in(tmp_path)
+    if name == "rows.log":
+        trained[0] = model(2.0)[0]
+
+    def damage(fd: int) -> None:
+        sync(fd)
+        file = Path(f"/proc/self/fd/{fd}").readlink()
+        for written in [file] if file.name == name else file.glob(f"table-2-*/{name}"):
+            flip_a_bit(written, -1 if "tensors" in name else 20)
+
+    monkeypatch.setattr(os, "fsync", damage)
+    fill(trained, 2.0)
+    with pytest.raises(CheckpointError, match=r"what was written to .* cannot be read back .*; the checkpoints before"):
+        speedswap.save_checkpoint(tmp_path, trained, step=2)
+    monkeypatch.undo()
+    assert value_in(tmp_path) == before
+    save(tmp_path, trained, 3.0)
+    assert value_in(tmp_path) == 3.0
 
 
 def test_an_error_of_the_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,33 @@ def test_more_checkpoints_than_commits_are_kept_as_copies(tmp_path: Path) -> Non
     training.close()
 
 
+@pytest.mark.parametrize("keep", [2, None])
+@pytest.mark.parametrize("name", ["adam", "momentum"])
+def test_a_training_goes_back_and_forth_among_its_checkpoints(name: str, keep: int | None, tmp_path: Path) -> None:
+    """An older one is loaded while the table holds the commit of a newer one, which stays."""
+    draw = random.Random(name)
+    training, saved, states = on_disk(tmp_path / "tables", name), tmp_path / "saved", {}
+    step = 0
+    for _ in range(25):
+        if not states or draw.random() < 0.4:
+            step += 1
+            training.run([draw.randrange(100) for _ in range(draw.choice([1, 3]))])
+            training.save(saved, step, keep=keep)
+            states[step] = copy.deepcopy(training.state())
+        left = [int(path.name.split("-")[-1]) for path in sorted(saved.iterdir())]
+        chosen = draw.choice(left)
+        if draw.random() < 0.3:
+            training.close()
+            training = opened(tmp_path / "tables", name)
+        training.load(saved, step=chosen)
+        assert_same(training.state(), states[chosen])
+        for each in left:  # also as other processes find them
+            other = Training(OPTIMIZERS[name])
+            other.load(saved, step=each)
+            assert_same(other.state(), states[each])
+    training.close()
+
+
 def test_checkpoints_in_another_directory_keep_their_commit(tmp_path: Path) -> None:
     """The best ones beside the last ones, for example; the commit is let go when its own checkpoint is removed."""
     training = on_disk(tmp_path / "tables")
@@ -193,34 +220,37 @@ def test_a_large_table_is_loaded_without_its_untouched_rows(tmp_path: Path) -> N
     other.table.close()
 
 
+def items_and_optimizer(folder: Path, *, new: bool = False) -> tuple[speedswap.Embedding, torch.optim.Optimizer]:
+    path, init = folder / "items", speedswap.init.zeros()
+    if new:
+        items = speedswap.Embedding(40, 4, storage=STORAGE, path=path, init=init)
+    else:
+        items = speedswap.Embedding(40, 4, table=speedswap.Table.open(path))
+    return items, torch.optim.SGD(items.parameters(), lr=0.1)
+
+
+def save(items: Any, optimizer: Any, folder: Path, value: int, keep: int = 1) -> None:
+    items.table.write(0, torch.full((40, 4), float(value)))
+    speedswap.save_checkpoint(folder / "saved", items, optimizer, step=value, keep=keep)
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_process_killed_at_any_instant_leaves_a_checkpoint_and_its_commit(tmp_path: Path) -> None:
-    """The one before, or its own; the next save lets go of what a killed one has held."""
-
-    def training(folder: Path, make: Callable[..., Any]) -> tuple[Any, Any]:
-        items = make(folder)
-        return items, torch.optim.SGD(items.parameters(), lr=0.1)
-
-    def new(folder: Path) -> speedswap.Embedding:
-        return speedswap.Embedding(40, 4, storage=STORAGE, path=folder / "items", init=speedswap.init.zeros())
-
-    def old(folder: Path) -> speedswap.Embedding:
-        return speedswap.Embedding(40, 4, table=speedswap.Table.open(folder / "items"))
-
-    def save(items: Any, optimizer: Any, folder: Path, value: int) -> None:
-        items.table.write(0, torch.full((40, 4), float(value)))
-        speedswap.save_checkpoint(folder / "saved", items, optimizer, step=value)
+@pytest.mark.parametrize("older", [False, True])
+def test_a_process_killed_at_any_instant_leaves_checkpoints_and_their_commits(older: bool, tmp_path: Path) -> None:
+    """Those before, or its own as well, also if it goes on from an older one; the next save releases other commits."""
+    keep = 2 if older else 1
 
     def go_on(folder: Path) -> None:
-        items, optimizer = training(folder, old)
-        speedswap.load_checkpoint(folder / "saved", items, optimizer)
-        save(items, optimizer, folder, 2)
+        items, optimizer = items_and_optimizer(folder)
+        speedswap.load_checkpoint(folder / "saved", items, optimizer, step=1 if older else None)
+        save(items, optimizer, folder, 3, keep)
         os._exit(0)
 
     first = tmp_path / "first"
     first.mkdir()
-    items, optimizer = training(first, new)
-    save(items, optimizer, first, 1)
+    items, optimizer = items_and_optimizer(first, new=True)
+    for value in (1, 2):
+        save(items, optimizer, first, value, keep)
     items.table.close()
     found, step = [], 0
     while True:
@@ -230,14 +260,35 @@ def test_a_process_killed_at_any_instant_leaves_a_checkpoint_and_its_commit(tmp_
         calls = ("mkdir", "rename", "unlink", "rmdir", "fsync", "pwrite", "write", "link", "ftruncate")
         if not killed_at(step, lambda at=folder: go_on(at), calls):
             break
-        items, optimizer = training(folder, old)
-        value = speedswap.load_checkpoint(folder / "saved", items, optimizer).step
-        assert items.read().unique().tolist() == [value]
+        items, optimizer = items_and_optimizer(folder)
+        assert items.read().unique().tolist() in ([1.0], [2.0], [3.0])
+        names = sorted(path.name for path in (folder / "saved").glob("0*"))
+        for name in (*names, names[0], names[-1]):
+            value = speedswap.load_checkpoint(folder / "saved" / name, items, optimizer).step
+            assert items.read().unique().tolist() == [value]
         found.append(value)
-        save(items, optimizer, folder, 3)
-        assert len(items.table.store.held_commits) == 1
+        save(items, optimizer, folder, 4, keep)
+        assert len(items.table.store.held_commits) in (1, keep)
         items.table.close()
         step += 1
     assert len(found) > 10
     assert found == sorted(found)
-    assert set(found) == {1, 2}
+    assert set(found) == {2, 3}
+
+
+def test_going_back_writes_the_rows_that_differ_alone(tmp_path: Path) -> None:
+    items = speedswap.Embedding(10**7, 64, storage=STORAGE, path=tmp_path / "items")
+    optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
+    ids, some, expected = torch.arange(30_000), torch.tensor([0, 5, 29_999, 30_000, 10**7 - 1]), torch.empty(0)
+    for step in (1, 2):
+        items(ids).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        speedswap.save_checkpoint(tmp_path / "saved", items, optimizer, step=step, keep=2)
+        ids, expected = torch.tensor([5, 10**7 - 1]), expected if step == 2 else items.read(some)
+    before = items.table.store.log.stats()["bytes_written"]
+    speedswap.load_checkpoint(tmp_path / "saved", items, optimizer, step=1)
+    items.table.flush()
+    assert items.table.store.log.stats()["bytes_written"] - before < 1_000_000
+    assert torch.equal(items.read(some), expected)
+    items.table.close()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import speedswap
-from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from speedswap import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from speedswap.errors import IdError
 from speedswap.tables import RowStore, WrappedStore
 
@@ -237,14 +237,24 @@ def test_weights_are_asked_for_and_checked() -> None:
     collection = speedswap.EmbeddingBagCollection(BAGS, is_weighted=True)
     with pytest.raises(ValueError, match="features has no weights, but is_weighted is True"):
         collection(keyed("cpu"))
-    features = fitting()
-    ids, offsets = features["friend"]
+    weighted = {name: (ids, None, torch.ones(ids.shape)) for name, ids in fitting().items() if name != "friend"}
+    ids, offsets = fitting()["friend"]
+    for features, name in (
+        (dict.fromkeys(fitting(), tensor(0, 3)), "user"),  # all of one shape
+        ({**fitting(), "user": weighted["user"]}, "friend"),
+        ({**weighted, "friend": JaggedTensor(ids, offsets=tensor(0, 1, 3))}, "friend"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"feature '{name}' has no weights, but is_weighted is True; give \(ids, "
+        ):
+            collection(features)
     with pytest.raises(ValueError, match=r"weights of feature 'friend' have shape \(2,\)"):
-        collection({**features, "friend": (ids, offsets, torch.ones(2))})
+        collection({**weighted, "friend": (ids, offsets, torch.ones(2))})
     with pytest.raises(TypeError, match=r"weights of feature 'friend' have dtype torch\.int64"):
-        collection({**features, "friend": (ids, offsets, torch.ones(3, dtype=torch.int64))})
+        collection({**weighted, "friend": (ids, offsets, torch.ones(3, dtype=torch.int64))})
     batch = keyed("cpu", weights=torch.ones(7))
     batch.weights_or_none = lambda: torch.ones(8)  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"features\.weights\(\) have shape \(8,\) on cpu, but ids \(7,\)"):
         collection(batch)
-    assert collection(features).values().shape == (2, 4 * 3 + 6)
+    fits = {**weighted, "friend": (ids, offsets, torch.ones(3))}
+    assert collection(fits).values().shape == (2, 4 * 3 + 6)

@@ -275,7 +275,10 @@ def test_weights_of_ids_are_factors_and_have_gradients(device: str) -> None:
     ids, offsets = torch.tensor([1, 2, 1, 7], device=device), torch.tensor([0, 1, 1], device=device)
     factors = torch.tensor([0.5, 2.0, -1.0, 3.0], device=device, requires_grad=True)
     forms = [
-        {"u": (ids, offsets, factors), "v": torch.tensor([3, 3, 4], device=device)},
+        {
+            "u": (ids, offsets, factors),
+            "v": (torch.tensor([3, 3, 4], device=device), None, torch.ones(3, device=device)),
+        },
         speedswap.KeyedJaggedTensor.from_lengths_sync(
             ["v", "u"],
             torch.tensor([3, 3, 4, 1, 2, 1, 7], device=device),
@@ -419,8 +422,8 @@ def test_weights_are_converted_to_the_dtype_of_each_table(device: str) -> None:
     pooled.values().sum().backward()
     assert factors.grad is not None
     assert bool(factors.grad.all())
-    unweighted = dict.fromkeys(dtypes, ids)
-    assert torch.equal(collection(unweighted)["wide"], rows["wide"][ids.cpu()].to(device))
+    ones = torch.ones(3, dtype=torch.float16, device=device)
+    assert torch.equal(collection(dict.fromkeys(dtypes, (ids, None, ones)))["wide"], rows["wide"][ids.cpu()].to(device))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor, nn
@@ -210,6 +212,31 @@ def test_strings_are_keys(device: str) -> None:
     assert torch.equal(pooled["title"].cpu(), rows[words.lookup(["new", "old", "new"])])
     assert torch.equal(pooled["text"].cpu()[0], rows[words.lookup(["a"])][0] + rows[words.lookup(["new"])][0])
     assert torch.equal(pooled["tag"].cpu(), collection.tables["tag"].read()[exact.lookup(["x", "y", "x"])])
+    columns = {
+        "title": pd.Series(features["title"]),
+        "text": (pa.array(features["text"][0]), features["text"][1]),
+        "tag": pd.Series(features["tag"], dtype="category"),
+    }
+    assert torch.equal(collection(columns).values(), pooled.values())
+
+
+@pytest.mark.parametrize("kind", [list, pd.Series, pa.array])
+def test_integers_need_no_tensor(kind: Callable[[list[int]], Any]) -> None:
+    """Lists and columns are one feature's keys, in a lookahead as well, and train as tensors do."""
+    batches = [{"seen": [3, 4, 3], "liked": [5, 6, 3]}, {"seen": [4, 9, 3], "liked": [7, 7, 4]}]
+    results = []
+    for convert, depth in ((torch.tensor, 1), (kind, 1), (kind, 2)):
+        config = EmbeddingBagConfig(
+            name="page", embedding_dim=DIM, feature_names=["seen", "liked"], id_map=IdMap(20), seed=1
+        )
+        collection = speedswap.EmbeddingBagCollection([config])
+        optimizer = torch.optim.Adam(collection.parameters())
+        given = [{name: convert(keys) for name, keys in batch.items()} for batch in batches]
+        for features in speedswap.lookahead(given, {collection: lambda features: features}, depth=depth):
+            step(lambda given, model=collection: model(given).values(), optimizer, features)
+        results.append(collection.tables["page"].read())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_features_of_one_table_do_not_evict_each_other() -> None:
@@ -298,8 +325,9 @@ def test_files_have_the_maps(tmp_path: Path) -> None:
 def test_maps_and_configs_must_fit() -> None:
     assert EmbeddingBagConfig(name="a", embedding_dim=4, id_map=IdMap(7)).num_embeddings == 8
     assert EmbeddingBagConfig(name="a", embedding_dim=4, id_map=IdMap(7)).padding_idx == 0
-    with pytest.raises(ValueError, match=r"give id_map\.num_rows"):
-        EmbeddingBagConfig(name="a", num_embeddings=7, embedding_dim=4, id_map=IdMap(7))
+    assert EmbeddingBagConfig(name="a", num_embeddings=7, embedding_dim=4, id_map=IdMap(7)).num_embeddings == 8
+    with pytest.raises(ValueError, match="rows for 7 keys; give 7"):
+        EmbeddingBagConfig(name="a", num_embeddings=6, embedding_dim=4, id_map=IdMap(7))
     with pytest.raises(ValueError, match="padding_idx is 3"):
         EmbeddingBagConfig(name="a", embedding_dim=4, padding_idx=3, id_map=IdMap(7))
     with pytest.raises(ValueError, match="num_embeddings is 0"):

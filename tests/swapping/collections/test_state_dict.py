@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import answer, child, killed_at
 from torch import Tensor, nn
 
 import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig
-from speedswap.errors import LostUpdateError, TableClosedError
+from speedswap.errors import LostUpdateError, TableBusyError, TableClosedError
+from speedswap.swapping.collections.unfinished import unfinished
 
 # A table may be called like a method of a dictionary.
 ROWS = [
@@ -468,3 +471,46 @@ def test_a_collection_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> Non
         assert list(tmp_path.iterdir()) == [in_the_way]
     in_the_way.rmdir()
     speedswap.EmbeddingCollection(ROWS, path=tmp_path).close()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_collection_whose_maker_is_killed_is_there_or_can_be_made_again(tmp_path: Path) -> None:
+    """Between its groups, for example; what is at other names in its directory stays."""
+    other = speedswap.Table.create(3, 2, path=tmp_path / "made" / "other")
+    other.close()
+    expected = columns(speedswap.EmbeddingCollection(ROWS))
+    step, found, begun = 0, [], []
+    while killed_at(step, lambda: os._exit(speedswap.EmbeddingCollection(ROWS, path=tmp_path / "made").close() or 0)):
+        is_begun = (tmp_path / "made" / "4-float32").exists()
+        try:
+            collection = speedswap.EmbeddingCollection(ROWS, path=tmp_path / "made")
+            found.append(False)
+        except FileExistsError:
+            collection = speedswap.EmbeddingCollection.open(ROWS, tmp_path / "made")
+            found.append(True)
+        assert columns(collection) == expected
+        assert sorted(each.name for each in (tmp_path / "made").iterdir()) == ["4-float32", "6-float32", "other"]
+        for group in collection.groups:
+            group.table.remove()
+        begun.append(is_begun)
+        step += 1
+    assert found == sorted(found)
+    assert {*zip(begun, found, strict=True)} == {(False, False), (True, False), (True, True)}
+
+
+def test_a_collection_is_made_by_one_process_at_a_time(tmp_path: Path) -> None:
+    def making(connection: Any) -> None:
+        with unfinished(tmp_path / "made", ["4-float32"]):
+            connection.send("begun")
+            connection.recv()
+
+    (tmp_path / "made").mkdir()
+    with child(making) as (_, connection):
+        assert answer(connection) == "begun"
+        with pytest.raises(
+            TableBusyError, match=r"path is .*made', where another process is making a collection; wait"
+        ):
+            speedswap.EmbeddingCollection(ROWS, path=tmp_path / "made")
+    with pytest.raises(FileNotFoundError, match="was not finished by the process that made it; make it again"):
+        speedswap.EmbeddingCollection.open(ROWS, tmp_path / "made")
+    speedswap.EmbeddingCollection(ROWS, path=tmp_path / "made").close()

@@ -1,0 +1,396 @@
+"""Intact rows of a damaged table on disk, saved to a new table, and names for the rest."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from speedswap.errors import TableBusyError, TableFormatError
+from speedswap.tables.disk.damaged_log import Chunk, DamagedLog
+from speedswap.tables.disk.layout import collapsed, is_lazy, moves
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.damage import ranges_of, require, says_damaged
+from speedswap.tables.files.directory import TableDirectory, log_names
+from speedswap.tables.files.keys_file import pieces_left
+from speedswap.tables.files.lock import WriterLock
+from speedswap.tables.files.log_head import LogHead, read_head
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.manifest import MANIFEST
+from speedswap.tables.files.manifest_file import AnyManifest, parse
+from speedswap.tables.files.mending import bytes_left, mended_block, mended_text
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
+from speedswap.tables.files.place import Place
+from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
+from speedswap.tables.files.whole import open_regular
+from speedswap.tables.fresh import FreshRows
+from speedswap.tables.id_map import IdMap
+from speedswap.tables.key_parts import assembled
+
+__all__ = ["Salvaged", "salvage"]
+
+_SLOT, _MOST_MANIFEST = 65536, 1 << 20
+_SLOT_HEADER = struct.Struct("<4sIQQQQQII")  # magic, checksum, salt, commit, last, sum, touched, held, length
+_CACHE_BYTES = 64 * 2**20
+_PUT_BYTES = 2**24  # at once, of rows without values
+
+
+@dataclass
+class Salvaged:
+    """The outcome of saving what is left of a table.
+
+    Attributes:
+        path, out: the table's directory, and that of the new one.
+        rows: rows of both.
+        commit: the commit that rows are of; None if that is not known.
+        older: rows that have an older version than the commit's, which is damaged.
+        initial: rows that have initial values, since no intact version is left; zeros where these cannot be computed.
+        complete: True if every other row is known to be as in the commit; else chunks of rows are lost, and any row may
+            be older, or have initial values.
+        problems: a sentence for all else that is lost.
+        mended: files in which a flipped bit was put back.
+    """
+
+    path: Path
+    out: Path
+    rows: int = 0
+    commit: int | None = None
+    older: list[range] = field(default_factory=list)
+    initial: list[range] = field(default_factory=list)
+    complete: bool = True
+    problems: list[str] = field(default_factory=list)
+    mended: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        """True if nothing is lost."""
+        return self.complete and not (self.older or self.initial or self.problems)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the outcome as JSON can hold it, with rows as pairs: the first, and the one after the last."""
+        pairs = {name: [[rows.start, rows.stop] for rows in getattr(self, name)] for name in ("older", "initial")}
+        return {**vars(self), "path": str(self.path), "out": str(self.out), "whole": self.whole, **pairs}
+
+    def lines(self) -> list[str]:
+        """Return the outcome as lines of text."""
+        commit = "no known commit" if self.commit is None else f"commit {self.commit}"
+        others = "every row" if not (self.older or self.initial) else "every other row"
+        return [
+            f"saved {self.out}: {self.rows:,} rows of {commit}",
+            *(f"{name}: a flipped bit was put back" for name in self.mended),
+            *(f"{_shown(rows)}: an older version, since the newest is damaged" for rows in self.older),
+            *(f"{_shown(rows)}: initial values, since no version is intact" for rows in self.initial),
+            *self.problems,
+            f"{others} is as of that commit"
+            if self.complete
+            else f"records are lost, and whose they were is not known: {others} may be older than that commit, or have "
+            "initial values",
+        ]
+
+
+def _shown(rows: range) -> str:
+    return f"row {rows.start}" if len(rows) == 1 else f"rows {rows.start} to {rows.stop - 1}"
+
+
+def salvage(
+    path: str | os.PathLike[str], out: str | os.PathLike[str], *, manifest: str | os.PathLike[str] | None = None
+) -> Salvaged:
+    """Save every intact row of a damaged table to a new table; what cannot be saved is named. Nothing else changes.
+
+    Args:
+        path: the table's directory. It is only read.
+        out: of the new table; it appears complete or not at all.
+        manifest: the MANIFEST of a copy, or of a table that was made with the same arguments, in place of a lost one.
+
+    Returns:
+        The rows that are not as they were, and everything else that is lost.
+
+    Raises:
+        FileNotFoundError: there is no table, or no file of rows.
+        FileExistsError: something is at ``out``.
+        TableBusyError: a process has the table open for writing.
+        TableFormatError: it is a table of an older format, or its MANIFEST is lost and no other was given.
+        TableFullError: the disk has no room for the new table.
+
+    Example:
+        >>> import pathlib, tempfile, torch, speedswap
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> with speedswap.Table.create(5, 100, path=folder / "items") as table:
+        ...     table.write(0, torch.ones(5, 100))
+        >>> log = bytearray((folder / "items" / "rows.log").read_bytes())
+        >>> log[4096 + 1000] ^= 8
+        >>> _ = (folder / "items" / "rows.log").write_bytes(log)
+        >>> saved = speedswap.Table.salvage(folder / "items", folder / "saved")
+        >>> saved.complete, sum(map(len, saved.initial))  # rows that have initial values again
+        (True, 1)
+    """
+    path, out = Path(path), Path(out)
+    if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(path)):
+        raise ValueError(f"out is {str(out)!r}, inside the damaged table, which is not changed; give another place")
+    found = Salvaged(path, out)
+    try:
+        files = OpenDirectory(Path(os.path.realpath(path)), shown=path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"path is {str(path)!r}, where there is no table") from None
+    described = _manifest_of(files, manifest, found)
+    found.rows = described.num_embeddings
+    with TableDirectory.replacing(out, overwrite=False) as directory:
+        if isinstance(described, LogManifest):
+            _Damaged(files, described, found, is_given=manifest is not None).save(directory)
+        else:
+            _save_shards(files, described, found, directory)
+    return found
+
+
+def _save_shards(files: OpenDirectory, manifest: ShardsManifest, found: Salvaged, directory: TableDirectory) -> None:
+    """Save the rows of every rank."""
+    from speedswap.tables.ranks.owners import Owners
+
+    owners, shards, salts = Owners(manifest.num_embeddings, manifest.world_size), [], []
+    for rank in range(manifest.world_size):
+        name = shard_name(rank, manifest.world_size)
+        own = Salvaged(found.path / name, found.out / name)
+        try:
+            place = OpenDirectory(Path(name), follow=False, shown=own.path, within=files)
+        except OSError as error:
+            raise TableFormatError(
+                f"{own.path} cannot be opened ({error.strerror}), and the rows of that rank are nowhere else; salvage "
+                "the other shards one by one, each to a table"
+            ) from error
+        described = _manifest_of(place, None, own)
+        if not isinstance(described, LogManifest) or described.salt != manifest.salts[rank]:
+            raise TableFormatError(f"{own.path} is another table; salvage the shards one by one, each to a table")
+        shards.append(_Damaged(place, described, own))
+    writes = max(shard.head.writes for shard in shards)
+    for rank, shard in enumerate(shards):
+        if shard.head.writes != writes:
+            shard.found.problems.append(f"its rows are of {shard.head.writes} writes, others of {writes}")
+        shard.head = replace(shard.head, writes=writes)
+        with TableDirectory.replacing(Place(found.out).hidden / shard.found.out.name, overwrite=False) as own_directory:
+            salts.append(shard.save(own_directory))
+        found.complete &= shard.found.complete
+        found.problems += [f"{shard.found.out.name}: {problem}" for problem in shard.found.problems]
+        found.mended += [f"{shard.found.out.name}/{name}" for name in shard.found.mended]
+        for ours, theirs in ((found.older, shard.found.older), (found.initial, shard.found.initial)):
+            for places in theirs:
+                ids = owners.ids(torch.arange(places.start, places.stop), rank)
+                ours += [range(row, row + 1) for row in ids.tolist() if row < manifest.num_embeddings]
+    commits = {shard.found.commit for shard in shards}
+    found.commit = commits.pop() if len(commits) == 1 else None
+    directory.write_manifest(replace(manifest, salts=tuple(salts)))
+
+
+def _manifest_of(files: OpenDirectory, given: str | os.PathLike[str] | None, found: Salvaged) -> Any:
+    """Return the description of a table that no process writes.
+
+    Raises:
+        TableBusyError, TableFormatError: as :func:`salvage` does.
+    """
+    if (holder := WriterLock.holder(files)) is not None:
+        raise TableBusyError(errno.EBUSY, f"table {str(files.path)!r} is open in process {holder}; close it there")
+    if given is None:
+        raw = _content(files, MANIFEST, _MOST_MANIFEST, found)
+    else:
+        with open_regular(Path(given)) as file:
+            raw = file.read(_MOST_MANIFEST)
+    mended = mended_text(raw)
+    remedy = "; give a copy's, or that of a table made with the same arguments, as manifest= (--manifest)"
+    if mended is None:
+        raise TableFormatError(f"the {MANIFEST} of {files.path} is lost, which says what its bytes are{remedy}")
+    described: AnyManifest = parse(files.path, mended)
+    if not isinstance(described, (LogManifest, ShardsManifest)):
+        raise TableFormatError(f"{files.path} is of an older format, without checksums; open it as it is")
+    if isinstance(described, LogManifest) and described.scratch:
+        raise TableFormatError(f"{files.path} is a scratch table, whose rows go with the process that made it")
+    _note_mended(found, MANIFEST, raw, mended)
+    return described
+
+
+def _content(files: OpenDirectory, name: str, most: int, found: Salvaged) -> bytes:
+    """Return what a file holds; nothing, and a problem, if it cannot be read."""
+    try:
+        file = OpenFile(files.open(name))
+        return bytes_left(file.fd, 0, min(os.fstat(file.fd).st_size, most))
+    except (OSError, TableFormatError) as error:
+        found.problems.append(f"{name} cannot be read: {error}")
+        return b""
+
+
+def _note_mended(found: Salvaged, name: str, raw: bytes, mended: bytes) -> None:
+    if raw != mended and name not in found.mended:
+        found.mended.append(name)
+
+
+class _Slot(NamedTuple):
+    """A slot of HEAD."""
+
+    number: int
+    salt: int
+    commit: int
+    last: int
+    sums: tuple[int, int]
+    contents: bytes
+
+
+class _Damaged:
+    """A table in a log, whose files may be damaged.
+
+    Args:
+        files: the table's directory.
+        manifest: its description.
+        found: to be filled.
+        is_given: whether the manifest is another table's.
+
+    Attributes:
+        head: of the commit to be saved.
+    """
+
+    def __init__(self, files: OpenDirectory, manifest: LogManifest, found: Salvaged, *, is_given: bool = False) -> None:
+        self.found = found
+        self._files = files
+        names = log_names(manifest.log)
+        try:
+            self._rows = OpenFile(files.open(names[0]))
+        except FileNotFoundError:
+            raise TableFormatError(f"{files.path / names[0]} is missing, in which the rows were") from None
+        found.rows = manifest.num_embeddings
+        slots = [slot for slot in self._slots(names[1]) if is_given or slot.salt == manifest.salt]
+        slot = max(slots, key=lambda each: each.commit, default=None)
+        if is_given:
+            salt = os.pread(self._rows.fd, 8, 8) if slot is None else slot.salt.to_bytes(8, "little")
+            manifest = replace(manifest, salt=int.from_bytes(salt, "little"))
+        self.head = LogHead(manifest.layouts[-1].number, 0, {}, {})
+        if slot is None:
+            found.problems.append(
+                f"{names[1]} has no commit left: rows are as written last, perhaps of several steps, and attributes "
+                "and id maps are lost"
+            )
+        else:
+            found.commit = slot.commit
+            if slot.number > 1:
+                found.problems.append(f"the last commit in {names[1]} is damaged; commit {slot.commit} was held")
+            try:
+                self.head = read_head(slot.contents, manifest.name, partial(self._contents, slot))[0]
+                manifest = manifest.as_of(self.head.layout)
+            except TableFormatError as error:
+                found.problems.append(f"attributes and id maps are lost: {error}")
+        self._manifest = manifest
+        self._slot = slot
+
+    def _contents(self, slot: _Slot, name: str) -> bytes:
+        """Return the file that has a commit's contents."""
+        raw = _content(self._files, name, _MOST_MANIFEST, self.found)
+        stored = json.loads(slot.contents).get("crc32", zlib.crc32(raw))
+        text = mended_text(b"%08x\n" % stored + raw)
+        body = raw if text is None else text[9:]
+        _note_mended(self.found, name, raw, body)
+        return body
+
+    def _slots(self, name: str) -> Iterator[_Slot]:
+        data = _content(self._files, name, 4 * _SLOT, self.found)
+        for begin in range(0, len(data), _SLOT):
+            block = data[begin : begin + _SLOT].ljust(_SLOT, b"\0")
+            mended = mended_block(block, 52, 1) if any(block[:64]) else None
+            if mended is not None and mended[:4] == b"SSWH":
+                _, _, salt, commit, last, total, touched, _, length = _SLOT_HEADER.unpack_from(mended)
+                _note_mended(self.found, name, block, mended)
+                yield _Slot(begin // _SLOT, salt, commit, last, (total, touched), mended[64 : 64 + length])
+
+    def save(self, directory: TableDirectory) -> int:
+        """Write what is left to a new directory; return the salt of the table there."""
+        manifest, slot, found = self._manifest, self._slot, self.found
+        last, index = (None, None) if slot is None else (slot.last, slot.sums)
+        log = DamagedLog(manifest, self._rows.fd, last, index)
+        layout, disk = collapsed(manifest.layouts[-1]), DiskOptions(cache_bytes=_CACHE_BYTES)
+        target = LogStore.create(
+            directory, manifest.name, manifest.num_embeddings, manifest.seed, layout, disk, filled=False
+        )
+        try:
+            _save_rows(log, target, found)
+            target.attributes.update(self.head.attributes)
+            target.id_maps.update(self._id_maps())
+            target.continue_writes(self.head.writes)
+            target.flush()
+        finally:
+            target.close_log()
+        return target.manifest.salt
+
+    def _id_maps(self) -> Iterator[tuple[str, IdMap]]:
+        for name, files in self.head.id_maps.items():
+            parts = []
+            for file, nbytes in files:
+                raw = _content(self._files, file, 2**62 if nbytes is None else nbytes, self.found)
+                parts += pieces_left(raw, nbytes, file, self.found.problems)
+            what = f"id map {name!r}"
+            try:
+                id_map = IdMap.of_saved(assembled(parts, what))
+                with says_damaged(what):
+                    has_rows = id_map.part is not None or id_map.num_rows <= self._manifest.num_embeddings
+                    require(has_rows, f"it has rows 0 to {id_map.capacity}")
+                yield name, id_map
+            except TableFormatError as error:
+                self.found.problems.append(f"id map {name!r} is lost; rows keep their numbers: {error}")
+
+
+def _save_rows(log: DamagedLog, target: LogStore, found: Salvaged) -> None:
+    """Copy the newest intact version of every row."""
+    manifest, size = log.manifest, log.manifest.group_rows
+    newest = manifest.layouts[-1]
+    unknown = frozenset(name for name, column in newest.columns.items() if not is_lazy(column))
+    fresh = FreshRows(newest, size, manifest.num_embeddings, manifest.seed, unknown)
+
+    def put(groups: NDArray[Any], held: NDArray[np.uint8], layout: int) -> None:
+        if len(groups):
+            target.put(*fresh.columns_of(torch.from_numpy(groups.astype(np.int64)), torch.from_numpy(held), layout))
+
+    def put_intact(chunk: Chunk, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Copy a chunk's wanted records; return the groups that are intact, and those that are not."""
+        records = log.records(chunk)
+        intact = log.are_intact(chunk, records)
+        places = np.flatnonzero(wanted & intact)
+        places = places[len(places) - 1 - np.unique(chunk.groups[places][::-1], return_index=True)[1]]
+        held = np.zeros((len(places), size * newest.stride), np.uint8)
+        for begin, to, nbytes in moves(manifest.layouts[chunk.layout], newest, size):
+            held[:, to : to + nbytes] = records[places, begin : begin + nbytes]
+        put(chunk.groups[places], held, chunk.layout)
+        return chunk.groups[places], chunk.groups[wanted & ~intact]
+
+    def all_of(parts: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:
+        return np.unique(np.concatenate([np.empty(0, np.uint32), *parts]))
+
+    damaged = all_of([put_intact(chunk, log.are_live(chunk))[1] for chunk in log.chunks])
+    older, initial = [np.empty(0, np.uint32)], [damaged]
+    if len(damaged):
+        for chunk in log.chunks:  # in their order: the last one stays
+            wanted = np.isin(chunk.groups, damaged) & ~log.are_live(chunk)
+            if wanted.any():
+                older.append(put_intact(chunk, wanted)[0])
+        initial = [np.setdiff1d(damaged, all_of(older))]
+    if unknown:  # all rows were written
+        initial += [begin + np.flatnonzero(some == 0).astype(np.uint32) for begin, some in log.pieces_of_index()]
+        at_once = max(1, _PUT_BYTES // (size * newest.stride))
+        for groups in initial:
+            for begin in range(0, len(groups), at_once):
+                some = groups[begin : begin + at_once]
+                put(some, np.zeros((len(some), size * newest.stride), np.uint8), -1)
+    found.complete = log.is_whole
+    found.older = _rows_of(all_of(older), manifest)
+    found.initial = _rows_of(all_of(initial), manifest)
+
+
+def _rows_of(groups: NDArray[np.uint32], manifest: LogManifest) -> list[range]:
+    """Return the rows of ascending groups."""
+    size, most = manifest.group_rows, manifest.num_embeddings
+    return [range(run.start * size, min(run.stop * size, most)) for run in ranges_of(groups)]
