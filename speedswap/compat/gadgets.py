@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap._warnings import users_level
 from speedswap.compat.indexing import Selection, whole_rows
 from speedswap.compat.views import CupyMethods
-from speedswap._warnings import users_level
 from speedswap.errors import DuplicateRowsWarning
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.collection import warn_of_duplicates
