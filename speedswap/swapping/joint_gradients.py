@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from speedswap._warnings import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, share, unpacked
 from speedswap.errors import RanksError
 from speedswap.tables.ranks import Routes
@@ -23,6 +24,7 @@ __all__ = ["JointGradients", "Standing"]
 
 _DIGEST = (1 << 60) - 1
 _NOTHING, _NO_MORE = -1, -2  # the note of a rank without a gradient; and where none can come any more
+_MANY_TABLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,9 @@ class JointGradients:
 
     Args:
         group: the ranks.
+
+    Attributes:
+        looked_up_alone: tables with lookups since the last step that had rounds of their own.
     """
 
     kind = Kind.GRADIENTS
@@ -59,6 +64,7 @@ class JointGradients:
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._steps: weakref.WeakValueDictionary[int, ShardedStep] = weakref.WeakValueDictionary()
+        self.looked_up_alone: set[int] = set()
         self._told: set[int] = set()  # tables that the last exchange has answered for, and that were not looked at yet
         self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, of tables that were not asked about yet
 
@@ -115,6 +121,13 @@ class JointGradients:
     def begin_step(self) -> None:
         """Forget what was told before an optimizer's step, or a part of it; every rank calls this."""
         self._told, self._zeroed = set(), {}
+        count, self.looked_up_alone = len(self.looked_up_alone), set()
+        if count >= _MANY_TABLES and len(self._group) > 1:
+            warn_once(
+                f"SW403: {count} tables of ranks were looked up one after the other in a step, with two rounds of all "
+                "ranks for each; put them into an EmbeddingCollection or EmbeddingBagCollection, which looks up tables "
+                "of one width together, or take the batches from speedswap.lookahead"
+            )
 
     def is_zeroed(self, number: int) -> bool:
         """Return whether a gradient that has been stepped with was zeroed since on all ranks, which call this.

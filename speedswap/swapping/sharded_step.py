@@ -145,9 +145,16 @@ class ShardedStep(RowStep):
             self.settle()
             self._optimizer_steps = LostUpdates.steps_anywhere
 
-    def lend(self, lent: Lent) -> None:
-        """Note a lookup, whose gradient may come."""
+    def lend(self, lent: Lent, *, is_ahead: bool) -> None:
+        """Note a lookup, whose gradient may come.
+
+        Args:
+            lent: the lookup.
+            is_ahead: a lookahead has brought its rows.
+        """
         self._gradients.forget_told(self.number)
+        if not is_ahead:
+            self._gradients.looked_up_alone.add(self.number)
         if not self._lent:
             self._optimizer_steps = LostUpdates.steps_anywhere
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]

@@ -565,7 +565,7 @@ class TableModule(nn.Module):
                 ahead = self._rows_ahead(given, device)
                 weights, local, way = step.store.look_up(ids_of, device, training=True, ahead=ahead)
                 lent = Lent(way.rows, way)
-                step.lend(lent)
+                step.lend(lent, is_ahead=ahead is not None)
             leaf = weights.requires_grad_()
             step.begin(lent, leaf)
         leaf.register_post_accumulate_grad_hook(functools.partial(step.receive_asked, lent))  # type: ignore[no-untyped-call]

@@ -147,7 +147,7 @@ def many(group, count, depth, *, in_collection):
     """Train many tables, whose rows are no multiple of 8 bytes.
 
     Returns:
-        Their rows; the rounds of the last step; and those of each errand ahead but the first.
+        Their rows; the rounds of the last step; those of each errand ahead but the first; and warnings.
     """
     names = [f"table {number}" for number in range(count)]
     if in_collection:
@@ -167,7 +167,12 @@ def many(group, count, depth, *, in_collection):
         ahead.append(lanes.ahead.lane.rounds)
         _let_go(errand)
 
-    with mock.patch.object(LookupsAhead, "let_go", note_rounds):
+    with (
+        mock.patch.object(LookupsAhead, "let_go", note_rounds),
+        mock.patch("speedswap._warnings._said", set()),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
         for batch in speedswap.lookahead(loader, ids, depth=depth):
             before = lanes.main.rounds
             if in_collection:
@@ -179,7 +184,8 @@ def many(group, count, depth, *, in_collection):
             optimizer.zero_grad()
             rounds = lanes.main.rounds - before
     tables = [] if in_collection else [model[name].read() for name in names]
-    return tables, rounds, [later - before for before, later in pairwise(ahead)]
+    said = [str(each.message) for each in caught]
+    return tables, rounds, [later - before for before, later in pairwise(ahead)], said
 
 
 _let_go = LookupsAhead.let_go

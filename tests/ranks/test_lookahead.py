@@ -72,7 +72,9 @@ def test_lookups_of_many_tables_come_ahead_together(ranks: RankPool) -> None:
     """In as many rounds as those of one; in its turn each table has one more, and a collection's one for all."""
     for in_collection, lookups in ((False, 8), (True, 1)):
         plain, ahead = (ranks.run(scenarios.many, 3, 8, depth, in_collection=in_collection) for depth in (0, 1))
-        for (rows, rounds, _), (rows_ahead, rounds_ahead, errands) in zip(plain, ahead, strict=True):
+        for (rows, rounds, _, said), (rows_ahead, rounds_ahead, errands, nothing) in zip(plain, ahead, strict=True):
+            assert [text[:25] for text in said] == ["SW403: 8 tables of ranks "] * (not in_collection)
+            assert nothing == []
             assert all(map(torch.equal, rows, rows_ahead))
             assert (rounds, rounds_ahead) == (2 * lookups + 2, lookups + 2)
             assert errands == [3] * 4
