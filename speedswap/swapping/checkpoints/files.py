@@ -178,11 +178,28 @@ class TensorsOf:
         """
         if name not in self._readers:
             what = str(self.folder / name)
-            try:
+            with self._reading(name):
                 self._readers[name] = TensorReader(OpenFile(self._directory.open(name)), what)
-            except (OSError, ValueError) as error:
-                raise damaged(self.folder, error) from error
         return self._readers[name]
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Raise CheckpointError where a file cannot be read."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, ValueError) as error:
+            raise damaged(self.folder, error, name) from error
+
+    def rows(self, file: str, name: str, start: int, stop: int) -> Tensor:
+        """Return rows ``start`` to ``stop`` of a tensor.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        with self._reading(file):
+            return self.file(file).read_rows(name, start, stop)
 
     def read(self, saved: SavedTensor) -> Tensor:
         """Return a tensor.
@@ -193,7 +210,8 @@ class TensorsOf:
         reader = self.file(saved.file)
         if saved.key not in reader.places:
             raise damaged(self.folder, f"{saved.file} lacks {saved.key!r}")
-        tensor = reader.read(saved.key)
+        with self._reading(saved.file):
+            tensor = reader.read(saved.key)
         if digest_of(tensor) != saved.digest:
             raise self._changed(saved.key, saved.file)
         return tensor
@@ -212,7 +230,7 @@ class TensorsOf:
             rows = place.shape[0] if place.shape else 1
             step = max(1, _PIECE * rows // max(place.nbytes, 1))
             for start in range(0, rows, step):
-                piece = reader.read_rows(name, start, min(start + step, rows))
+                piece = self.rows(file, name, start, min(start + step, rows))
                 digest.update(piece.reshape(-1).view(torch.uint8).numpy().data)
             if digest.hexdigest() != digests[name]:
                 raise self._changed(name, file)

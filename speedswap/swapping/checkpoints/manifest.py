@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speedswap.errors import CheckpointError
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile
 
 __all__ = ["MANIFEST", "Delta", "Manifest", "SavedTable", "SavedTensor", "damaged", "saved_table"]
 
@@ -133,11 +133,18 @@ class Manifest:
             file = OpenFile(directory.open(MANIFEST))
             return _checked(os.pread(file.fd, _MAX_BYTES + 1, 0))
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise damaged(directory.path, f"{MANIFEST}: {error}") from error
+            raise damaged(directory.path, error, MANIFEST) from error
 
 
-def damaged(folder: Path, problem: object) -> CheckpointError:
+def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
     """Return the error for a checkpoint that cannot be read."""
+    if isinstance(problem, OSError) and problem.errno in TRANSIENT:
+        return CheckpointError(
+            f"{folder / file} cannot be read ({os.strerror(problem.errno)}), which says nothing about what it holds; "
+            "check the disk and the limits of this process, and load it again"
+        )
+    if file not in str(problem):
+        problem = f"{file}: {problem}"
     return CheckpointError(
         f"checkpoint {folder} cannot be read ({problem}); remove it to go on from an earlier one, or train again"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -93,7 +94,7 @@ class Loading:
             if part.path and table.attributes.get(TOKEN) != self._token:
                 raise TableFormatError(f"commit {part.commit} of the table at {path} is not that of this checkpoint")
         except (OSError, ValueError) as error:
-            raise damaged(self._folder, error) from error
+            raise damaged(self._folder, error, part.copy or str(path)) from error
         columns = {each.name: description_of(each) for each in table.columns.values()}
         if (table.num_embeddings, columns) != (owners.rows_of(rank), part.columns):
             raise damaged(self._folder, f"{path} is not the table {self.saved.name!r}")
@@ -249,10 +250,10 @@ class Loading:
             source.shard.table.close()
 
     def _apply(self, delta: Delta, source: Shard, names: list[str]) -> None:
-        reader, table = self._tensors.file(delta.file), self._target.table
+        read, table = functools.partial(self._tensors.rows, delta.file), self._target.table
         step = piece_rows(source.table)
         for start in range(0, delta.rows, step):
             stop = min(start + step, delta.rows)
-            owned, places = place_rows(reader.read_rows(ROWS, start, stop), source, self._target)
-            values = {name: reader.read_rows(name, start, stop).to(table.columns[name].dtype)[owned] for name in names}
+            owned, places = place_rows(read(ROWS, start, stop), source, self._target)
+            values = {name: read(name, start, stop).to(table.columns[name].dtype)[owned] for name in names}
             table.scatter(places, values)

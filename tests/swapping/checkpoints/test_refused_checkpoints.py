@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import random
@@ -80,6 +82,27 @@ def test_flipped_bits_are_noticed(saved: Path, copied: Path) -> None:
                 path.write_bytes(damaged)
                 refuse(copied)
             path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("call", ["pread", "preadv", "open"])
+def test_a_read_error_is_named_with_its_file(call: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has failed, or its cable: the checkpoint may be whole, and is not to be removed."""
+    training, real = Training(OPTIMIZERS["adam"]), getattr(os, call)
+    for failing in range(4):
+        calls = itertools.count()
+
+        def fails(*args: Any, calls: Any = calls, last: int = failing, **settings: Any) -> Any:
+            if next(calls) == last:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args, **settings)
+
+        monkeypatch.setattr(os, call, fails)
+        with pytest.raises(CheckpointError) as refused:
+            training.load(saved)
+        monkeypatch.undo()
+        assert re.match(rf"{saved}.* cannot be read \(Input/output error\), .* and load it again$", str(refused.value))
+        assert isinstance(refused.value.__cause__, OSError)
+        training.load(saved)
 
 
 def change(folder: Path, how: Callable[[dict[str, Any]], object]) -> None:
