@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--interactions", type=int, default=2_000_000)
     parser.add_argument("--batch", type=int, default=4096, help="interactions per step, each with four negatives")
     parser.add_argument("--steps", type=int, default=400, help="steps on the large tables")
-    parser.add_argument("--storage", default="memmap", help="of the large tables")
+    parser.add_argument("--storage", default="disk", help="of the large tables")
     parser.add_argument(
         "--beside", metavar="STORAGE", help="another one, for the same tables and steps, to compare with"
     )

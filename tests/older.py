@@ -29,4 +29,4 @@ def older_table(
 ) -> Table:
     """Return a new table of an older format; the arguments are those of :meth:`speedswap.Table.create`."""
     weight = speedswap.Column("weight", (embedding_dim,), dtype, resolve(init), zero_row, stored_dtype, rounding)
-    return Table(LocalStore.create(num_embeddings, weight, storage="memmap", path=path, **settings))
+    return Table(LocalStore.create(num_embeddings, weight, storage="disk", path=path, **settings))

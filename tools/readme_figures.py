@@ -149,13 +149,14 @@ def transfer_lines(found: dict[str, Any], source: str) -> list[str]:
     """Return the rows for transfers to the device and back, each storage beside its fastest peer."""
     point = found["table"]
     lines = []
-    for storage, theirs in (("pageable", ("torch", "numpy")), ("memmap", ("numpy",))):
+    for storage, theirs in (("pageable", ("torch, pageable", "numpy, pageable")), ("disk", ("numpy, memmap",))):
         for way in ("to_device", "from_device"):
             ours = point["stores"][f"speedswap, {storage}"][way]
-            peers = {name: point["stores"][f"{name}, {storage}"][way]["seconds"] for name in theirs}
+            peers = {name: point["stores"][name][way]["seconds"] for name in theirs}
             peer = min(peers, key=peers.__getitem__)
+            place = "table on disk" if storage == "disk" else f"{storage} table"
             lines.append(
-                f"| {storage} table, {point['batch_rows']:,} random rows of {point['row_bytes']} B "
+                f"| {place}, {point['batch_rows']:,} random rows of {point['row_bytes']} B "
                 f"{way.replace('_', ' the ')}: {ours['achieved_over_floor']:.0%} of a contiguous copy's speed "
                 f"| {1000 * ours['seconds']:.2f} ms | {peer} {1000 * peers[peer]:.2f} ms "
                 f"| {peers[peer] / ours['seconds']:.2f} | {source} |"
@@ -364,7 +365,7 @@ def ncf_lines(found: dict[str, Any], source: str) -> list[str]:
         f"| HR@10 {ours['hr']:.3f}, NDCG@10 {ours['ndcg']:.3f} "
         f"| torch, dense Adam: {dense['hr']:.3f}, {dense['ndcg']:.3f} | | {source} |",
         f"| NeuMF, {scale['users']:,} users × {scale['items']:,} items × {scale['width']}, {scale['optimizer']}, "
-        f"{scale['storage']}, {scale['table_gib']:.1f} GiB of tables "
+        f"{scale['storage'].replace('memmap', 'disk')}, {scale['table_gib']:.1f} GiB of tables "
         f"| {scale['steps_per_second']:.1f} steps/s of {scale['scores_a_step']:,} scores "
         f"({min(by_tenth):.1f} to {max(by_tenth):.1f} by tenth of the run){memory} | {beside} | {source} |",
     ]
@@ -417,7 +418,9 @@ def drawn() -> dict[str, str]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    text = (RESULTS / name).read_text()
+    older, newer = '"speedswap, memmap"', '"speedswap, disk"'  # the storage's name when some were measured
+    found: dict[str, Any] = json.loads(text.replace(older, newer))
     return found
 
 

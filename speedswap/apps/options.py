@@ -265,10 +265,10 @@ def compute_device(name: str | None) -> torch.device:
 
 # ---- settings that several applications have ------------------------------------------------------------------------
 
-ON_DISK = ("memmap", "disk")
+ON_DISK = ("disk", "memmap")  # the second is the older name
 STORAGES = ("auto", "device", "pinned", "pageable", *ON_DISK)
 STATE_DTYPES = ("float32", "bfloat16")
-STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES)}"
+STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES[:-1])}"
 DEVICE_TEXT = "where to compute (default: cuda where there is a GPU, else cpu)"
 
 

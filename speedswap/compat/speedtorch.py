@@ -185,7 +185,7 @@ class OptimizerFactoryMM(DiskMethods, swapping.OptimizerFactory):
         CPUPinn: bool = False,
     ) -> None:
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, CPUPinn)
-        self.storage = "memmap"
+        self.storage = "disk"
         self.diskname = variable_name.removesuffix(".weight") + type(given_optimizer).__name__
 
 
@@ -293,7 +293,7 @@ class COMMM(DiskMethods, _Matrix):
         datatype: Any = "uint32",
         CPUPinn: bool = False,
     ) -> None:
-        super().__init__(total_classes, datatype, "memmap")
+        super().__init__(total_classes, datatype, "disk")
         self.diskname = diskname
         self.CPUPinn = CPUPinn
 

@@ -73,7 +73,7 @@ class DiskMethods(Collection):
 
     def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
         weight = Column("weight", (self.width,), self.row_dtype, init)
-        name, storage = self.name, "memmap"
+        name, storage = self.name, "disk"
         return Table(LocalStore.create(self.num_rows, weight, storage=storage, path=path, seed=seed, name=name))
 
     def getCupyMM(self) -> Any:

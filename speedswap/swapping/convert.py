@@ -91,7 +91,7 @@ def convert(
         storage, engine, stored_dtype, state_dtype, rounding, disk: of the tables, as for :class:`speedswap.Embedding`.
         process_group, reduction: the ranks that are to own the rows together, as for :class:`speedswap.Embedding`; each
             converts the same model, before it is wrapped.
-        path: a directory for memmap tables, each in a subdirectory named like its module.
+        path: a directory for tables on disk, each in a subdirectory named like its module.
 
     Returns:
         The model; its replacement, if it is an embedding itself.
@@ -133,7 +133,7 @@ def convert(
     kind = resolve_storage(storage, path)
     resolve_engine(engine, storage, kind)
     options = DiskOptions(**disk)
-    options.require() if kind == "memmap" else options.require_none(storage)
+    options.require() if kind == "disk" else options.require_none(storage)
     found = _large(model, min_rows, skip)
     if not found:
         _warn_of_nothing(model, min_rows)

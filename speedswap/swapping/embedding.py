@@ -50,7 +50,7 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         embedding_dim: items per row.
         padding_idx: a row that starts as zeros and gets no gradient.
         max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
-        storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``disk`` (also called ``memmap``) or
+        storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``disk`` or
             ``auto`` (see :meth:`speedswap.Table.create`).
         engine: the way between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto`` (see there).
         path: the directory of a table on disk.

@@ -31,7 +31,7 @@ class RecordGroups:
         storage: where they live.
         seed: of the initial values.
         name: the table's, for messages.
-        directory: where the files of a memmap table are.
+        directory: where the files of a table on disk are.
         engine: how rows go between host memory and a GPU.
         written: whether rows may differ from their initial values.
         writes: the number of scatters so far.
@@ -248,7 +248,7 @@ class RecordGroups:
         """Write the initial values of some of a group's columns."""
         group.memory.settle()
         holders = {column.name: s for s in [*self, group] for column in s.layout.columns}
-        with progress(self.num_embeddings, f"rows of {self.name}", shown=self.storage == "memmap") as advance:
+        with progress(self.num_embeddings, f"rows of {self.name}", shown=self.storage == "disk") as advance:
             group.fill(columns, self.seed, holders, advance)
 
     def save_manifest(self, attributes: dict[str, Any]) -> None:

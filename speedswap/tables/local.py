@@ -98,7 +98,7 @@ class LocalStore(RowStore):
         """Return the store of a directory that was opened."""
         groups = RecordGroups(
             manifest.num_embeddings,
-            "memmap",
+            "disk",
             manifest.seed,
             manifest.name,
             directory,
@@ -223,7 +223,7 @@ class LocalStore(RowStore):
             raise TableClosedError(
                 f"table {self.name!r} belongs to process {self._owner_pid}; a forked process can "
                 + ("not see its pinned memory" if self.pinned else "only read it")
-                + "; pass a memmap table's path instead and open it there with mode='r'"
+                + "; pass the path of a table on disk instead and open it there with mode='r'"
             )
 
     # ------------------------------------------------------------------ batches of rows

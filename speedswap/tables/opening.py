@@ -45,7 +45,7 @@ def create_store(
     """
     kind = storages.resolve_storage(storage, path)
     engine = storages.resolve_engine(engine, storage, kind)
-    if kind != "memmap":
+    if kind != "disk":
         disk.require_none(storage)
         return LocalStore.create(num_embeddings, weight, storage=storage, engine=engine, seed=seed, name=name)
     disk.require()

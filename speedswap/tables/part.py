@@ -157,7 +157,7 @@ class PartStore(WrappedStore):
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
-            storage, engine = "auto" if self.storage == "memmap" else self.storage, self.engine
+            storage, engine = "auto" if self.storage == "disk" else self.storage, self.engine
         return copy_rows(self, storage, engine)
 
     def flush_at_end(self) -> None:

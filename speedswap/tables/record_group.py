@@ -27,7 +27,7 @@ class RecordGroup:
     memory: Memory
     num_embeddings: int
     engine: str = "auto"
-    file: str | None = None  # in a memmap table's directory
+    file: str | None = None  # in the directory of a table on disk
     _records: kernels.Records | None = field(default=None, init=False)
 
     @property

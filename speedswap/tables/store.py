@@ -374,7 +374,7 @@ class RowStore(ABC):
         """Return a store in memory with the same rows and attributes.
 
         Args:
-            storage, engine: as for :meth:`Table.create`, but for memmap; this store's own if None is given for storage.
+            storage, engine: as for :meth:`Table.create`, but for disk; this store's own if None is given for storage.
         """
 
     def save(self, path: Path, *, overwrite: bool) -> None:

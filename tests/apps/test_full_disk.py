@@ -207,7 +207,7 @@ def test_output_that_cannot_be_printed_is_one_line(start):
 
 
 def test_training_in_memory_needs_no_scratch(corpus, tmp_path):
-    """Only memmap tables make temporary folders."""
+    """Only tables on disk make temporary folders."""
     result = speedswap.apps.word2vec.train(
         Settings(corpus=Path(corpus), epochs=1, dim=4, device="cpu", scratch=tmp_path), progress=False
     )

@@ -27,7 +27,7 @@ KNOWN = {
     "users that memory does not hold": [*NCF, "--users", str(2**38)],
     "items beyond 64 bits": [*NCF, "--items", str(2**63)],
     "interactions that memory does not hold": [*NCF, "--interactions", str(2**40)],
-    "pairs beyond 64 bits": [*NCF, "--users", str(2**39), "--items", str(2**39), "--storage", "memmap"],
+    "pairs beyond 64 bits": [*NCF, "--users", str(2**39), "--items", str(2**39), "--storage", "disk"],
     "factors beyond any table": [*NCF, "--factors", str(2**62)],
     "a layer beyond memory": [*NCF, "--layers", "4,999999999999"],
     "two layers beyond memory": [*NCF, "--layers", "65536,65536,65536,65536,65536"],

@@ -134,8 +134,8 @@ def test_any_row_by_row_optimizer_lowers_the_loss(name):
     assert losses[-1] < losses[0]
 
 
-def test_memmap_tables_go_when_the_model_goes(tmp_path):
-    model = SkipGram(30, 8, window=5, negative=5, storage="memmap", scratch=tmp_path)
+def test_tables_on_disk_go_when_the_model_goes(tmp_path):
+    model = SkipGram(30, 8, window=5, negative=5, storage="disk", scratch=tmp_path)
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} == {"center", "context"}
     model.close()

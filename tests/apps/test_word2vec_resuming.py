@@ -83,7 +83,7 @@ def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
         (38, 1, {}),
         (50, 8, {"optimizer": "adam", "lookahead": 3}),
         (61, 20, {"optimizer": "sgd", "lookahead": 0}),
-        (99, 10, {"optimizer": "adagrad", "storage": "memmap"}),
+        (99, 10, {"optimizer": "adagrad", "storage": "disk"}),
     ],
 )
 def test_a_killed_run_goes_on_without_being_told(steps, every, changes, corpus, tmp_path, monkeypatch, capsys):

@@ -58,9 +58,9 @@ def test_words_of_a_topic_end_up_together(corpus, device):
     assert result.loss[-1][1] < 0.9 * result.loss[0][1]
 
 
-@pytest.mark.parametrize("storage", ["device", "pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["device", "pageable", "disk"])
 def test_storage_does_not_change_the_vectors(corpus, plain_run, storage, device, tmp_path):
-    """To the last bit; what a memmap table leaves in the temporary directory goes with the model."""
+    """To the last bit; what a table on disk leaves in the temporary directory goes with the model."""
     expected = plain_run(device)
     scratch = tmp_path / "scratch"
     scratch.mkdir()

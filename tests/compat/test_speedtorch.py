@@ -258,7 +258,7 @@ def assert_learned(losses: list[float], next_word: float, other_word: float) -> 
 STORAGES = {
     "ModelFactory": ({}, "device"),
     "ModelFactory, pinned": ({"CPUPinn": True}, "pinned"),
-    "ModelFactoryMM": ({}, "memmap"),
+    "ModelFactoryMM": ({}, "disk"),
     "PytorchModelFactory": ({}, "device" if torch.cuda.is_available() else "pageable"),
     "PytorchModelFactory, on the CPU": ({"deviceType": "cpu"}, "pageable"),
     "PytorchModelFactory, pinned": ({"deviceType": "cpu", "pinType": True}, "pinned"),

@@ -66,9 +66,9 @@ def test_arguments_that_do_not_fit(ranks: RankPool) -> None:
     [
         ("pageable", {"stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
         ("pageable", {"stored_dtype": torch.float16, "rounding": "nearest"}),
-        ("memmap", {"stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
+        ("disk", {"stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
         ("disk", {"stored_dtype": torch.bfloat16, "cache_bytes": 1 << 16}),
-        ("memmap", {}),
+        ("disk", {}),
     ],
 )
 def test_bits_of_rows_in_any_storage(ranks: RankPool, tmp_path: Path, storage: str, settings: dict[str, Any]) -> None:

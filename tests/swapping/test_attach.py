@@ -722,7 +722,7 @@ def test_ids_out_of_range_are_refused_before_anything_is_read(items: speedswap.E
 # ---------------------------------------------------------------------------- state_dict
 
 
-@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "disk"])
 @pytest.mark.parametrize("load_first", [True, False], ids=["before-attaching", "after-attaching"])
 def test_state_dicts_round_trip_into_another_storage(storage: str, load_first: bool, tmp_path: Path) -> None:
     def build(storage: str, path: Path | None, seed: int) -> tuple[nn.Module, Optimizer]:
@@ -736,7 +736,7 @@ def test_state_dicts_round_trip_into_another_storage(storage: str, load_first: b
     train(model, optimizer, steps=5)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
 
-    path = tmp_path / "table" if storage == "memmap" else None
+    path = tmp_path / "table" if storage == "disk" else None
     other, other_optimizer = build(storage, path, 2)
     if not load_first:
         speedswap.attach(other_optimizer, other)

@@ -121,7 +121,7 @@ def test_state_loaded_into_a_trained_optimizer_replaces_its_own(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "disk"])
 def test_checkpoint_is_loaded_into_the_state_of_a_fresh_optimizer(
     storage: str, make_optimizer: MakeOptimizer, uninterrupted: list[Tensor], tmp_path: Path
 ) -> None:
@@ -130,7 +130,7 @@ def test_checkpoint_is_loaded_into_the_state_of_a_fresh_optimizer(
     train(model, optimizer, range(3))
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path / "checkpoint")
-    model, optimizer = build(make_optimizer, seed=2, path=tmp_path / "table" if storage == "memmap" else None)
+    model, optimizer = build(make_optimizer, seed=2, path=tmp_path / "table" if storage == "disk" else None)
     if isinstance(optimizer, torch.optim.Adagrad):  # its state is made with it, before a table has any
         speedswap.attach(optimizer, model)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))

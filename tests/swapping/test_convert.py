@@ -75,9 +75,9 @@ def embedding(**settings: Any) -> nn.Sequential:
 # ---------------------------------------------------------------------- the same model
 
 
-@pytest.mark.parametrize("storage", ["device", "pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["device", "pageable", "disk"])
 def test_a_converted_model_saves_and_computes_the_same(storage: str, tmp_path: Path, device: str) -> None:
-    settings = {"storage": storage, **({"path": tmp_path / "tables"} if storage == "memmap" else {})}
+    settings = {"storage": storage, **({"path": tmp_path / "tables"} if storage == "disk" else {})}
     ours, theirs = twins(device, **settings)
     assert {name: type(module) for name, module in ours.named_modules() if isinstance(module, speedswap.Embedding)} == {
         "users": speedswap.Embedding,
@@ -366,10 +366,10 @@ def test_skipped_embeddings_are_left_alone() -> None:
         ({"stored_dtype": torch.float64}, "was to be stored as torch.float64"),
         ({"state_dtype": torch.int8}, "state_dtype is torch.int8"),
         ({"rounding": "up"}, "rounding is 'up'"),
-        ({"storage": "memmap"}, "storage is 'memmap' but path is None"),
+        ({"storage": "disk"}, "storage is 'disk' but path is None"),
         ({"storage": "attic"}, "storage is 'attic'"),
         ({"engine": "steam"}, "engine is 'steam'"),
-        ({"cache_bytes": 2**20}, r"cache_bytes is 1048576 but storage is 'auto'; only 'memmap' tables have it"),
+        ({"cache_bytes": 2**20}, r"cache_bytes is 1048576 but storage is 'auto'; only tables on disk have it"),
         ({"scratch": True, "storage": "pageable"}, "scratch is True but storage is 'pageable'"),
     ],
 )
@@ -399,7 +399,7 @@ def test_a_place_that_is_taken_changes_nothing(tmp_path: Path) -> None:
 
 def test_settings_of_the_disk_are_those_of_the_tables(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(ROWS, 4))
-    with pytest.raises(ValueError, match="cache_bytes is 999 but storage is 'auto'; only 'memmap' tables have it"):
+    with pytest.raises(ValueError, match="cache_bytes is 999 but storage is 'auto'; only tables on disk have it"):
         speedswap.convert(model, ROWS, cache_bytes=999)
     with pytest.raises(ValueError, match="commit_every is 0; give at least 1 step"):
         speedswap.convert(model, ROWS, path=tmp_path, commit_every=0)

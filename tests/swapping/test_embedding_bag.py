@@ -283,7 +283,7 @@ def test_from_pretrained_freezes_by_default():
 
 def test_a_pickled_bag_is_the_same_bag(tmp_path: Path):
     bag = speedswap.EmbeddingBag(
-        ROWS, DIM, mode="max", include_last_offset=True, padding_idx=1, storage="memmap", path=tmp_path / "rows"
+        ROWS, DIM, mode="max", include_last_offset=True, padding_idx=1, storage="disk", path=tmp_path / "rows"
     )
     bag.table.flush()
     text = pickle.dumps(bag)

@@ -54,7 +54,7 @@ def test_what_these_have_not_is_refused_with_advice(
 ) -> None:
     """It was a TypeError about an unexpected keyword, which tells nobody what to do."""
     with pytest.raises(ValueError, match=re.escape(advice)):
-        kind.from_pretrained(ROWS, **{argument: value}, storage="memmap", path=tmp_path / "table")
+        kind.from_pretrained(ROWS, **{argument: value}, storage="disk", path=tmp_path / "table")
     assert not (tmp_path / "table").exists()
 
 
@@ -67,11 +67,11 @@ def test_integer_rows_are_refused_before_a_table_is_made(
     """The right call at the same place then works."""
     path = tmp_path / "table"
     with pytest.raises(TypeError) as raised:
-        kind.from_pretrained(ROWS.to(dtype), freeze, storage="memmap", path=path)
+        kind.from_pretrained(ROWS.to(dtype), freeze, storage="disk", path=path)
     assert f"embeddings is {dtype}" in str(raised.value)
     assert "embeddings.float(), or look integers up with speedswap.gather_rows(embeddings, ids)" in str(raised.value)
     assert not path.exists()
-    module = kind.from_pretrained(ROWS.to(dtype).float(), freeze, storage="memmap", path=path)
+    module = kind.from_pretrained(ROWS.to(dtype).float(), freeze, storage="disk", path=path)
     assert torch.equal(module.table.read(), ROWS.to(dtype).float())
     module.table.close()
 
@@ -95,10 +95,10 @@ def test_a_table_killed_while_it_is_filled_with_given_rows_has_them_all_or_is_no
     assert seen == {False, True}
 
 
-@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "disk"])
 def test_given_rows_stay_when_the_optimizer_adds_its_state(storage: str, tmp_path: Path) -> None:
     """All of them, the padding row too: they are no initial values that can be computed again."""
-    path = tmp_path / "table" if storage == "memmap" else None
+    path = tmp_path / "table" if storage == "disk" else None
     rows = ROWS + 1
     items = speedswap.Embedding.from_pretrained(rows.clone(), False, 2, storage=storage, path=path)
     assert torch.equal(items.table.read(), rows)

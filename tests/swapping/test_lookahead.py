@@ -161,11 +161,11 @@ def test_any_batches(batches: list[list[int]], depth: int, name: str) -> None:
     assert_same(table, plain[1])
 
 
-@pytest.mark.parametrize("storage", ["pageable", "pinned", "device", "memmap", "small cache"])
+@pytest.mark.parametrize("storage", ["pageable", "pinned", "device", "disk", "small cache"])
 @pytest.mark.filterwarnings("ignore:storage 'pinned' works as 'pageable':speedswap.errors.SpeedswapWarning")
 def test_every_storage(storage: str, device: str, way: str, tmp_path: Path) -> None:
     plain = embedding(device)
-    on_disk = {"memmap": None, "small cache": 1}
+    on_disk = {"disk": None, "small cache": 1}
     if storage in on_disk:
         ours = embedding(device, path=tmp_path / "table", cache_bytes=on_disk[storage])
     else:

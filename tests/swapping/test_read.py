@@ -16,12 +16,12 @@ from speedswap.tables import whole_table as export
 ROWS, DIM = 30, 5
 
 
-@pytest.fixture(params=["device", "pinned", "pageable", "memmap"])
+@pytest.fixture(params=["device", "pinned", "pageable", "disk"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The storage of a table, as arguments of an embedding."""
     if request.param == "pinned" and not torch.cuda.is_available():
         pytest.skip("pinned memory needs a GPU")
-    return {"storage": request.param, **({"path": tmp_path / "t"} if request.param == "memmap" else {})}
+    return {"storage": request.param, **({"path": tmp_path / "t"} if request.param == "disk" else {})}
 
 
 def rows_of(dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,12 +20,12 @@ from speedswap.swapping import scoring
 STORED = [torch.float16, torch.bfloat16, torch.int8]
 
 
-@pytest.fixture(params=["device", "pinned", "pageable", "memmap"])
+@pytest.fixture(params=["device", "pinned", "pageable", "disk"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The storage of a table, as arguments of an embedding."""
     if request.param == "pinned" and not torch.cuda.is_available():
         pytest.skip("pinned memory needs a GPU")
-    return {"storage": request.param, **({"path": tmp_path / "t"} if request.param == "memmap" else {})}
+    return {"storage": request.param, **({"path": tmp_path / "t"} if request.param == "disk" else {})}
 
 
 def whole(*shape: int, seed: int = 0, high: int = 4) -> Tensor:

@@ -154,7 +154,7 @@ def test_scratch_switchers_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_disk_without_one_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cache_bytes is 5 but storage is .* only 'memmap' tables have it"):
+    with pytest.raises(ValueError, match=r"cache_bytes is 5 but storage is .* only tables on disk have it"):
         speedswap.ModelFactory(nn.Embedding(2, 3), 100, 3, cache_bytes=5)
     with pytest.raises(ValueError, match="commit_every is 0; give at least 1 step"):
         speedswap.ModelFactory(nn.Embedding(2, 3), 100, 3, "rows", commit_every=0)

@@ -779,7 +779,7 @@ def test_where_the_collection_lives(tmp_path: Path) -> None:
         factory = ModelFactory(embedding, ROWS, DIM, **options)  # type: ignore[arg-type]
         factory.zerosInit()
         storages[name] = factory.table.storage
-    assert storages == {"plain": "device", "pinned": "pinned", "file": "memmap"}
+    assert storages == {"plain": "device", "pinned": "pinned", "file": "disk"}
     model = nn.ModuleDict({"words": embedding})
     optimizer = torch.optim.Adam(model.parameters())
     for pin, storage in ((False, "device"), (True, "pinned")):

@@ -283,14 +283,14 @@ def _with_no_grad(fill: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return torch.no_grad()(lambda weight: fill(weight))
 
 
-@pytest.mark.parametrize("storage", ["auto", "memmap"])
+@pytest.mark.parametrize("storage", ["auto", "disk"])
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS.keys())
 def test_filling_the_weight_in_place_fills_the_table(
     fill: Callable[[Tensor], Any], storage: str, tmp_path: Path
 ) -> None:
     """With the values that torch gives to nn.Embedding, from the same random numbers."""
     theirs = nn.Embedding(ROWS, DIM)
-    path = tmp_path / "items" if storage == "memmap" else None
+    path = tmp_path / "items" if storage == "disk" else None
     ours = speedswap.Embedding(ROWS, DIM, storage=storage, path=path)
     for weight in (theirs.weight, ours.weight):
         torch.manual_seed(7)

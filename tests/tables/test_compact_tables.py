@@ -24,10 +24,10 @@ HALVES = [torch.float16, torch.bfloat16]
 STORED = [*HALVES, torch.int8]
 
 
-@pytest.fixture(params=["device", "pageable", "memmap", *(["pinned"] if torch.cuda.is_available() else [])])
+@pytest.fixture(params=["device", "pageable", "disk", *(["pinned"] if torch.cuda.is_available() else [])])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """Return the arguments of Table.create for a table in a storage."""
-    return {"storage": request.param, **({"path": tmp_path / "t"} if request.param == "memmap" else {})}
+    return {"storage": request.param, **({"path": tmp_path / "t"} if request.param == "disk" else {})}
 
 
 def through(values: Tensor, stored: torch.dtype) -> Tensor:

@@ -275,12 +275,12 @@ def test_records_that_are_written_as_a_whole_are_not_read(device: str, tmp_path:
 
 @pytest.mark.parametrize("allocations", [0, 1])
 @pytest.mark.parametrize("begins", ["as", "unlike"])
-@pytest.mark.parametrize("storage", ["memmap", "pageable"])
+@pytest.mark.parametrize("storage", ["disk", "pageable"])
 def test_rows_of_another_store_are_taken_as_a_whole_or_not_at_all(
     tmp_path: Path, storage: str, begins: str, allocations: int
 ) -> None:
     """The disk is full before room is made for all of them, or right after that."""
-    path = tmp_path / "source" if storage == "memmap" else None
+    path = tmp_path / "source" if storage == "disk" else None
     source = Table.create(20_000, 64, storage=storage, path=path, init=init.constant(1.0))
     source.write(0, torch.full((20_000, 64), 3.0))
     first = init.constant(1.0 if begins == "as" else 2.0)

@@ -28,14 +28,14 @@ def test_same_bits_at_any_thread_count_and_in_any_storage(
     def rows(threads: int, storage: str) -> torch.Tensor:
         speedswap.set_num_threads(threads)
         try:
-            path = tmp_path / f"{threads}" if storage == "memmap" else None
+            path = tmp_path / f"{threads}" if storage == "disk" else None
             with Table.create(70_001, 7, dtype=dtype, init=initial, seed=11, storage=storage, path=path) as table:
                 return table.read()
         finally:
             speedswap.set_num_threads(None)
 
     expected = rows(1, "pageable")
-    for threads, storage in [(2, "pageable"), (3, "memmap"), (2, "device")]:
+    for threads, storage in [(2, "pageable"), (3, "disk"), (2, "device")]:
         found = rows(threads, storage)
         if storage == "device" and torch.cuda.is_available() and isinstance(initial, init.normal(0, 1).__class__):
             ulp = torch.finfo(dtype).eps

@@ -170,9 +170,9 @@ def test_a_pickled_table_is_its_path_opened_for_reading(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- save
 
 
-@pytest.mark.parametrize("kind", ["pageable", "device", "memmap"])
+@pytest.mark.parametrize("kind", ["pageable", "device", "disk"])
 def test_save_writes_a_table_that_opens_with_the_same_bytes(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "source" if kind == "memmap" else None
+    path = tmp_path / "source" if kind == "disk" else None
     table = Table.create(100_000, 5, storage=kind, path=path, init=init.normal(), name="items")
     table.scatter(torch.tensor([1]), torch.ones(1, 5))
     table.add_columns([Column("late", (5,), torch.float32, init.uniform(0, 1))])
@@ -187,7 +187,7 @@ def test_save_writes_a_table_that_opens_with_the_same_bytes(kind: str, tmp_path:
     table.save(tmp_path / "saved", overwrite=True)
     with Table.open(tmp_path / "saved", "r") as again:
         assert torch.equal(again.read(2, 3), torch.ones(1, 5))
-    if kind == "memmap":
+    if kind == "disk":
         with pytest.raises(FileExistsError, match=r"lives already; use flush\(\)"):
             table.save(tmp_path / "source", overwrite=True)
     assert not list(tmp_path.glob(".*"))

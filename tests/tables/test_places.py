@@ -146,7 +146,7 @@ def test_saving_over_a_private_table_leaves_it_private(tmp_path: Path, umask: No
 # ---------------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize("storage", ["pageable", "device", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "device", "disk"])
 @pytest.mark.parametrize(
     ("rows", "dim"),
     [(2**62, 64), (2**63, 1), (2**64, 1), (10**30, 10**30), (1, 2**33), (1, 2**62), (2**50, 2**30)],
@@ -155,7 +155,7 @@ def test_a_table_of_more_bytes_than_can_be_counted_is_refused(
     rows: int, dim: int, storage: str, tmp_path: Path
 ) -> None:
     """One error with the numbers, and nothing is created."""
-    path = tmp_path / "above" / "t" if storage == "memmap" else None
+    path = tmp_path / "above" / "t" if storage == "disk" else None
     with pytest.raises(TableTooLargeError, match=f"num_embeddings is {rows}, and a row of weight takes .*: use fewer"):
         Table.create(rows, dim, storage=storage, path=path)
     assert list(tmp_path.iterdir()) == []

@@ -23,7 +23,7 @@ from speedswap.errors import (
 )
 from speedswap.tables.record import RecordLayout
 
-STORAGES = ["device", "pinned", "pageable", "memmap"]
+STORAGES = ["device", "pinned", "pageable", "disk"]
 
 
 @pytest.fixture(params=STORAGES)
@@ -40,7 +40,7 @@ def _pinned_works_as_pageable_without_a_gpu(recwarn: pytest.WarningsRecorder) ->
 
 
 def make(storage: str, tmp_path: Path, rows: int = 50, dim: int = 6, **kwargs: object) -> Table:
-    path = tmp_path / "table" if storage == "memmap" else None
+    path = tmp_path / "table" if storage == "disk" else None
     return Table.create(rows, dim, storage=storage, path=path, **kwargs)  # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
     table = make(storage, tmp_path, init=init.normal(), seed=4)
     start = table.read()
     table.add_columns([Column("early", (6,), torch.float32, init.uniform(1, 2))])
-    if storage != "memmap":
+    if storage != "disk":
         assert len(table.store.groups) == 1
     assert torch.equal(table.read(), start)
     table.scatter(torch.tensor([1]), torch.ones(1, 6))
@@ -135,7 +135,7 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
             Column("copy", (6,), torch.float32, init.copy_of("weight")),
         ]
     )
-    if storage != "memmap":
+    if storage != "disk":
         assert len(table.store.groups) == 2
     assert torch.equal(table.read(), written)
     assert torch.equal(table.read(column="copy"), written)
@@ -147,7 +147,7 @@ def test_columns_added_before_the_first_write_share_the_record_and_later_ones_do
 
 def test_a_view_is_the_tables_own_memory(storage: str, tmp_path: Path) -> None:
     table = make(storage, tmp_path)
-    if storage == "memmap":
+    if storage == "disk":
         with table, pytest.raises(TypeError, match="are not in one memory"):
             table.view()
         return
@@ -219,9 +219,9 @@ def test_a_closed_table_says_so(storage: str, tmp_path: Path) -> None:
         ({"seed": True}, "seed is True; give a whole number"),
         ({"seed": "a"}, "seed is 'a'; give a whole number"),
         ({"name": 5}, "name is 5; give a string"),
-        ({"storage": "tape"}, "storage is 'tape'; choose one of auto, device, pinned, pageable, memmap, disk"),
-        ({"storage": "memmap"}, "path is None; give the directory"),
-        ({"storage": "pageable", "path": "here"}, "only 'memmap' tables live in a file"),
+        ({"storage": "tape"}, "storage is 'tape'; choose one of auto, device, pinned, pageable, disk"),
+        ({"storage": "disk"}, "path is None; give the directory"),
+        ({"storage": "pageable", "path": "here"}, "only tables on disk have a path"),
         ({"zero_row": 10}, "zero_row is 10"),
         ({"zero_row": 1.5}, r"zero_row is 1\.5; give one of the table's rows, 0 to 9"),
     ],
@@ -237,11 +237,18 @@ def test_a_quantized_dtype_is_refused() -> None:
 
 
 def test_memory_that_cannot_be_had_is_said_before_anything_is_taken() -> None:
-    with pytest.raises(TableTooLargeError, match=r"could not allocate .* GiB of pageable memory.*storage='memmap'"):
+    with pytest.raises(TableTooLargeError, match=r"could not allocate .* GiB of pageable memory.*storage='disk'"):
         Table.create(2**50, 1024, storage="pageable")
 
 
 # ---------------------------------------------------------------------------- what it says of itself
+
+
+@pytest.mark.parametrize("name", ["disk", "memmap"])
+def test_a_table_on_disk_says_so_by_either_name(name: str, tmp_path: Path) -> None:
+    with Table.create(9, 3, storage=name, path=tmp_path / "rows") as table:
+        assert table.storage == "disk"
+        assert repr(table) == "Table('rows', 9 × 3 float32, disk, under 0.01 GiB)"
 
 
 def test_repr_says_rows_dim_columns_storage_and_size() -> None:
@@ -341,7 +348,7 @@ def test_columns_are_gathered_into_tensors_that_fit(storage: str, tmp_path: Path
         ]:
             with pytest.raises(error):
                 table.gather(rows, out={"weight": wrong})
-        if storage != "memmap":
+        if storage != "disk":
             with pytest.raises(ValueError, match="not a view of the table"):
                 table.gather(torch.arange(50), out={"sum": table.view("sum")[:50]})
 

@@ -33,9 +33,9 @@ def test_every_engine_trains_as_torch_does(engine: str, device: str):
     assert ours.table.engine == engine
 
 
-@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "disk"])
 def test_rows_that_a_gpu_cannot_reach_are_staged(storage: str, device: str, tmp_path: Path):
-    path = tmp_path / "table" if storage == "memmap" else None
+    path = tmp_path / "table" if storage == "disk" else None
     with Table.create(50, 4, storage=storage, engine="staged", path=path, init=speedswap.init.constant(1.0)) as table:
         rows = torch.tensor([3, 49], device=device)
         table.scatter(rows, table.gather(rows).weight * 2)
@@ -43,9 +43,9 @@ def test_rows_that_a_gpu_cannot_reach_are_staged(storage: str, device: str, tmp_
 
 
 @pytest.mark.parametrize("engine", ["zero_copy", "split"])
-@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "disk"])
 def test_an_engine_that_a_storage_does_not_have_is_refused(engine: str, storage: str, tmp_path: Path):
-    path = tmp_path / "table" if storage == "memmap" else None
+    path = tmp_path / "table" if storage == "disk" else None
     with pytest.raises(ValueError, match=f"engine is '{engine}', but a GPU cannot read {storage} memory.*'pinned'"):
         Table.create(5, 4, storage=storage, engine=engine, path=path)
     assert not (tmp_path / "table").exists()

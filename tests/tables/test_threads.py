@@ -19,7 +19,7 @@ from speedswap.tables.disk.options import cache_bytes_for, promise
 from speedswap.tables.files.lock import WriterLock
 from speedswap.tables.files.open_directory import OpenDirectory
 
-STORAGES = ["pageable", "memmap"]
+STORAGES = ["pageable", "disk"]
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -46,7 +46,7 @@ def test_rows_are_read_while_another_thread_changes_the_table(storage: str, chan
                 errors.append(repr(error))
 
         for turn in range(6):
-            path = f"{folder}/{turn}" if storage == "memmap" else None
+            path = f"{folder}/{turn}" if storage == "disk" else None
             table = speedswap.Table.create(20000, 64, storage=storage, path=path, init=speedswap.init.constant(1.0))
             module = speedswap.Embedding(20000, 64, table=table)
             module.weight.requires_grad_(False)
@@ -71,7 +71,7 @@ def test_rows_are_read_while_another_thread_changes_the_table(storage: str, chan
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_gather_sees_all_of_a_scatter_or_nothing_of_it(storage: str, tmp_path: Path):
     """A block gathered beside scatters of constant rows has one constant in all of them."""
-    path = tmp_path / "table" if storage == "memmap" else None
+    path = tmp_path / "table" if storage == "disk" else None
     rows = torch.arange(3000)
     with speedswap.Table.create(3000, 32, storage=storage, path=path) as table:
         stop, torn = threading.Event(), []

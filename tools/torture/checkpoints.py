@@ -52,7 +52,7 @@ def _round(seed: int, folder: Path) -> str:
         _SMALL,
         seed=newer,
         epochs=EPOCHS + (begun == "resumed") * 2,
-        storage=draw.choice(["auto", "memmap"]),
+        storage=draw.choice(["auto", "disk"]),
         scratch=scratch,
     )
     how = draw.choice(["at a call", "at a call", "at a call", "any time", "SIGTERM"])

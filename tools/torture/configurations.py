@@ -68,7 +68,7 @@ class Game:
 
     def _module(self, config: Config, table: speedswap.Table | None = None) -> Any:
         self.generation += 1
-        memmap = config.storage == "memmap"
+        on_disk = config.storage == "disk"
         cls: Any = speedswap.Embedding if config.bag is None else speedswap.EmbeddingBag
         inits = [None, speedswap.init.zeros(), speedswap.init.uniform(-1, 1), torch.nn.init.xavier_uniform_]
         settings: dict[str, Any] = {"mode": config.bag} if config.bag else {}
@@ -76,8 +76,8 @@ class Game:
             config.rows,
             config.dim,
             padding_idx=config.padding_idx,
-            **({"storage": config.storage} if table is None and not memmap else {}),
-            **({"path": self.folder / f"table-{self.generation}"} if table is None and memmap else {}),
+            **({"storage": config.storage} if table is None and not on_disk else {}),
+            **({"path": self.folder / f"table-{self.generation}"} if table is None and on_disk else {}),
             dtype=config.dtype,
             **({"stored_dtype": config.stored} if table is None else {}),
             state_dtype=config.state,

@@ -59,7 +59,7 @@ def _older(path: Path, draw: random.Random) -> _Contents:
         "weight", (draw.choice([1, 5, 70]),), torch.float32, speedswap.init.normal(), stored=stored
     )
     rows = draw.choice([3, 500])
-    with speedswap.Table(LocalStore.create(rows, weight, storage="memmap", path=path, seed=draw.randrange(9))) as table:
+    with speedswap.Table(LocalStore.create(rows, weight, storage="disk", path=path, seed=draw.randrange(9))) as table:
         items = speedswap.Embedding(rows, table.embedding_dim, table=table)
         optimizer = draw.choice([torch.optim.Adam, torch.optim.SGD])(items.parameters())
         for _ in range(draw.choice([0, 1, 3])):

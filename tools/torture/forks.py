@@ -40,9 +40,9 @@ class _Rows(Dataset):  # type: ignore[type-arg]
 def _round(seed: int, folder: Path) -> str:
     draw = random.Random(seed)
     logging.getLogger("speedswap").setLevel(logging.ERROR)
-    storage, rows = draw.choice(["memmap", "memmap", "pageable"]), draw.choice([10, 400, 20_000])
+    storage, rows = draw.choice(["disk", "disk", "pageable"]), draw.choice([10, 400, 20_000])
     name, ahead, size = draw.choice(["SGD", "Adam"]), draw.choice([0, 1, 2]), draw.choice([6, 200])
-    path = folder / "table" if storage == "memmap" else None
+    path = folder / "table" if storage == "disk" else None
     items = speedswap.Embedding(rows, DIM, storage=storage, path=path, dtype=torch.float64, seed=3)
     optimizer = OPTIMIZERS[name](items.parameters())
     reference = Reference(name, {"weight": items.table.read()})

@@ -57,7 +57,7 @@ def random_config(rng: random.Random) -> Config:
         rows=rows,
         dim=rng.choice([1, 2, 3, 4, 7, 8, 16, 17, 33]),
         padding_idx=rng.choice([None, None, rng.randrange(rows), -rows]),
-        storage=rng.choice(["auto", "pageable", "device", "memmap", "memmap"]),
+        storage=rng.choice(["auto", "pageable", "device", "disk", "disk"]),
         dtype=torch.float32,
         stored=stored,
         state=state,

@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="RATIOS",
         help="step: compute beside the swap, over the swap's time, separated by commas (default: 1,2,4)",
     )
-    parser.add_argument("--folder", type=Path, help="transfer: of the temporary memmap tables (default: the system's)")
+    parser.add_argument("--folder", type=Path, help="transfer: of the temporary tables on disk (default: the system's)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, PNG or SVG by the name")
     parser.set_defaults(run=run)
 

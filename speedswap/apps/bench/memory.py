@@ -32,7 +32,7 @@ def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
     Args:
         device: ``cpu`` or ``cuda``.
         num_rows: rows of 128 float32; none for no measurement.
-        folder: of the temporary memmap table.
+        folder: of the temporary table on disk.
 
     Returns:
         For each storage: ``table_bytes``; ``anonymous_bytes`` and ``file_bytes`` of the process' resident memory;
@@ -78,7 +78,7 @@ def _makers(device: str, num_rows: int, folder: Path) -> Iterator[tuple[str, Cal
     storages = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
     for storage in storages:
         yield f"speedswap, {storage}", partial(_table, num_rows, storage, None)
-    yield "speedswap, memmap", partial(_table, num_rows, "memmap", folder / "memory")
+    yield "speedswap, disk", partial(_table, num_rows, "disk", folder / "memory")
     shape = (num_rows, DIM)
     if device == "cpu":
         yield "numpy", lambda: _held(np.full(shape, 1.0, np.float32))

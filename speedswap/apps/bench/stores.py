@@ -49,7 +49,7 @@ class Store:
 
     Attributes:
         package: the library.
-        storage: ``device``, ``pinned``, ``pageable`` or ``memmap``.
+        storage: ``device``, ``pinned``, ``pageable``, ``disk`` or, of NumPy, ``memmap``.
         memory: all rows, as a tensor over the store's own memory or as the store has them, for verification.
         gather: copies a batch's rows to the compute device, and returns them.
         scatter: copies ``Room.values`` to a batch's rows; None where the library has no such way.
@@ -95,14 +95,14 @@ def ours(storage: str) -> StoreMaker:
     """Return the maker of a :class:`speedswap.Table`, used through its public functions, which check ids."""
 
     def make(rows: Tensor, room: Room, folder: Path) -> Store:
-        path = folder / f"table-{rows.shape[1]}" if storage == "memmap" else None
+        path = folder / f"table-{rows.shape[1]}" if storage == "disk" else None
         table = speedswap.Table.create(*rows.shape, dtype=rows.dtype, storage=storage, path=path)
         table.write(0, rows)
         table.flush()
         return Store(
             "speedswap",
             table.storage,
-            RowsOnDisk(table) if storage == "memmap" else table.view(),
+            RowsOnDisk(table) if storage == "disk" else table.view(),
             lambda batch: speedswap.gather_rows(table, batch.near, out=room.out),
             lambda batch: speedswap.scatter_rows(table, batch.near, room.values),
             table.close,

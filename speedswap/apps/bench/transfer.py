@@ -28,7 +28,7 @@ from speedswap.tables.memory.host import available_bytes
 
 __all__ = ["Plan", "run"]
 
-STORAGES = ("device", "pinned", "pageable", "memmap")
+STORAGES = ("device", "pinned", "pageable", "disk")
 _ITEM_BYTES = 4  # float32
 _SHARE_OF_MEMORY = 0.8
 
@@ -100,7 +100,7 @@ def run(device: str, *, quick: bool = False, folder: Path | None = None, plan: P
     Args:
         device: ``cpu`` or ``cuda``: the compute device.
         quick: small sizes, in seconds.
-        folder: of the temporary memmap tables; the system's temporary directory by default.
+        folder: of the temporary tables on disk; the system's temporary directory by default.
         plan: other sizes.
 
     Returns:
@@ -152,7 +152,7 @@ class _Benchmark:
 
     def table(self) -> dict[str, Any]:
         """Measure every storage and every peer at the sizes of SpeedTorch's tables."""
-        storages = ["device", "pageable", "memmap"] if self.device == "cpu" else STORAGES
+        storages = ["device", "pageable", "disk"] if self.device == "cpu" else STORAGES
         plan = self.plan
         makers = [ours(storage) for storage in storages]
         result = self._point(plan.table_bytes, plan.row_bytes, plan.batch_rows, makers, peer_makers(self.device))

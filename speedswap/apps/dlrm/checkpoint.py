@@ -134,7 +134,7 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
     Args:
         output: the run's output directory.
         storage: of the tables' copies, as in ``Settings``.
-        scratch: the directory for memmap tables.
+        scratch: the directory for tables on disk.
 
     Raises:
         CheckpointError: nothing was evaluated, or the checkpoint is damaged.

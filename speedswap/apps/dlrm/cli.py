@@ -52,7 +52,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("directory", type=Path, metavar="DIR", help="the run's output directory")
     parser.add_argument("rows", nargs="+", metavar="ROWS", help="files as for speedswap dlrm, or patterns")
     parser.add_argument("--storage", default="auto", help=options.STORAGE_TEXT)
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="directory for memmap tables, which are temporary")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="directory for tables on disk, which are temporary")
     parser.add_argument("--device", help=options.DEVICE_TEXT)
     parser.set_defaults(run=predict)
 

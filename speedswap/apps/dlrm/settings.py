@@ -102,7 +102,7 @@ class Settings(Options):
     state_dtype: str = options.state_dtype()
     device: str | None = options.device()
     seed: int = options.seed()
-    scratch: Path | None = options.scratch("memmap tables, which are temporary")
+    scratch: Path | None = options.scratch("tables on disk, which are temporary")
     lookahead: int | None = options.lookahead()
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class Settings(Options):
         check_memory(
             f"capacity {self.capacity:,} for each of {CATEGORIES} tables",
             share_of_machine(CATEGORIES * self.capacity * (24 + rows)),
-            "lower it, or give storage memmap",
+            "lower it, or give storage disk",
         )
         check_memory(
             f"batch {self.batch:,}",

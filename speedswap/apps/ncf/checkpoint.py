@@ -118,7 +118,7 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
     Args:
         output: the run's output directory.
         storage: of the tables' copies, as in ``Settings``.
-        scratch: the directory for memmap tables.
+        scratch: the directory for tables on disk.
 
     Raises:
         CheckpointError: no epoch was completed, or the checkpoint is damaged.

@@ -49,7 +49,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("-k", type=int, default=10, help="items for each user (default: %(default)s)")
     parser.add_argument("--include-seen", action="store_true", help="also items that the user has already taken")
     parser.add_argument("--storage", default="auto", help=options.STORAGE_TEXT)
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="directory for memmap tables, which are temporary")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="directory for tables on disk, which are temporary")
     parser.add_argument("--device", help=options.DEVICE_TEXT)
     parser.set_defaults(run=recommend)
 

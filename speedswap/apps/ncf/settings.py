@@ -113,7 +113,7 @@ class Settings(Options):
     state_dtype: str = options.state_dtype()
     device: str | None = options.device()
     seed: int = options.seed()
-    scratch: Path | None = options.scratch("memmap tables, which are temporary")
+    scratch: Path | None = options.scratch("tables on disk, which are temporary")
     lookahead: int | None = options.lookahead()
     columns: Mapping[str, str] | None = option(
         None,
@@ -140,7 +140,7 @@ class Settings(Options):
             check_memory(
                 f"{self.users:,} users, {self.items:,} items and {self.interactions:,} interactions",
                 self.generated_bytes(),
-                "give fewer, or storage memmap for the tables",
+                "give fewer, or storage disk for the tables",
             )
             self.check_step(self.interactions)
 

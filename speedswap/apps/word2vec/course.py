@@ -63,7 +63,7 @@ class Result:
     interrupted: bool = False
     """True if training ended early, on request or by a failure."""
     failure: TableFullError | None = None
-    """Set where the disk of the memmap tables filled up; the vectors are those after the last step that fitted."""
+    """Set where the tables' disk filled up; the vectors are those after the last step that fitted."""
     steps: int = 0
     """Steps taken."""
     loss: list[tuple[float, float]] = field(default_factory=list)

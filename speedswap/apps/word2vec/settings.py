@@ -43,8 +43,8 @@ class Settings(Options):
     """The corpus to train word vectors on, and the way to.
 
     The learning rate falls linearly to almost nothing, except with Adagrad and ``rowwise_adagrad``, whose steps shrink
-    by themselves. Centers come in blocks of 32. Temporary files are the corpus as numbers, 4 bytes per word, and memmap
-    tables.
+    by themselves. Centers come in blocks of 32. Temporary files are the corpus as numbers, 4 bytes per word, and tables
+    on disk.
 
     Raises:
         SettingsError: a value is out of range or unknown.

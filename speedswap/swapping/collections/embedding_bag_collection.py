@@ -39,7 +39,7 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         is_weighted: True if every id is given with a weight, for tables with pooling ``"sum"``.
         device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
         storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
-        path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
+        path: a directory for tables on disk, with a subdirectory for each group of tables; :meth:`open` opens it again.
         local_to_rank, process_group, reduction, disk: as for :class:`speedswap.Embedding`; a cache is one group's.
 
     Attributes:

@@ -38,7 +38,7 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         tables: a config for each.
         device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
         storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
-        path: a directory for memmap tables, with a subdirectory for each group of tables; :meth:`open` opens it again.
+        path: a directory for tables on disk, with a subdirectory for each group of tables; :meth:`open` opens it again.
         local_to_rank, process_group, reduction, disk: as for :class:`speedswap.Embedding`; a cache is one group's.
 
     Attributes:

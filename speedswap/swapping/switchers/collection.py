@@ -47,10 +47,10 @@ class Collection:
         row_dtype: any torch dtype with a fixed item size.
         storage: where the rows live, as for :meth:`speedswap.Table.create`.
         name: its name in messages.
-        path: the directory of a memmap collection.
+        path: the directory of a collection on disk.
         process_group: the ranks that own the rows together.
         engine: how rows go to a GPU and back, as for :meth:`speedswap.Table.create`.
-        disk: its settings for a memmap collection.
+        disk: its settings for a collection on disk.
     """
 
     init_methods: ClassVar[str] = "an init method"
@@ -103,7 +103,7 @@ class Collection:
 
     def __post_init__(self) -> None:
         options = disk_options(type(self).__name__, self.disk).require()
-        if self.storage != "memmap":
+        if self.storage != "disk":
             options.require_none("in memory, without a diskname")
 
     def make(self, init: Initializer) -> None:
@@ -159,7 +159,7 @@ class Collection:
         self._table = table
 
     def _open(self, path: Path) -> None:
-        """Continue with an existing memmap table."""
+        """Continue with an existing table on disk."""
         if self._table is not None and self._table.store.lives_at(path):
             return
         if self.process_group is None:
@@ -262,7 +262,7 @@ class Collection:
                 unchanged.
         """
         path = Path(loadFileName)
-        if self.storage == "memmap" and path.is_dir():
+        if self.storage == "disk" and path.is_dir():
             self._open(path)
         else:
             self._read_file(path if path.exists() else files.with_suffix(path, self.file_suffix))

@@ -48,7 +48,7 @@ class ModelFactory(Collection):
             ``sparse=False`` and without ``padding_idx``; its own number of rows does not matter.
         total_classes: rows of the full collection.
         embed_dimension: items in a row, as in ``model_variable``.
-        diskname: the directory of a collection in files, a memmap table that the init method makes. It must not exist
+        diskname: the directory of a collection in files, a table on disk that the init method makes. It must not exist
             yet; :meth:`loadCupy` opens an existing one again. Without it no file is written.
         datatype: a floating-point dtype of NumPy or torch, or its name: the collection's, and that of the rows which
             ``model_variable`` gets.
@@ -104,7 +104,7 @@ class ModelFactory(Collection):
             count("total_classes", total_classes),
             (count("embed_dimension", embed_dimension),),
             trainable_dtype(datatype, "datatype"),
-            storage="memmap" if diskname is not _NO_FILE else "pinned" if CPUPinn else "device",
+            storage="disk" if diskname is not _NO_FILE else "pinned" if CPUPinn else "device",
             path=None if diskname is _NO_FILE else Path(diskname),
             name=os.fspath(diskname),
             process_group=process_group,

@@ -115,7 +115,7 @@ class OptimizerFactory(Collection):
             num_rows,
             first_shape,
             first_dtype,
-            storage="memmap" if diskname is not None else "pinned" if CPUPinn else "device",
+            storage="disk" if diskname is not None else "pinned" if CPUPinn else "device",
             path=None if diskname is None else Path(diskname),
             name=f"{variable_name}'s optimizer state",
             process_group=process_group,

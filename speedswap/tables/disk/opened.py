@@ -43,7 +43,7 @@ class OpenedLog(RowStore):
         commit: the commit to open; the last by default. A store that only reads stays at it.
     """
 
-    storage = "memmap"
+    storage = "disk"
     engine = "auto"
     reads_copies = True
 

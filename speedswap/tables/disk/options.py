@@ -61,7 +61,7 @@ class DiskOptions(NamedTuple):
         """Raise ValueError if a setting was given for a table that is not on disk."""
         for name, value in self._asdict().items():
             if value != DiskOptions._field_defaults[name]:
-                raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only 'memmap' tables have it")
+                raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only tables on disk have it")
 
 
 def _is_duration(value: object) -> bool:

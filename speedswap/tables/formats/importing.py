@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["import_table"]
 
 _KEYS = ("map", "drop")
-_IN_FILES = ("auto", "memmap", "disk")
+_IN_FILES = ("auto", "disk", "memmap")
 _CACHE_BYTES = 64 << 20  # every row is written once
 
 

@@ -31,8 +31,8 @@ __all__ = [
     "resolve_storage",
 ]
 
-Storage = Literal["device", "pinned", "pageable", "memmap"]
-STORAGES = ("auto", "device", "pinned", "pageable", "memmap", "disk")
+Storage = Literal["device", "pinned", "pageable", "disk"]
+STORAGES = ("auto", "device", "pinned", "pageable", "disk")
 
 _log = logging.getLogger("speedswap")
 
@@ -43,20 +43,18 @@ def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storag
     ``auto`` is a file where a path is given, pinned memory where there is a CUDA device, and pageable memory otherwise.
 
     Raises:
-        ValueError: an unknown storage, or a path without (or missing from) a memmap.
+        ValueError: an unknown storage, a path for a table that is not on disk, or none for one that is.
     """
-    if storage not in STORAGES:
+    kind = "disk" if storage == "memmap" else storage  # its older name
+    if kind not in STORAGES:
         raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
-    if storage == "auto":
-        storage = "memmap" if path is not None else "pinned" if kernels.cuda_ready()[0] else "pageable"
-    is_on_disk = storage in ("memmap", "disk")
-    if is_on_disk and path is None:
+    if kind == "auto":
+        kind = "disk" if path is not None else "pinned" if kernels.cuda_ready()[0] else "pageable"
+    if kind == "disk" and path is None:
         raise ValueError(f"storage is {storage!r} but path is None; give the directory that will hold the table")
-    if not is_on_disk and path is not None:
-        raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; only 'memmap' tables live in a file")
-    if is_on_disk:
-        return "memmap"
-    return storage  # type: ignore[return-value]
+    if kind != "disk" and path is not None:
+        raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; only tables on disk have a path")
+    return kind  # type: ignore[return-value]
 
 
 def resolve_engine(engine: str, storage: str, kind: Storage) -> str:
@@ -74,7 +72,7 @@ def resolve_engine(engine: str, storage: str, kind: Storage) -> str:
         raise ValueError(f"engine is {engine!r}; choose one of {', '.join(kernels.ENGINES)}")
     if engine != "auto" and kind == "device":
         raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
-    if engine in ("zero_copy", "split") and (kind == "memmap" or storage == "pageable"):
+    if engine in ("zero_copy", "split") and (kind == "disk" or storage == "pageable"):
         raise ValueError(
             f"engine is {engine!r}, but a GPU cannot read {kind} memory, whose rows are staged; use "
             "storage='pinned', or engine='auto'"
@@ -183,7 +181,7 @@ def allocate(storage: Storage, nbytes: int) -> Memory:
     except (MemoryError, OSError, torch.OutOfMemoryError) as error:
         raise TableTooLargeError(
             f"could not allocate {nbytes / 2**30:.2f} GiB of {storage} memory ({error}); "
-            "use storage='memmap' with a path, or fewer or narrower rows"
+            "use storage='disk' with a path, or fewer or narrower rows"
         ) from error
 
 

@@ -78,7 +78,7 @@ def create_sharded(
         if resolved.is_given:
             group.require_alike([digest_of(rows) for rows in resolved.given()], f"the rows of table {name!r}")
         held = replace(weight, init=OwnedRows(resolved, owners, group.rank, zero_row), zero_row=None)
-        if resolve_storage(storage, path) == "memmap" and path is not None and not options.scratch:
+        if resolve_storage(storage, path) == "disk" and path is not None and not options.scratch:
             place = Path(path).absolute()
             own, torn, was_found = on_disk(
                 group, task, owners, place, (weight, held), seed=seed, name=name, disk=options, exist_ok=exist_ok

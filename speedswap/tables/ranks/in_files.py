@@ -86,7 +86,7 @@ class ShardsInFiles(RowStore):
         TableFormatError: it is damaged, or its shards are of different steps.
     """
 
-    storage = "memmap"
+    storage = "disk"
     engine = "auto"
     reads_copies = True
     attributes_lag = False

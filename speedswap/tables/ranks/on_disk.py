@@ -137,7 +137,7 @@ def _opened(place: Path, rows: int, weight: Column, seed: int, name: str, disk: 
     try:
         store = open_store(place, "r+", disk)
     except FileNotFoundError:
-        store = create_store(rows, weight, storage="memmap", path=place, seed=seed, name=name, disk=disk)
+        store = create_store(rows, weight, storage="disk", path=place, seed=seed, name=name, disk=disk)
     assert isinstance(store, LogStore)
     try:
         _require_same(place, store.num_embeddings, store.columns["weight"], rows, weight)

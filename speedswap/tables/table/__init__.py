@@ -144,7 +144,7 @@ class Table:
 
     @property
     def path(self) -> Path | None:
-        """The directory of a memmap table."""
+        """The directory of a table on disk."""
         return self.store.path
 
     @property

@@ -91,7 +91,7 @@ def export(
 
 
 def flush(table: Table) -> None:
-    """Commit everything written so far, and return when it is durable (memmap tables; a no-op for others).
+    """Commit everything written so far, and return when it is durable (tables on disk; a no-op for others).
 
     A table that is not closed is flushed when it is freed, or when the process ends by itself.
     """

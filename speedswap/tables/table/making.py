@@ -53,14 +53,14 @@ def create(
         embedding_dim: items in a row's weight, at least 1.
         dtype: of the weights; any torch dtype with a fixed item size.
         storage: ``device`` (GPU memory), ``pinned`` (host memory that the GPU reads directly), ``pageable``
-            (ordinary memory), ``memmap`` or ``disk`` (a directory with the rows in a log on disk, and a cache of
-            them in memory: larger than memory, and consistent whatever ends the process), or ``auto``: memmap
-            where a path is given, else pinned where there is a GPU, else pageable. Where there is no GPU,
-            ``pinned`` works as ``pageable`` and says so once.
+            (ordinary memory), ``disk`` (a directory with the rows in a log on disk, and a cache of them in memory:
+            larger than memory, and consistent whatever ends the process), or ``auto``: disk where a path is given,
+            else pinned where there is a GPU, else pageable. Where there is no GPU, ``pinned`` works as ``pageable`` and
+            says so once.
         engine: how rows go between a pinned table and a GPU: ``zero_copy`` (kernels read and write the table over
-            the bus), ``staged`` (CPU threads gather, the copy engine carries; pageable and memmap tables have no
-            other way), ``split`` (both at once), or ``auto``: zero_copy.
-        path: the directory of a memmap table; it must not exist yet, and does once it is complete and durable.
+            the bus), ``staged`` (CPU threads gather, the copy engine carries; tables in pageable memory or on disk
+            have no other way), ``split`` (both at once), or ``auto``: zero_copy.
+        path: the directory of a table on disk; it must not exist yet, and does once it is complete and durable.
         init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
         seed: of the initial values; the same seed gives the same bits everywhere.
         name: for messages; the path's last part, or ``table``, by default.
@@ -113,7 +113,7 @@ def open(
     commit_seconds: float | None = 30.0,
     synchronous_commit: bool = False,
 ) -> Table:
-    """Open a memmap table, or one that :meth:`save` wrote.
+    """Open a table on disk, or one that :meth:`save` wrote.
 
     Args:
         path: the table's directory.
@@ -145,7 +145,7 @@ def load(cls: type[Table], path: str | os.PathLike[str], *, storage: str = "auto
 
     Args:
         path: the table's directory.
-        storage, engine: as in :meth:`create`, but for memmap.
+        storage, engine: as in :meth:`create`, but for disk.
 
     Raises:
         FileNotFoundError, TableFormatError, TableTooLargeError: as :meth:`open` and :meth:`create` do.
@@ -179,7 +179,7 @@ def from_file(
     Args:
         file: ``.npy``, ``.safetensors``, word2vec's text (``.txt``, ``.vec``) or binary format (``.bin``), or
             Parquet (``.parquet``, ``.pq``; needs pyarrow).
-        path: the directory of a memmap table, which appears there complete or not at all; it must not exist yet. By
+        path: the directory of a table on disk, which appears there complete or not at all; it must not exist yet. By
             default the table is in memory.
         format: ``npy``, ``safetensors``, ``word2vec``, ``word2vec-binary`` or ``parquet``; by suffix by default.
         columns: names of tensors or columns in the file, as many as are to be read; the first becomes the weight.

@@ -35,7 +35,7 @@ def check_transfer(found):
     assert found["peers"]["torch"] == {"version": torch.__version__, "missing": None}
     assert found["peers"]["WholeGraph"]["missing"]
     ours = {name for name, store in found["table"]["stores"].items() if store["package"] == "speedswap"}
-    assert ours >= {"speedswap, device", "speedswap, pageable", "speedswap, memmap"}
+    assert ours >= {"speedswap, device", "speedswap, pageable", "speedswap, disk"}
     for point in [found["table"], *found["sweeps"]["row_bytes"], *found["sweeps"]["batch_rows"]]:
         for way in ("to_device", "from_device"):
             for entry in [point["floors"]["host"], *point["stores"].values()]:
@@ -49,7 +49,7 @@ def check_transfer(found):
     assert fitting["table_bytes"] == 2**24
     assert "not free" in too_large["skipped"]
     taken = {entry["what"]: entry for entry in found["memory"]}
-    assert taken["speedswap, memmap"]["table_bytes"] == 512_000
+    assert taken["speedswap, disk"]["table_bytes"] == 512_000
     assert all(entry.keys() >= {"anonymous_bytes", "file_bytes", "device_bytes"} for entry in taken.values())
 
 
@@ -96,7 +96,7 @@ def test_both_benchmarks_write_what_they_print(small, tmp_path, capsys):
     check_transfer(document["results"]["transfer"])
     check_step(document["results"]["step"])
     printed = capsys.readouterr().out
-    for expected in ("speedswap, memmap", "torch, pageable", "A step with adam", "WholeGraph: left out, is for a GPU"):
+    for expected in ("speedswap, disk", "torch, pageable", "A step with adam", "WholeGraph: left out, is for a GPU"):
         assert expected in printed
     check_readme_lines(document["results"])
     for name in ("transfer", "step"):
@@ -146,7 +146,7 @@ def test_a_peer_that_cannot_be_made_is_left_out_with_its_reason(monkeypatch, tmp
     found = transfer.run("cpu", folder=tmp_path, plan=replace(SMALL_TRANSFER, memory_rows=0))
     assert found["peers"]["numpy"]["missing"] == "failed: OSError: no such device"
     assert "torch, pageable" in found["table"]["stores"]
-    assert not list(tmp_path.iterdir())  # memmap tables are gone
+    assert not list(tmp_path.iterdir())  # tables on disk are gone
 
 
 def test_peers_that_are_missing_say_why():

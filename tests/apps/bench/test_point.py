@@ -12,7 +12,7 @@ from speedswap.apps.bench.stores import Room, Store, ours, peer_makers, sweep_ma
 from speedswap.apps.bench.workload import Batch
 from speedswap.apps.errors import WrongResultError
 
-STORAGES = ("device", "pinned", "pageable", "memmap")
+STORAGES = ("device", "pinned", "pageable", "disk")
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_every_option_reaches_the_settings(tmp_path):
         "lr": 0.007,
         "batch": 90,
         "evaluate_every": 6,
-        "storage": "memmap",
+        "storage": "disk",
         "state_dtype": "bfloat16",
         "device": "cpu",
         "seed": 11,
@@ -149,7 +149,7 @@ def test_new_rows_are_predicted_from_a_checkpoint(folder, capsys):
     assert [float(line) for line in out.splitlines()] == pytest.approx(expected.tolist(), abs=1e-6)
     best = json.loads((folder / "out" / "run.json").read_text())["best"]
     assert err == f"400 rows: AUC {best['auc']:.4f}, log loss {best['log_loss']:.4f}\n"
-    assert main(["predict", output, "unlabelled.txt", "unlabelled*", "--storage", "memmap"]) == 0
+    assert main(["predict", output, "unlabelled.txt", "unlabelled*", "--storage", "disk"]) == 0
     again, err = capsys.readouterr()
     assert [float(line) for line in again.splitlines()] == pytest.approx(2 * expected.tolist(), abs=2e-6)
     assert err == ""

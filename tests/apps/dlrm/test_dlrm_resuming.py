@@ -50,7 +50,7 @@ def test_a_run_over_files_is_cut_twice_and_goes_on_in_another_storage(criteo, tm
     expected = run(small(**settings))
     assert_same(run(small(generate=3_000, evict="lfu", epochs=2)), expected)
     cut_short(small(**settings), tmp_path / "out", 9)
-    again = cut_short(small(**settings, storage="memmap", scratch=tmp_path), tmp_path / "out", 25, resume=True)
+    again = cut_short(small(**settings, storage="disk", scratch=tmp_path), tmp_path / "out", 25, resume=True)
     again.model.embeddings.close()
     assert_same(run(small(**settings, storage="device"), output=tmp_path / "out", resume=True), expected)
 
@@ -218,7 +218,7 @@ def test_checkpoints_are_written_within_an_epoch(tmp_path, monkeypatch):
     assert_same(resumed, run(small()))
 
 
-@pytest.mark.parametrize("storage", ["auto", "memmap"])
+@pytest.mark.parametrize("storage", ["auto", "disk"])
 def test_a_checkpoint_without_its_tables_is_refused(storage, tmp_path):
     run(small(generate=300), output=tmp_path / "out")
     (tables,) = (tmp_path / "out").glob("checkpoints/*/table-*")

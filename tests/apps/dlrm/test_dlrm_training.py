@@ -74,7 +74,7 @@ def plain_run():
     return run(small(evaluate_every=9))
 
 
-@pytest.mark.parametrize("change", [{"storage": "device"}, {"storage": "memmap"}, {"lookahead": 0}, {"lookahead": 3}])
+@pytest.mark.parametrize("change", [{"storage": "device"}, {"storage": "disk"}, {"lookahead": 0}, {"lookahead": 3}])
 def test_storage_and_lookahead_do_not_change_the_model(change, tmp_path, plain_run):
     result = run(small(scratch=tmp_path, evaluate_every=9, **change))
     assert_same(result, plain_run)

@@ -115,7 +115,7 @@ def test_every_option_reaches_the_settings(tmp_path):
         "batch": 96,
         "test_negatives": 9,
         "test_users": 11,
-        "storage": "memmap",
+        "storage": "disk",
         "state_dtype": "bfloat16",
         "device": "cpu",
         "seed": 11,
@@ -170,7 +170,7 @@ def test_orders_of_text_ids_are_learnt_and_recommended_from(orders, tmp_path, ca
     assert [line[1] for line in lines] == expected.items[0] + expected.items[1]
     assert [float(line[2]) for line in lines] == pytest.approx(expected.scores[0] + expected.scores[1], abs=1e-4)
 
-    assert main(["recommend", output, "--user", "Ms. C", "-k", "99", "--include-seen", "--storage", "memmap"]) == 0
+    assert main(["recommend", output, "--user", "Ms. C", "-k", "99", "--include-seen", "--storage", "disk"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line.split("\t")[1] for line in lines} == {f"article-{number}" for number in range(30)}
 

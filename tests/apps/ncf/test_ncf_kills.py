@@ -168,16 +168,16 @@ def test_checkpoints_behind_a_link_stay_there(tmp_path, models):
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["kept"]
 
 
-def test_memmap_tables_of_a_killed_run_go_with_the_next_one(tmp_path, start_command, caplog):
+def test_tables_on_disk_of_a_killed_run_go_with_the_next_one(tmp_path, start_command, caplog):
     """They may be hundreds of gigabytes."""
-    words = "--users 60 --items 130 --interactions 900 --factors 4 --layers 8,4 --device cpu --storage memmap".split()
+    words = "--users 60 --items 130 --interactions 900 --factors 4 --layers 8,4 --device cpu --storage disk".split()
     process = start_command("ncf", *words, "--epochs", "1000000", "--scratch", tmp_path, "--output", tmp_path / "out")
     assert process.stdout.readline().startswith("epoch   1")
     (left,) = (path for path in tmp_path.iterdir() if path.name != "out")
     assert (left / "users" / "MANIFEST").exists()
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    result = train(Settings(**SMALL, epochs=1, storage="memmap", scratch=tmp_path), progress=False)
+    result = train(Settings(**SMALL, epochs=1, storage="disk", scratch=tmp_path), progress=False)
     assert f"removed {left}" in caplog.text
     result.model.close()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -52,7 +52,7 @@ def some_model(split, device="cpu", **more):
 
 
 @pytest.mark.parametrize("kind", ["gmf", "mlp", "neumf"])
-@pytest.mark.parametrize("storage", ["pageable", "memmap", "device"])
+@pytest.mark.parametrize("storage", ["pageable", "disk", "device"])
 @pytest.mark.parametrize("exclude_seen", [True, False])
 def test_the_highest_scores_of_all_items_are_recommended(kind, storage, exclude_seen, device, tmp_path, monkeypatch):
     """Sorted in NumPy, over chunks of users and items; what was taken is left out, the one to test with too."""
@@ -195,7 +195,7 @@ def trained(tmp_path_factory):
     return folder / "out", train(settings, output=folder / "out", progress=False)
 
 
-@pytest.mark.parametrize("storage", ["auto", "memmap"])
+@pytest.mark.parametrize("storage", ["auto", "disk"])
 def test_a_saved_model_knows_the_ids_and_what_was_taken(trained, storage, tmp_path):
     folder, result = trained
     assert result.best.number == 2, "the last epoch is not the best: choose other settings"

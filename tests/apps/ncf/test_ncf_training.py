@@ -63,7 +63,7 @@ def test_planted_tastes_are_learnt(model, epochs, device):
     assert result.steps == epochs * math.ceil(len(result.split.train) / 256)
 
 
-@pytest.mark.parametrize("change", [{"storage": "device"}, {"storage": "memmap"}, {"lookahead": 0}, {"lookahead": 2}])
+@pytest.mark.parametrize("change", [{"storage": "device"}, {"storage": "disk"}, {"lookahead": 0}, {"lookahead": 2}])
 def test_storage_and_lookahead_do_not_change_the_model(change, tmp_path):
     result = run(small(scratch=tmp_path, **change))
     assert_same(result, run(small()))
@@ -124,7 +124,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(optimizer, lr, steps, tmp_pa
 def test_a_run_goes_on_in_another_storage_and_is_cut_again(tmp_path, cut_short):
     expected = run(small())
     cut_short(small(), tmp_path, 5)
-    again = cut_short(small(storage="memmap", scratch=tmp_path), tmp_path, 20)
+    again = cut_short(small(storage="disk", scratch=tmp_path), tmp_path, 20)
     assert again.interrupted
     again.model.close()
     assert_same(run(small(storage="device"), output=tmp_path, resume=True), expected)

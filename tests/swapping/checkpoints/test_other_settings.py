@@ -50,7 +50,7 @@ SETTINGS: dict[str, tuple[Make, Make]] = {
 }
 
 
-@pytest.mark.parametrize("storage", ["pageable", "memmap"])
+@pytest.mark.parametrize("storage", ["pageable", "disk"])
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["new", "trained"])
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_an_optimizer_takes_settings_and_state_that_it_did_not_have(
@@ -61,7 +61,7 @@ def test_an_optimizer_takes_settings_and_state_that_it_did_not_have(
     model, optimizer = training(saved)
     run(model, optimizer, range(4))
     speedswap.save_checkpoint(tmp_path, model, optimizer)
-    path = {"path": tmp_path / "rows"} if storage == "memmap" else {}
+    path = {"path": tmp_path / "rows"} if storage == "disk" else {}
     again, its_optimizer = training(other, storage=storage, **path)
     run(again, its_optimizer, range(10, 10 + steps_before))
     speedswap.load_checkpoint(tmp_path, again, its_optimizer)
@@ -104,7 +104,7 @@ def test_settings_are_as_before_where_a_checkpoint_is_refused(tmp_path: Path) ->
     assert_same(state_of(again[:2], its_optimizer), before)
 
 
-@pytest.mark.parametrize("storage", ["pageable", "memmap", "held"])
+@pytest.mark.parametrize("storage", ["pageable", "disk", "held"])
 def test_a_model_loaded_alone_leaves_the_optimizer_as_it_is(storage: str, tmp_path: Path) -> None:
     """The rows' state goes with the step count and the dense half's state, which stay; as with load_state_dict."""
     path = {} if storage == "pageable" else {"path": tmp_path / "rows"}
@@ -118,7 +118,7 @@ def test_a_model_loaded_alone_leaves_the_optimizer_as_it_is(storage: str, tmp_pa
     speedswap.load_checkpoint(tmp_path / "run", again)
     assert_same(state_of(nn.Identity(), its_optimizer), state)
     assert_same(state_of(again), weights)
-    if storage == "memmap":
+    if storage == "disk":
         again[0].table.close()
         with speedswap.Table.open(tmp_path / "rows") as table:
             assert table.attributes["optimizer"]["scalars"] == {"step": 10.0}

@@ -47,12 +47,12 @@ def test_every_optimizer_goes_on_to_the_same_bits_at_any_lookahead(name: str, de
     assert_same(gone_on(name, tmp_path, depth=3 - depth), expected)
 
 
-@pytest.mark.parametrize("there, here", [("pageable", "memmap"), ("memmap", "pageable"), ("memmap", "memmap")])
+@pytest.mark.parametrize("there, here", [("pageable", "disk"), ("disk", "pageable"), ("disk", "disk")])
 @pytest.mark.parametrize("name", ["adam", "sgd"])
 def test_a_checkpoint_goes_into_any_storage(name: str, there: str, here: str, tmp_path: Path) -> None:
     """Rows that were saved from memory go on in files, and back."""
     expected = uninterrupted(name)
-    folders = [tmp_path / side if storage == "memmap" else None for side, storage in (("a", there), ("b", here))]
+    folders = [tmp_path / side if storage == "disk" else None for side, storage in (("a", there), ("b", here))]
     cut(name, tmp_path / "saved", folder=folders[0], depth=1)
     assert_same(gone_on(name, tmp_path / "saved", folder=folders[1], depth=1), expected)
 
