@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+from contextlib import nullcontext, suppress
+from signal import SIGKILL
 
 import torch
 
@@ -335,3 +337,39 @@ def evict_on_disk(group, policy, path, close_before):
     found = rows.id_map.share, known.tolist(), rows.read().tolist(), len(rows.id_map)
     rows.table.close()
     return found
+
+
+def evict_until_killed(group, folder, killed_at=None):
+    """Train on disk, looking ahead, with more keys than rows, from the last checkpoint on.
+
+    Args:
+        folder: of rows and checkpoints.
+        killed_at: the exchange between ranks in which the second rank ends; None for a training that comes to its end.
+
+    Returns:
+        Steps before; rows of keys, all weights and all state.
+    """
+    items = speedswap.Embedding(
+        42, 2, id_map=speedswap.IdMap(41, evict="lru"), seed=3, process_group=group, path=f"{folder}/rows"
+    )
+    optimizer = torch.optim.Adagrad(items.parameters(), lr=0.1)
+    begin = 0
+    if os.path.exists(f"{folder}/checkpoints"):
+        begin = speedswap.load_checkpoint(f"{folder}/checkpoints", items, optimizer).step
+    loader = [
+        (torch.randn(8, generator=torch.Generator().manual_seed(100 * step + group.rank())).abs() * 60).long()
+        for step in range(begin, 12)
+    ]
+    if killed_at is not None and group.rank() == 1:
+        lane = RankGroup.of(group).main
+        last, exchange = lane.rounds + killed_at, lane.exchange_lines
+        lane.exchange_lines = lambda *some: os.kill(os.getpid(), SIGKILL) if lane.rounds == last else exchange(*some)
+    with suppress(PeerError) if killed_at is not None else nullcontext():
+        for step, keys in enumerate(speedswap.lookahead(loader, {items: lambda keys: keys}, depth=2), begin + 1):
+            optimizer.zero_grad()
+            items(keys).square().sum().backward()
+            optimizer.step()
+            if step % 3 == 0:
+                speedswap.save_checkpoint(f"{folder}/checkpoints", items, optimizer, step=step)
+        known = items.id_map.lookup(torch.arange(300))
+        return begin, (known.tolist(), items.read().tolist(), items.table.read(column="sum").tolist())

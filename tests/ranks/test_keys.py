@@ -99,6 +99,15 @@ def test_owners_evict_the_same_keys_after_a_table_is_opened_again(ranks: RankPoo
     assert wanted[0][3] > 36  # of which ranks have evicted
 
 
+def test_rows_of_evicted_keys_after_a_rank_was_killed(ranks: RankPool, tmp_path: Path) -> None:
+    """As in a job that was not interrupted, to the bit: rows of keys, rows without one, and their state."""
+    wanted = ranks.run(scenarios.evict_until_killed, 2, str(tmp_path / "whole"))
+    ranks.run(scenarios.evict_until_killed, 2, str(tmp_path / "killed"), 45, lost={1})
+    again = ranks.run(scenarios.evict_until_killed, 2, str(tmp_path / "killed"))
+    assert all(begin > 0 for begin, _ in again)
+    assert [result for _, result in again] == [result for _, result in wanted]
+
+
 def test_shares_stay_as_ranks_fill_them() -> None:
     assert shares_of(10, [0, 0, 0]) == [4, 3, 3]
     assert shares_of(10, [4, 3, 2]) == [4, 3, 3]
