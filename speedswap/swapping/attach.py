@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +29,8 @@ from speedswap.tables import Commit, Table
 __all__ = ["attach"]
 
 _with_state_hooks: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# Rows of optimizers that were copied before, or without, their models.
+_copied_steps: weakref.WeakKeyDictionary[Optimizer, list[RowStep]] = weakref.WeakKeyDictionary()
 # They took a step only to make their state, as torch.distributed.checkpoint lets them.
 _with_initial_state: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -125,6 +129,24 @@ def _add_state_hooks(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
         _with_state_hooks.add(optimizer)
+        vars(optimizer)["__deepcopy__"] = functools.partial(_copied, weakref.ref(optimizer))
+
+
+def _copied(reference: weakref.ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
+    """Return a deep copy of an optimizer, whose ``state_dict`` has the state of the copied tables at once."""
+    optimizer = reference()
+    assert optimizer is not None
+    steps = [step for _, step in _steps_of(optimizer) if id(step) not in memo]
+    new = [step.copied(memo) for step in steps]
+    reduced: Any = type(optimizer).__reduce_ex__(optimizer, 4)
+    make, args, state = reduced[:3]
+    twin: Optimizer = make(*args)
+    memo[id(optimizer)] = twin
+    twin.__setstate__(copy.deepcopy(state, memo))
+    _add_state_hooks(twin)
+    if new:
+        _copied_steps[twin] = new
+    return twin
 
 
 def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
@@ -232,7 +254,8 @@ def _put_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     initial = optimizer in _with_initial_state
     for place, step in _steps_of(optimizer):
         step.notice_failure()
-        if initial and step.state.optimizer is None and step.weight.requires_grad:
+        is_new = (initial and step.weight.requires_grad) or step.state.goes_on(optimizer)
+        if is_new and step.state.optimizer is None:
             step.state.attach(optimizer, _examined(optimizer, step))
         if step.state.optimizer is optimizer:
             step.state.notice_cleared(optimizer)

@@ -230,7 +230,7 @@ class OptimizerState:
         noted = self._noted_scalars()
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
         if self._is_copied:  # a new optimizer of a copied model begins anew, as in torch; a copied one goes on
-            is_first = resumes = resumes and self._goes_on(optimizer)
+            is_first = resumes = resumes and self.goes_on(optimizer)
         state = optimizer.state.get(self.weight, {}) if loaded is None else loaded
         starts_over = not resumes and not self._is_whole(state)
         if starts_over:
@@ -357,8 +357,10 @@ class OptimizerState:
                 self._scalars.remember(self._row_state.scalars, state)
         self._write(state)
 
-    def _goes_on(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer has the scalars that go with the table's state."""
+    def goes_on(self, optimizer: Optimizer) -> bool:
+        """Return whether the table was copied, and an optimizer with it: it has the scalars that go with the state."""
+        if not self._is_copied or self._noted_scalars().get("class") != type(optimizer).__name__:
+            return False
         state = optimizer.state.get(self.weight)
         if state is None or any(_is_made_of_weight(value) for value in state.values()):
             return False

@@ -33,7 +33,7 @@ _STEPS = 3
 _SEED = 20_190_901
 _LR = 0.01
 # Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
-_NOT_COPIED = frozenset({"state", "step"})
+_NOT_COPIED = frozenset({"state", "step", "__deepcopy__"})
 
 
 class _Thread(threading.local):

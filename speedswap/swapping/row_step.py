@@ -18,6 +18,7 @@ from FAILED at once.
 
 from __future__ import annotations
 
+import copy
 import enum
 import sys
 import threading
@@ -38,7 +39,7 @@ from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, parameters_of, steps_under_way
 from speedswap.swapping.padding import Padding
-from speedswap.swapping.weight import as_plain
+from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit
 
 __all__ = ["Leaving", "RowStep", "drop", "every_step", "require_no_replaced", "step_of"]
@@ -95,6 +96,20 @@ class RowStep(Locked):
         self._replaced: weakref.ref[Tensor] | None = None
         self.weight._keeper = weakref.ref(self)
         _by_weight[id(self.weight)] = self
+
+    def copied(self, memo: dict[int, Any]) -> RowStep:
+        """Return the step of a deep copy of the table, which its module and its optimizer share.
+
+        Raises:
+            TypeError: the table is not copied implicitly; the message says what to do instead.
+        """
+        if id(self) not in memo:
+            table = copy.deepcopy(self.table, memo)
+            twin = RowStep(self.state.over(table, TableWeight(table, self.weight.device)), self.padding)
+            twin.weight.requires_grad_(self.weight.requires_grad)
+            memo |= {id(self): twin, id(self.weight): twin.weight}
+        found: RowStep = memo[id(self)]
+        return found
 
     # ------------------------------------------------------------------ forward and backward
 

@@ -671,13 +671,10 @@ class TableModule(nn.Module):
             twin = memo[id(self)] = type(self).__new__(type(self))
             twin.__dict__ |= copy.deepcopy(self.__dict__, memo)
             return twin
-        table = copy.deepcopy(self.table, memo)  # or says what to do instead
-        step = RowStep(self._step.state.over(table, TableWeight(table, self.weight.device)), self._step.padding)
-        step.weight.requires_grad_(self.weight.requires_grad)
+        step = self._step.copied(memo)
         module = memo[id(self)] = type(self).__new__(type(self))
-        memo |= {id(self.table): table, id(self.weight): step.weight, id(self._step): step}
         module.__dict__ |= copy.deepcopy({**self.__dict__, "_lookups": None, "_keyed": None, "_handed_out": None}, memo)
-        module._keyed = module._keyed_by(table.id_map)
+        module._keyed = module._keyed_by(step.table.id_map)
         return module
 
     def extra_repr(self) -> str:

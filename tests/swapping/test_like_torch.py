@@ -119,8 +119,6 @@ class Training:
 
     def copy(self) -> None:
         self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))
-        if self._package is speedswap:
-            speedswap.attach(self.optimizer, self.model)  # or its next step does, and state_dict lacks rows until then
         self.optimizer.zero_grad()
 
     def copy_model(self) -> None:

@@ -453,6 +453,31 @@ def test_a_copied_model_trains_as_the_original() -> None:
         assert torch.equal(model[0].table.read(column=column), twin[0].table.read(column=column))
 
 
+@pytest.mark.parametrize("copied", ["model first", "optimizer first", "optimizer alone"])
+@pytest.mark.parametrize("name", ["Adam", "SGD", "momentum", "Adagrad"])
+def test_a_copied_optimizer_has_the_state_of_the_tables_at_once(name: str, copied: str) -> None:
+    """As for the best model so far, kept while training goes on, and saved at its end."""
+    model = nn.Sequential(speedswap.Embedding(ROWS, DIM), nn.Linear(DIM, 1))
+    settings = {"lr": 0.1, "momentum": 0.9} if name == "momentum" else {"lr": 0.1}
+    optimizer = getattr(torch.optim, "SGD" if name == "momentum" else name)(model.parameters(), **settings)
+    train(model, optimizer, steps=2)
+    expected = copy.deepcopy(optimizer.state_dict())
+    if copied == "optimizer alone":
+        best = copy.deepcopy(optimizer)
+    elif copied == "model first":
+        twin, best = copy.deepcopy((model, optimizer))
+    else:
+        best, twin = copy.deepcopy((optimizer, model))
+        assert best.param_groups[0]["params"][0] is twin[0].weight
+    best = copy.deepcopy(best) if copied == "optimizer alone" else best
+    train(model, optimizer, steps=2)
+    found = best.state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    for place, state in expected["state"].items():
+        assert found["state"][place].keys() == state.keys()
+        assert all(torch.equal(found["state"][place][key], value) for key, value in state.items() if value is not None)
+
+
 def test_a_copy_keeps_what_the_module_was_told() -> None:
     items = speedswap.Embedding(ROWS, DIM, padding_idx=2, state_dtype=torch.bfloat16).eval()
     items.weight.requires_grad_(False)

@@ -86,7 +86,7 @@ def test_flipped_bits_are_noticed(saved: Path, copied: Path) -> None:
 
 @pytest.mark.parametrize("call", ["pread", "preadv", "open"])
 def test_a_read_error_is_named_with_its_file(call: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk has failed, or its cable: the checkpoint may be whole, and is not to be removed."""
+    """The disk has failed, or its cable: the checkpoint may be whole, and nobody should remove it."""
     training, real = Training(OPTIMIZERS["adam"]), getattr(os, call)
     for failing in range(4):
         calls = itertools.count()
