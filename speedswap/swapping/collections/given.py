@@ -146,6 +146,8 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
 def require_features(features: Any) -> Any:
     """Return features, once they are known to be a mapping or a keyed jagged tensor."""
     is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
+    if has_methods(features, ["variable_stride_per_key"]) and features.variable_stride_per_key():
+        raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
     if isinstance(features, Mapping) or is_keyed:
         return features
     raise TypeError(
@@ -243,8 +245,6 @@ def _without_weights(name: str) -> ValueError:
 
 
 def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> Given:
-    if has_methods(keyed, ["variable_stride_per_key"]) and keyed.variable_stride_per_key():
-        raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
     keys, stride, ids = keyed.keys(), keyed.stride(), keyed.values()
     require_ids("features.values()", ids)
     if ids.ndim != 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 __all__ = ["JaggedTensor", "KeyedJaggedTensor"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class _Jagged:
@@ -23,6 +25,9 @@ class _Jagged:
     ) -> None:
         if lengths is None and offsets is None:
             raise ValueError("lengths and offsets are None; give one of them")
+        for name, given in (("lengths", lengths), ("offsets", offsets)):
+            if given is not None and given.numel() and given.dtype not in _INTEGERS:
+                raise TypeError(f"{name} has dtype {given.dtype}; give integers")
         if weights is not None and len(weights) != len(values):
             raise ValueError(f"weights has {len(weights)} items, but there are {len(values)} values; give one of each")
         self._values = values
@@ -193,6 +198,76 @@ class KeyedJaggedTensor(_Jagged):
     ) -> KeyedJaggedTensor:
         """Return one with these offsets, as TorchRec's method of this name does."""
         return cls(keys, values, weights, offsets=offsets)
+
+    @classmethod
+    def from_jt_dict(cls, jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """Return one with the lists of each key: what :meth:`to_dict` has returned, or more keys.
+
+        Raises:
+            ValueError: some have weights, or samples, that others do not have.
+        """
+        every = jt_dict.items()
+        return cls.concat([cls([key], each.values(), each.weights_or_none(), each.lengths()) for key, each in every])
+
+    @classmethod
+    def empty(
+        cls,
+        is_weighted: bool = False,
+        device: torch.device | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> KeyedJaggedTensor:
+        """Return one without keys and samples."""
+        values, weights, lengths = (
+            torch.empty(0, dtype=dtype, device=device) for dtype in (values_dtype, weights_dtype, lengths_dtype)
+        )
+        return cls([], values, weights if is_weighted else None, lengths)
+
+    @classmethod
+    def concat(cls, kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """Return one with the keys of several, which have as many samples each.
+
+        Raises:
+            ValueError: the list is empty, or some have weights, or samples, that others do not have.
+        """
+        if not kjt_list:
+            raise ValueError("kjt_list is empty; give at least one")
+        strides = [each.stride() for each in kjt_list]
+        weights = [each._weights for each in kjt_list if each._weights is not None]
+        if len({*strides}) > 1:
+            raise ValueError(f"kjt_list has {strides} samples; give each as many")
+        if 0 < len(weights) < len(kjt_list):
+            raise ValueError("kjt_list is partly without weights; give all of them weights, or none")
+        return cls(
+            [key for each in kjt_list for key in each._keys],
+            torch.cat([each.values() for each in kjt_list]),
+            torch.cat(weights) if weights else None,
+            torch.cat([each.lengths().reshape(-1) for each in kjt_list]),
+            stride=strides[0],
+        )
+
+    def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
+        """Return the keys in groups, as views, in their order. On a GPU this waits for the offsets.
+
+        Args:
+            segments: keys of each group, which are all keys together.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if sum(segments) != len(self._keys) or min(segments, default=0) < 0:
+            raise ValueError(
+                f"segments is {list(segments)}, but there are {len(self._keys)} keys; give each to a group"
+            )
+        ends = list(accumulate(segments))
+        return [self._some(end - count, end) for count, end in zip(segments, ends, strict=True)]
+
+    def _some(self, begin: int, end: int) -> KeyedJaggedTensor:
+        start, stop = self.offset_per_key()[begin], self.offset_per_key()[end]
+        lengths = self.lengths().reshape(-1)[begin * self._stride : end * self._stride]
+        weights = None if self._weights is None else self._weights[start:stop]
+        return KeyedJaggedTensor(self._keys[begin:end], self._values[start:stop], weights, lengths, stride=self._stride)
 
     def keys(self) -> list[str]:
         """Return the names of the features."""
