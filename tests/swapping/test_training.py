@@ -329,6 +329,19 @@ def test_zeroed_gradients_do_not_touch_rows_outside_the_batch() -> None:
     assert changed.nonzero().flatten().tolist() == [0]
 
 
+@pytest.mark.parametrize("make_optimizer", [sgd(momentum=0.9), make(torch.optim.Adam), make(torch.optim.Adagrad)])
+def test_a_gradient_zeroed_in_place_is_no_gradient(make_optimizer: MakeOptimizer) -> None:
+    """As after ``set_to_none=True`` in torch, which moves rows by their momentum where the gradient is zeros."""
+    ours, theirs = twins("cpu")
+    for module, set_to_none in ((ours, False), (theirs, True)):
+        optimizer = make_optimizer(module.parameters())
+        train_step(module, optimizer, *batch(0, "cpu", all_rows=True))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        optimizer.step()
+        train_step(module, optimizer, *batch(1, "cpu", all_rows=True))
+    assert_same(ours, theirs)
+
+
 def test_without_zero_grad_old_gradients_are_applied_again_as_in_torch(device: str) -> None:
     models = twins(device)
     for module in models:
