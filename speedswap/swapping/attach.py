@@ -86,8 +86,6 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     _warn_of_decay(optimizer, new)
     for step, found in examined:
         step.state.attach(optimizer, found)
-    for step in steps:
-        step.state.warn()
     _add_state_hooks(optimizer)
 
 
@@ -169,6 +167,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if steps:
         with joint_step(steps):
             _attach(optimizer, steps)
+        for step in steps:
+            step.state.warn()
     if trainable and not steps and _only_makes_state(optimizer):
         _add_state_hooks(optimizer)
         _with_initial_state.add(optimizer)

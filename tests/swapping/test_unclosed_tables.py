@@ -201,8 +201,28 @@ def test_state_without_its_step_count_is_named_with_the_optimizer(
         train(items, adam(items), range(2))
     with speedswap.Table.open(tmp_path / "items") as table:
         items = over(table)
-        speedswap.attach(torch.optim.AdamW(items.parameters()), items)
+        train(items, torch.optim.AdamW(items.parameters(), weight_decay=0), [2])
         assert "no step count of this optimizer, AdamW, that goes with it: the state starts over" in caplog.text
+
+
+def test_state_that_was_not_lost_is_not_said_to_start_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There was none before the first step, or a checkpoint replaces it before the next."""
+    with speedswap.Embedding(ROWS, DIM, path=tmp_path / "attached").table as table:
+        items = over(table)
+        speedswap.attach(adam(items), items)
+    with speedswap.Embedding(ROWS, DIM, path=tmp_path / "trained").table as table:
+        items = over(table)
+        optimizer = train(items, adam(items), range(2))
+        speedswap.save_checkpoint(tmp_path / "saved", items, optimizer, tables="copy")
+        train(items, torch.optim.AdamW(items.parameters(), weight_decay=0), [2])
+    for name in ("attached", "trained"):
+        with speedswap.Table.open(tmp_path / name) as table:
+            items = over(table)
+            optimizer = adam(items)
+            if name == "trained":
+                speedswap.load_checkpoint(tmp_path / "saved", items, optimizer)
+            train(items, optimizer, [2])
+    assert "starts over" not in caplog.text
 
 
 def test_attaching_costs_no_step_count_when_the_next_optimizer_never_steps(
