@@ -274,6 +274,7 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     struct Recovered;
     Recovered recovered();
     bool has_gone_on(uint64_t commit);
+    void require_kept();  // the commit that this reader stays at, if so; throws RowLogDamaged
     void apply(Recovered& found, std::vector<FoundSegment> log) const;
     static void check(const Head& head, const Recovered& found);
     void take_over(Recovered found);

@@ -167,6 +167,7 @@ bool RowLog::try_wait(Lock& lock, Bringing& bringing) {
         if (!options_.writable && any_damaged(bringing)) {
             // A writer may have gone on, and written over what the index of an older commit names.
             lock.unlock();
+            require_kept();
             const std::optional<bool> follows = refresh();
             lock.lock();
             if (!follows) return false;

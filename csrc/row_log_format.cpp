@@ -48,8 +48,9 @@ std::vector<HeadSlot> read_heads(LogFiles& files, uint64_t salt) {
         if (count < int64_t(sizeof header)) continue;
         std::memcpy(&header, bytes.data(), sizeof header);
         const char* const contents = bytes.data() + sizeof header;
-        if (header.magic != kHeadMagic || header.salt != salt ||
-            int64_t(header.length) > count - int64_t(sizeof header) || header.crc != checksum(header, contents))
+        if (header.magic != kHeadMagic || header.salt != salt || header.commit > kMostNumber ||
+            header.seq > kMostNumber || int64_t(header.length) > count - int64_t(sizeof header) ||
+            header.crc != checksum(header, contents))
             continue;
         found.push_back({slot,
                          {header.commit, header.seq, header.sum, header.touched, header.held != 0,

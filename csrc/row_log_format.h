@@ -10,16 +10,19 @@
 
 namespace speedswap {
 
-// A checksum does not hold. `group` is the one whose record it is, or -1.
+// A checksum does not hold. `group` is the one whose record it is, or -1; kReleased if the commit that a reader stays
+// at is not kept any more, so that its records may have been written over.
 class RowLogDamaged : public std::runtime_error {
   public:
+    static constexpr int64_t kReleased = -2;
     RowLogDamaged(const std::string& message, int64_t group) : std::runtime_error(message), group(group) {}
     const int64_t group;
 };
 
-constexpr int64_t kBlockBytes = 4096;    // chunks begin and end at multiples
-constexpr int64_t kRecordCrcBytes = 4;   // behind each record
-constexpr uint32_t kMostInChunk = 1008;  // so that a header is one block
+constexpr int64_t kBlockBytes = 4096;                // chunks begin and end at multiples
+constexpr int64_t kRecordCrcBytes = 4;               // behind each record
+constexpr uint32_t kMostInChunk = 1008;              // so that a header is one block
+constexpr uint64_t kMostNumber = uint64_t(1) << 62;  // of a chunk, and of a commit
 constexpr int64_t kHeadSlotBytes = 64 << 10;
 constexpr int kHeadSlots = 4;  // the last commit, its copy, and two held ones
 

@@ -135,11 +135,20 @@ bool RowLog::recover() {
         return true;
     } catch (const RowLogDamaged&) {
         // A writer may have gone on meanwhile, and have written segments again.
+        require_kept();
         if (options_.writable || !has_gone_on(before)) throw;
     }
     if (++walks_in_vain_ < kMostWalks) return false;
     walks_in_vain_ = 0;
     throw std::system_error(EBUSY, std::generic_category(), "a writer goes on before the log has been read");
+}
+
+void RowLog::require_kept() {
+    if (options_.writable || options_.commit < 0) return;
+    const std::vector<HeadSlot> heads = read_heads(files_, options_.salt);
+    if (std::none_of(heads.begin(), heads.end(),
+                     [&](const HeadSlot& each) { return each.head.commit == uint64_t(options_.commit); }))
+        throw RowLogDamaged("commit " + std::to_string(options_.commit) + " was released", RowLogDamaged::kReleased);
 }
 
 // Whether a writer elsewhere has made another commit than this one.

@@ -171,6 +171,7 @@ void LogScan::mark_live() {
 
 void LogScan::note_damage(int64_t group) {
     if (!tolerant_) {
+        log_->require_kept();
         if (!log_->options_.writable && log_->refresh().value_or(true))
             throw std::system_error(ESTALE, std::generic_category(), "the table has changed during a scan");
         const std::string which = group < 0 ? "a header" : "the record of group " + std::to_string(group);

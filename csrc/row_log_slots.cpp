@@ -18,7 +18,8 @@ Mapping::Mapping(int64_t bytes, bool huge_pages) : bytes_(bytes > 0 ? bytes : 1)
     if (memory == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<char*>(memory);
     constexpr int64_t kHugeBytes = 4 << 20;  // less would be rounded up too much
-    if (huge_pages && bytes_ >= kHugeBytes) madvise(memory, size_t(bytes_), MADV_HUGEPAGE);
+    if (!huge_pages || bytes_ >= kHugeBytes)
+        madvise(memory, size_t(bytes_), huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 }
 
 Mapping::~Mapping() {

@@ -28,12 +28,11 @@ class Walk : public AwaitedBatch {
 }  // namespace
 
 bool is_chunk(const ChunkHeader& header, const ChunkRules& rules, uint32_t segment, int64_t at, int layout) {
-    constexpr uint64_t kMostSeq = uint64_t(1) << 62;
     const Geometry& geometry = rules.geometry;
     if (header.magic != kChunkMagic || header.salt != rules.salt || header.segment != segment) return false;
     if (header.layout >= uint32_t(geometry.num_layouts()) || (layout >= 0 && header.layout != uint32_t(layout)))
         return false;
-    if (header.seq == 0 || header.seq > kMostSeq || header.count == 0) return false;
+    if (header.seq == 0 || header.seq > kMostNumber || header.count == 0) return false;
     if (header.count > geometry.most_in_chunk(at, int(header.layout))) return false;
     if (header.first_place != geometry.first_place(at, int(header.layout))) return false;
     if (header.crc != header.checksum()) return false;

@@ -159,7 +159,7 @@ def texts_of(strings: Sequence[str | bytes]) -> tuple[Buffer, Buffer]: ...
 def texts_of_fixed(strings: int, count: int, width: int, ucs4: bool) -> tuple[Buffer, Buffer]: ...
 
 class RowLogDamaged(RuntimeError):
-    group: int
+    group: int  # or -1; -2 if the commit that a reader stays at was released
 
 _RowMove = tuple[int, int, int]  # from, to, bytes
 

@@ -75,6 +75,27 @@ def test_either_copy_of_the_last_commit_can_be_damaged(log: Log) -> None:
         log.open()
 
 
+@pytest.mark.parametrize("at", [16, 24], ids=["commit", "last"])
+def test_numbers_that_could_not_be_counted_on_from_are_no_commit(log: Log, at: int) -> None:
+    """With valid checksums: the commit after 2^64 - 1 would be 0, which is the empty log."""
+    log.log.close()
+    path = log.folder / "HEAD"
+    for slot in (0, 1):
+        raw = bytearray(path.read_bytes())
+        header = raw[slot * HEAD_SLOT_BYTES : (slot + 1) * HEAD_SLOT_BYTES]
+        struct.pack_into("<Q", header, at, 2**64 - 1)
+        struct.pack_into("<I", header, 4, 0)
+        struct.pack_into("<I", header, 4, crc32c(bytes(header[: 64 + struct.unpack_from("<I", header, 52)[0]])))
+        raw[slot * HEAD_SLOT_BYTES : (slot + 1) * HEAD_SLOT_BYTES] = header
+        path.write_bytes(raw)
+        if slot == 0:
+            log.open(writable=False)
+            assert log.log.durable == max(log.commits)
+            log.log.close()
+    with pytest.raises(RowLogDamaged, match="no valid commit"):
+        log.open()
+
+
 def test_a_truncated_file_is_noticed(log: Log) -> None:
     """However much is missing at its end, the log does not open as if that had never been."""
     log.log.close()

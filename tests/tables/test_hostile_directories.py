@@ -10,11 +10,13 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from children import answer, child
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from older import older_table
@@ -288,6 +290,38 @@ def test_any_field_may_say_anything(create: Callable[..., Table], data: st.DataO
             table.read()
     except TableError:
         pass
+
+
+def test_rows_that_are_too_short_to_be_stored_alone_are_refused(tmp_path: Path) -> None:
+    """A file of some MiB could name millions of them, each on a page of the index that no other is on."""
+    Table.create(2**31, 4, path=tmp_path / "t").close()
+    rewrite(tmp_path / "t", lambda manifest: manifest.update(group_rows=1))
+    for mode in ("r", "r+"):
+        with pytest.raises(TableFormatError, match="1 rows are stored as one"):
+            Table.open(tmp_path / "t", mode)
+
+
+def test_opening_takes_no_more_memory_than_is_promised(tmp_path: Path) -> None:
+    """At the worst each row of the log has a page of the index to itself."""
+    rows = torch.arange(30_000) * 10_007
+    with Table.create(2**29, 64, path=tmp_path / "t", commit_seconds=None) as table:
+        for some in rows.split(10_000):
+            table.scatter(some, torch.ones(len(some), 64))
+    files = sum(each.stat().st_blocks * 512 for each in (tmp_path / "t").iterdir())
+
+    def opens(connection: Connection) -> None:
+        before = resident()
+        with Table.open(tmp_path / "t", "r", cache_bytes=1):
+            connection.send(resident() - before)
+
+    with child(opens) as (_, connection):
+        taken = answer(connection)
+    assert 4096 * len(rows) <= taken <= 16 * files + 2**26
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process has taken."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_attributes_that_no_manifest_could_hold_are_refused_before_they_are_written(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ import os
 import resource
 import shutil
 import signal
+import socket
+import subprocess
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -285,6 +289,40 @@ def test_the_file_that_is_locked_is_the_one_under_the_name(tmp_path: Path, monke
     monkeypatch.setattr(fcntl, "flock", late)
     with Table.open(path), pytest.raises(TableBusyError):
         Table.open(path)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_lock_that_a_killed_process_still_holds_is_waited_for(ends: bool, tmp_path: Path) -> None:
+    """Its memory is freed before its locks are. A process that does not get to it is not waited for without end."""
+    path = tmp_path / "t"
+    table_of(1.0, path).close()
+    with subprocess.Popen(["true"]) as killed:
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        (path / "OWNER").write_text(f"{killed.pid} on {socket.gethostname()}\n")
+        lock = os.open(path / "LOCK", os.O_RDWR)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        release = threading.Timer(0.2 if ends else 5.0, os.close, [lock])
+        release.start()
+        with nullcontext() if ends else pytest.raises(TableBusyError), Table.open(path) as table:
+            assert holds(table, 1.0)
+        release.cancel()
+    if not ends:
+        os.close(lock)
+
+
+def test_the_lock_of_a_running_process_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opens(connection: Connection) -> None:
+        with Table.open(tmp_path / "t"):
+            connection.send("open")
+            connection.recv()
+
+    table_of(1.0, tmp_path / "t").close()
+    with child(opens) as (_, connection):
+        assert answer(connection) == "open"
+        monkeypatch.setattr("speedswap.tables.files.lock.time.sleep", pytest.fail)
+        with pytest.raises(TableBusyError):
+            Table.open(tmp_path / "t")
+        monkeypatch.undo()
 
 
 def test_a_forked_child_neither_holds_nor_frees_the_lock(tmp_path: Path) -> None:

@@ -496,6 +496,30 @@ def test_a_commit_that_is_held_can_be_opened_until_it_is_let_go(make: Callable[.
         assert torch.equal(again.read(), now)
 
 
+def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speedswap.Table], tmp_path: Path) -> None:
+    """Its rows are written over then, which is no damage."""
+    table = make(rows=2000, dim=64, cache_bytes=1)
+    table.scatter(torch.arange(2000), torch.ones(2000, 64))
+    with table.lock:
+        held = table.store.hold()
+    table.flush()
+    reads = {
+        "gather": lambda reader: reader.gather(torch.arange(2000)),
+        "save": lambda reader: reader.save(tmp_path / "copy"),
+    }
+    readers = [speedswap.Table.open(table.path, "r", commit=held, cache_bytes=1) for _ in reads]
+    with table.lock:
+        table.store.let_go(held)
+    for value in range(2, 6):
+        table.scatter(torch.arange(2000), torch.full((2000, 64), float(value)))
+        table.flush()
+    for reader, read in zip(readers, reads.values(), strict=True):
+        with reader, pytest.raises(TableClosedError, match=f"commit {held} was released"):
+            read(reader)
+    with pytest.raises(ValueError, match=f"commit {held} is not in HEAD"):
+        speedswap.Table.open(table.path, "r", commit=held)
+
+
 def test_a_scratch_table_is_gone_with_its_process(tmp_path: Path) -> None:
     items = speedswap.Embedding(
         ROWS, 5, storage="disk", path=tmp_path / "table", scratch=True, cache_bytes=SMALL, seed=3

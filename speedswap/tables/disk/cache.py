@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.errors import TableError, TableFormatError
+from speedswap.errors import TableClosedError, TableError, TableFormatError
 from speedswap.tables.disk.layout import moves
 from speedswap.tables.disk.options import DiskOptions, cache_bytes_for
 from speedswap.tables.files.directory import LogFiles
@@ -301,8 +301,11 @@ class LogCache:
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield every row that was ever written, in pieces: ids, and the bytes of each column, uint8 (n, row_bytes)."""
         groups_per_piece = max(1, self._most_rows // self.manifest.group_rows)
-        for groups, held, layout in self.log.scan(groups_per_piece):
-            yield self.fresh.columns_of(groups, held.contiguous(), layout)
+        try:
+            for groups, held, layout in self.log.scan(groups_per_piece):
+                yield self.fresh.columns_of(groups, held.contiguous(), layout)
+        except kernels.RowLogDamaged as error:
+            raise self.damage(error) from error
 
     def bytes_of(self, rows: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the bytes of some columns, as :meth:`written_rows` yields them."""
@@ -338,9 +341,14 @@ class LogCache:
 
     # ------------------------------------------------------------------ errors
 
-    def damage(self, error: kernels.RowLogDamaged) -> TableFormatError:
-        """Return the error of damaged files."""
+    def damage(self, error: kernels.RowLogDamaged) -> TableError:
+        """Return the error of damaged files, or of a commit that is not kept any more."""
         group, rows = error.group, self.manifest.group_rows
+        if group < -1:
+            return TableClosedError(
+                f"the table in {self._path} was opened at a commit that its writer has released, and its rows may be "
+                f"gone ({error}); open another commit, or the last one without commit="
+            )
         what = "its chunks do not add up to its last commit"
         if group >= 0:
             last = min((group + 1) * rows, self.manifest.num_embeddings) - 1

@@ -15,6 +15,7 @@ from speedswap.tables.init import CopyOf, from_json
 from speedswap.tables.record import Column, RecordLayout
 
 __all__ = [
+    "GROUP_BYTES",
     "HeldColumn",
     "LogLayout",
     "Move",
@@ -27,7 +28,7 @@ __all__ = [
     "reset",
 ]
 
-_GROUP_BYTES, _MAX_GROUPS = 256, 2**32 - 1
+GROUP_BYTES, _MAX_GROUPS = 256, 2**32 - 1
 
 Move = tuple[int, int, int]
 """Bytes of a group that stay: where they were, where they are to be, and their number."""
@@ -110,7 +111,7 @@ def least_group(num_embeddings: int, stride: int) -> int:
     It is 1 for records of 256 bytes and more, unless so many rows could not be counted.
     """
     rows = 1
-    while rows * stride < _GROUP_BYTES or -(-num_embeddings // rows) > _MAX_GROUPS:
+    while rows * stride < GROUP_BYTES or -(-num_embeddings // rows) > _MAX_GROUPS:
         rows *= 2
     return rows
 

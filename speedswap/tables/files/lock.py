@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import socket
+import time
 import weakref
 from contextlib import suppress
 
@@ -17,6 +18,8 @@ from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_
 __all__ = ["WriterLock"]
 
 _LOCK, _OWNER = "LOCK", "OWNER"
+_DYING_SECONDS = 1.0  # that a lock is waited for whose holder is ending, or is not known
+_EXITING, _KILL = 0x4 | 0x400, 1 << 8  # in /proc/PID/stat: PF_EXITING and PF_SIGNALED; a SIGKILL that is pending
 _log = logging.getLogger("speedswap")
 _held: weakref.WeakValueDictionary[int, WriterLock] = weakref.WeakValueDictionary()  # by id()
 
@@ -95,7 +98,7 @@ class WriterLock:
 
 
 def _open_locked(directory: OpenDirectory) -> OpenFile:
-    was_freed = False
+    was_freed, deadline = False, time.monotonic() + _DYING_SECONDS
     while True:
         file = OpenFile(_open(directory))
         try:
@@ -105,10 +108,14 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
                 gc.collect()  # its table may be one that nothing but a cycle refers to, such as a caught exception's
                 was_freed = True
                 continue
+            owner = _owner(directory)
+            if time.monotonic() < deadline and not _is_running(owner):
+                time.sleep(0.01)
+                continue
             raise TableBusyError(
                 errno.EBUSY,
-                f"table {str(directory.path)!r} is open for writing in process {_owner(directory)}; close it there, or "
-                "open it here with mode='r'",
+                f"table {str(directory.path)!r} is open for writing in process {owner}; close it there, or open it "
+                "here with mode='r'",
             ) from None
         except OSError as error:
             raise OSError(
@@ -120,6 +127,18 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
         named = directory.status(_LOCK)
         if named is not None and os.path.samestat(os.fstat(file.fd), named):
             return file
+
+
+def _is_running(owner: str) -> bool:
+    """Return whether a process of this machine goes on; a killed one holds its locks until its memory is freed."""
+    pid, _, host = owner.partition(" on ")
+    try:
+        with open(f"/proc/{int(pid)}/stat") as file:
+            state, *numbers = file.read().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return False
+    is_ending = state in "ZX" or int(numbers[5]) & _EXITING or int(numbers[27]) & _KILL
+    return host == socket.gethostname() and not is_ending
 
 
 def _is_of_this_process(file: OpenFile) -> bool:

@@ -89,6 +89,7 @@ class LogHead:
             TableFormatError: it is damaged.
         """
         with says_damaged(f"the HEAD of table {table!r}"):
+            require(len(body) <= MAX_BYTES, f"it has {len(body)} bytes")
             data = json.loads(body)
             require(isinstance(data, dict) and isinstance(data["attributes"], dict), "it has no attributes")
             require(is_int(data["layout"], 0, 2**31), f"its layout is {data['layout']!r}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedswap.errors import TableFormatError, TableTooLargeError
-from speedswap.tables.disk.layout import HeldColumn, LogLayout, collapsed, least_group
+from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
 from speedswap.tables.files.damage import is_int, require
 from speedswap.tables.files.manifest import (
     FORMAT,
@@ -197,6 +197,8 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
     columns = [parse_column(item, num_embeddings) for item in data["columns"]]
     layouts = tuple(_parse_layout(item, columns) for item in data["layouts"])
     require(bool(layouts), "it has no layout")
+    # Else a small file could name a row for each page of the index.
+    require(rows * layouts[0].stride >= GROUP_BYTES, f"{rows} rows are stored as one")
     for number, layout in enumerate(layouts):
         require(layout.number == number, f"its layouts have the numbers {[each.number for each in layouts]}")
         require(rows * layout.stride * _LEAST_GROUPS <= segment, f"a record's stride is {layout.stride}")
