@@ -124,7 +124,7 @@ class Options:
             how: dict[str, Any] = {"action": "store_true"}
             if not isinstance(default, bool):
                 shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-                text += "" if default is None else f" (default: {shown})"
+                text += "" if default in (None, ()) else f" (default: {shown})"
                 how = {"type": type(default), "default": default}
             parser.add_argument("--" + one.name.replace("_", "-"), help=text, **how | declared.more)
 

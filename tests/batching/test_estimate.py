@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import subprocess
+import sys
 import time
 
 import pytest
@@ -566,3 +568,13 @@ def test_p23_on_a_gpu_never_under_what_its_allocator_gave_out(name):
             optimizer.step()
             optimizer.zero_grad()
         assert torch.cuda.max_memory_allocated() - max(0, already) <= estimate.total(samples)
+
+
+def test_nothing_is_printed() -> None:
+    """In a process of its own: torch's profiler reads its level once."""
+    code = (
+        "import torch, speedswap; model = torch.nn.Linear(3, 2); "
+        "speedswap.estimate_memory(model, (torch.ones(4, 3),), loss_fn=lambda x: model(x).sum())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

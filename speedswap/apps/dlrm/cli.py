@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parsers", "figures", "predict", "run", "save"]
 
 PREDICTED_AT_ONCE = 4096
+FEW = 100
+"""Tested samples of a label: with fewer, the AUC has a standard error of 0.03 or more."""
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -82,8 +84,23 @@ def finish(result: Result, output: Path, stop: Stop) -> int:
             f"each gives log loss {result.base_loss:.4f}"
         )
         print(f"best of {len(result.evaluations)}: {best}")
+        warn_of_few(result)
     result.model.embeddings.close()
     return stop.report(result.interrupted, [*files, output / FOLDER])
+
+
+def warn_of_few(result: Result) -> None:
+    """Say on standard error where the evaluation rests on too few samples of either label."""
+    clicks = round(result.base_rate * result.tested_samples)
+    others = result.tested_samples - clicks
+    if min(clicks, others) < FEW:
+        error = math.sqrt((clicks + others + 1) / (12 * clicks * others)) if clicks and others else math.inf
+        print(
+            f"warning: {clicks:,} clicks and {others:,} other samples were tested, too few to judge the model"
+            + (f": an AUC of chance has a standard error of {error:.2f}" if error < math.inf else "")
+            + f"; give more samples, at least {FEW} of either label",
+            file=sys.stderr,
+        )
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -153,22 +170,29 @@ def finite(value: float) -> float | None:
 def draw(result: Result, figure: Figure) -> None:
     """Plot loss and AUC over the samples trained on."""
     evaluations = result.evaluations
-    for axes, name, of_point, of_test in zip(
-        figure.subplots(1, 2), ("log loss", "AUC"), ("loss", "auc"), ("log_loss", "auc"), strict=True
+    for axes, name, of_point, of_test, guessed in zip(
+        figure.subplots(1, 2),
+        ("log loss (lower is better)", "AUC (higher is better)"),
+        ("loss", "auc"),
+        ("log_loss", "auc"),
+        (result.base_loss, 0.5),
+        strict=True,
     ):
         axes.plot(
             [point.samples for point in result.curve],
             [getattr(point, of_point) for point in result.curve],
-            label="training samples, before they are trained on",
+            ".-",
+            label="training samples, each predicted before its step",
         )
         axes.plot(
             [each.samples for each in evaluations],
             [getattr(each, of_test) for each in evaluations],
             "o",
-            label="samples set apart",
+            label=f"{result.tested_samples:,} test samples",
         )
+        axes.axhline(guessed, color="gray", linestyle="--", label="the same prediction for every sample")
         axes.set_xlabel("samples trained on")
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(f"{len(evaluations)} evaluations, {result.settings.optimizer}")
+        axes.legend(fontsize="small")
+    figure.suptitle(f"Click prediction in the course of training, with {result.settings.optimizer}")

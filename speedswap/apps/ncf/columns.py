@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speedswap.apps.ncf.interactions import IdMap, whole_number
+from speedswap.apps.ncf.layout import DATE
 from speedswap.apps.ncf.lines import Fields
 
 __all__ = ["IdColumn", "Parsed", "RatingColumn", "TimeColumn", "WrongValue"]
@@ -18,9 +18,6 @@ MISSING_WORDS = frozenset(b"|NA|N/A|n/a|#N/A|<NA>|NaN|nan|NULL|null|None|\\N".sp
 """Fields without a value, as programs write them."""
 ZERO, MINUS, POINT = b"0-."
 MOST_DIGITS = 18  # of numbers that all fit into int64
-DATE = re.compile(
-    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?) ?(?:(Z)|([+-])(\d\d):?(\d\d)?)?)?", re.ASCII
-)
 
 
 class WrongValue(Exception):

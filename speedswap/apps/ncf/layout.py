@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from speedswap.apps.errors import RatingsError, SettingsError
 
-__all__ = ["FORM", "NEEDED", "ROLES", "Layout", "check_columns", "find_layout", "shown", "split_line"]
+__all__ = [
+    "DATE",
+    "FIELD_MARK",
+    "FORM",
+    "NEEDED",
+    "ROLES",
+    "Layout",
+    "check_columns",
+    "find_layout",
+    "shown",
+    "split_line",
+]
 
 ROLES = ("user", "item", "rating", "time")
 NEEDED = ("user", "item")
@@ -17,11 +29,16 @@ MOST_DIGITS = 9
 """Of a column's number."""
 NO_COLUMN = "-"
 """Given for a role, it has no column."""
-SEPARATORS = ("::", "\t", ";", "|", ",")
+FIELD_MARK = "\x1f"
+"""Divides the values of JSON lines once they are read."""
+SEPARATORS = (FIELD_MARK, "::", "\t", ";", "|", ",")
 """Of equally good ones the first is taken."""
-FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|' or commas"
+FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|' or commas, or as JSON lines"
 TIME_DIGITS = 8
-"""A third and last column of whole numbers with more digits has times, not ratings."""
+"""Whole numbers with more digits are times, not ratings."""
+DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.\d{1,9})?)?) ?(?:(Z)|([+-])(\d\d):?(\d\d)?)?)?", re.ASCII
+)
 NAMES = {
     "user": "user userid uid username customer customerid client clientid member memberid account accountid visitor "
     "visitorid reviewer reviewerid",
@@ -91,13 +108,18 @@ def find_layout(lines: Sequence[bytes], first_line: int, path: Path, columns: Ma
     best = max(scores, key=lambda separator: scores[separator])
     if scores[best]:
         fields = first[best]
-        return Layout(best, len(fields), tuple(fields), places_by_name(fields, path, columns))
+        places = places_by_name(fields, path, columns)
+        if "time" not in {*places, *columns}:
+            sample = [split_line(line, best) for line in lines[1:]]
+            free = [place for place in range(len(fields)) if place not in places.values()]
+            places |= time_found(sample, free)
+        return Layout(best, len(fields), tuple(fields), places)
     best = max(first, key=lambda separator: evenness(lines, separator))
     fields = first[best]
     named = [name for name in columns.values() if not name.isdecimal() and name != NO_COLUMN]
     if named:
         raise RatingsError(f"{where} has no column {named[0]!r}: give the names in the heading, or numbers from 1")
-    if not columns and not any(map(is_number, fields)):
+    if not columns and not any(is_number(field) or DATE.fullmatch(field) for field in fields):
         raise RatingsError(
             f"{where} may be a heading or not: if it is, give the columns by name, say columns "
             f"user={fields[0]},item={fields[1]}; if not, by number, user=1,item=2"
@@ -185,11 +207,26 @@ def places_by_number(sample: Sequence[Sequence[str]], path: Path, columns: Mappi
             "user=1,item=2,time=4"
         )
     places = {role: place for place, role in enumerate(ROLES[:width])}
-    if width == 3 and all(
-        fields[2].isdecimal() and len(fields[2].lstrip("0")) > TIME_DIGITS for fields in sample if len(fields) == 3
-    ):
-        places["time"] = places.pop("rating")
+    time = time_found(sample, range(2, width)) or time_found(sample, range(2), numbers=False)
+    if time and width > len(NEEDED):
+        others = (place for place in range(width) if place != time["time"])
+        places = dict(zip(ROLES, others, strict=False)) | time
     return {role: place for role, place in places.items() if role not in columns}
+
+
+def time_found(sample: Sequence[Sequence[str]], places: Iterable[int], *, numbers: bool = True) -> dict[str, int]:
+    """Return the time's place: that of the only column of dates, or of numbers too large for ratings."""
+
+    def is_time(text: str) -> bool:
+        large = numbers and text.isdecimal() and len(text.lstrip("0")) > TIME_DIGITS
+        return large or DATE.fullmatch(text) is not None
+
+    found = []
+    for place in places:
+        texts = [fields[place] for fields in sample if len(fields) > place and fields[place]]
+        if texts and all(map(is_time, texts)):
+            found.append(place)
+    return {"time": found[0]} if len(found) == 1 else {}
 
 
 def exact_place(fields: Sequence[str], name: str) -> int | None:

@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speedswap.apps.errors import RatingsError
-from speedswap.apps.ncf.layout import FORM, Layout, shown
+from speedswap.apps.ncf.layout import FIELD_MARK, FORM, Layout, shown
 from speedswap.apps.reading import opened
 
 __all__ = ["Fields", "Piece", "Rows", "read_pieces", "read_rows"]
@@ -25,8 +26,10 @@ CSV_ROWS = 1 << 12
 """More at a time are slower: their lists outlive a pass of the garbage collector."""
 NEWLINE, RETURN, SPACE, TAB = b"\n\r \t"
 USUAL_SPACES = 4
-UNIT = b"\x1f"
+UNIT = FIELD_MARK.encode()
 """Stands for a separator of two characters."""
+LONGEST = 1 << 16
+"""Characters of a JSON value that may be an id; others are reviews and the like."""
 
 
 class Piece(NamedTuple):
@@ -45,13 +48,46 @@ def read_pieces(path: Path) -> Iterator[Piece]:
         RatingsError: the file is missing, damaged, not UTF-8, or has a line of more than 16 MiB.
     """
     first_line = 1
+    keys: list[str] = []
     for text in read_lines(path):
         if first_line == 1:
             check_no_utf16(text, path)
             text = text.removeprefix(codecs.BOM_UTF8)
         check_text(text, path, first_line)
-        yield Piece(text, first_line)
+        if keys or (first_line == 1 and text.lstrip().startswith(b"{")):
+            yield table_of(text, first_line, keys, path)
+        else:
+            yield Piece(text, first_line)
         first_line += text.count(b"\n")
+
+
+def table_of(text: bytes, first_line: int, keys: list[str], path: Path) -> Piece:
+    """Return JSON lines as a table; the first one begins with a heading in line 0, the first object's keys."""
+    lines = list(enumerate(text.decode().removesuffix("\n").split("\n"), first_line))
+    written = io.StringIO()
+    table = csv.writer(written, delimiter=FIELD_MARK, lineterminator="\n")
+    if not keys:
+        keys.extend(next(values_of(line, number, path) for number, line in lines if line.strip()))
+        table.writerow(keys)
+        first_line -= 1
+    for number, line in lines:
+        values = values_of(line, number, path) if line.strip() else None
+        table.writerow([] if values is None else [values.get(key, "") for key in keys])
+    found = written.getvalue().encode(errors="replace")
+    check_text(found, path, first_line)
+    return Piece(found, first_line)
+
+
+def values_of(line: str, number: int, path: Path) -> dict[str, str]:
+    """Return a JSON object's values as they are written, without those that are too long for an id."""
+    try:
+        found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str).items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise RatingsError(
+            f"ratings {path}, line {number}: {shown(line)} is not a JSON object: correct it, or remove it"
+        ) from error
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in found}
+    return {key: text if len(text) <= LONGEST else "" for key, text in texts.items()}
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ import numpy as np
 from speedswap.apps.errors import RatingsError
 from speedswap.apps.ncf.columns import IdColumn, Parsed, RatingColumn, TimeColumn, WrongValue
 from speedswap.apps.ncf.interactions import Interactions, Split, leave_one_out
-from speedswap.apps.ncf.layout import FORM, NEEDED, ROLES, Layout, check_columns, find_layout, shown
+from speedswap.apps.ncf.layout import FIELD_MARK, FORM, NEEDED, ROLES, Layout, check_columns, find_layout, shown
 from speedswap.apps.ncf.lines import Piece, Rows, read_pieces, read_rows
 from speedswap.apps.options import one_of
 
@@ -51,8 +51,10 @@ class Source:
 
     def __str__(self) -> str:
         separator = {"\t": "tabs"}.get(self.separator, repr(self.separator))
+        form = f"divided by {separator}, {'with' if self.heading else 'no'} heading"
+        form = "JSON lines" if self.separator == FIELD_MARK else form
         named = ", ".join(f"{role} is {column}" for role, column in self.columns.items())
-        said = [f"{self.path}: divided by {separator}, {'with' if self.heading else 'no'} heading; {named}"]
+        said = [f"{self.path}: {form}; {named}"]
         if "rating" not in self.columns:
             said.append("no ratings, so that every line counts the same")
         if self.time is None:
@@ -72,18 +74,20 @@ class Source:
 def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing: str = "skip") -> Split:
     """Read ratings, and set each user's latest one apart for testing.
 
-    Lines are divided by tabs, ``::``, ``;``, ``|`` or commas, with a heading or without; the file is UTF-8, plain or
-    gzip. A field may stand between quotes, except with ``::``. Users and items may have any ids: where all ids of
-    a column are whole numbers, they get rows in their order, else in the order of their text. A rating's value has
-    no effect, only its presence. Times are numbers of any unit or ISO dates (UTC without a zone); without them the
-    order of lines stands for time. Memory is some 100 bytes per line, whatever else is in it, and the ids.
+    Lines are divided by tabs, ``::``, ``;``, ``|`` or commas, with a heading or without, or are JSON objects; the file
+    is UTF-8, plain or gzip. A field may stand between quotes, except with ``::``. Users and items may have any ids:
+    where all ids of a column are whole numbers, they get rows in their order, else in the order of their text. A
+    rating's value has no effect, only its presence. Times are numbers of any unit or ISO dates (UTC without a zone);
+    without them the order of lines stands for time. Memory is some 100 bytes per line, whatever else is in it, and the
+    ids.
 
     Args:
         path: the file.
         columns: for ``user``, ``item``, ``rating`` or ``time`` the name of its column in the heading, or its number
             from 1, or ``-`` for a rating or time to be passed over. Others are found by name in the heading, as
             ``user_id``, ``customer``, ``movieId``, ``sku``, ``stars`` or ``timestamp``; without a heading the first
-            columns are user, item, rating and timestamp.
+            columns are user, item, rating and timestamp. Where no name says which column is time, it is the only one
+            of dates or large numbers.
         missing: ``skip`` leaves lines out that lack one of these values (nothing, ``NA``, ``NaN``, ``null``, ``None``,
             ``\\N``) and counts them; ``error`` refuses the first.
 

@@ -81,7 +81,8 @@ class Settings(Options):
     ratings: Path | None = option(
         None,
         "lines of user, item, rating and time, divided by tabs, '::', ';', '|' or commas, with a heading or without, "
-        "plain or gzip, as MovieLens' u.data, ratings.dat and ratings.csv (default: interactions are made up)",
+        "or JSON lines, plain or gzip, as MovieLens' u.data, ratings.dat and ratings.csv (default: interactions are "
+        "made up)",
         type=Path,
         nargs="?",
         metavar="RATINGS",

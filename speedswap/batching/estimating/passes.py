@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ def record(device_type: str, run: Callable[[Recorder], None], passes: int) -> li
     Raises:
         RuntimeError: the profiler gave no complete record in three tries.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each session's begin and end are printed
     for _ in range(3):
         # torch.profiler's own class imports the compiler first: seconds, and 75 MiB.
         with profile(profile_memory=True) as session:

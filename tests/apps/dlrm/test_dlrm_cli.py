@@ -96,6 +96,22 @@ def test_a_run_prints_each_evaluation_and_writes_what_it_found(tmp_path, capsys)
     assert len(json.loads((output / "run.json").read_text())["evaluations"]) == 4
 
 
+@pytest.mark.parametrize("rows, few", [(300, True), (20_000, False)])
+def test_an_evaluation_on_few_samples_is_warned_of(rows, few, tmp_path, capsys):
+    words = f"--generate {rows} --ids 100 --dim 2 --capacity 500 --holdout 10 --device cpu --bottom 2 --top 2".split()
+    assert main(["dlrm", *words, "--output", str(tmp_path)]) == 0
+    err = capsys.readouterr().err
+    assert (
+        "other samples were tested, too few to judge the model: an AUC of chance has a standard error" in err
+    ) == few
+
+
+def test_no_option_has_an_empty_default(capsys):
+    with pytest.raises(SystemExit):
+        main(["dlrm", "--help"])
+    assert "(default: )" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_option_reaches_the_settings(tmp_path):
     options = {
         "holdout": 5,

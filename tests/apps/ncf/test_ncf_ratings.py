@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 
 import numpy as np
 import pytest
@@ -26,6 +27,15 @@ FORMATS = {
     "windows.csv": "\ufeff" + text_of(",", HEADING.replace("\n", "\r\n"), "\r\n"),
     "blank lines": text_of("\t") + "\n\n",
     "no last newline": text_of("\t").rstrip(),
+    "time third": "".join(f"{user},{item},{86400 * time + 10**9},{rating}\n" for user, item, rating, time in ROWS),
+    "dates first": "".join(f"{2000 + time % 1000}-01-01,{user},{item}\n" for user, item, _, time in ROWS),
+    "another name of time": "user,item,when\n" + "".join(f"{row[0]},{row[1]},{row[3] + 10**9}\n" for row in ROWS),
+    "ratings.jsonl": "\n".join(
+        json.dumps(
+            {"text": 'he said "so"\nand', "votes": [0], **dict(zip(HEADING.strip().split(","), row, strict=True))}
+        )
+        for row in ROWS
+    ),
 }
 
 
@@ -98,6 +108,25 @@ def test_what_is_wrong_is_said_with_its_line(name, tmp_path):
         path.write_bytes(content)
     with pytest.raises(RatingsError, match=message):
         read_split(path)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"user": 1', "line 3: '{\"user\": 1' is not a JSON object: correct it, or remove it"),
+        ("[1, 2]", "line 3: '[1, 2]' is not a JSON object"),
+        ('{"user": 1, "item": 2, "time": "soon"}', "line 3: time (column 3 'time') is 'soon', neither a number nor"),
+        ('{"user": "\\u0000", "item": 2, "time": 4}', "line 3 has a byte of zero"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [40, 1 << 22])
+def test_json_lines_that_are_wrong_are_named(line, message, chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    path = tmp_path / "ratings"
+    path.write_text('{"user": 1, "item": 2, "time": 3}\n\n' + line + "\n")
+    with pytest.raises(RatingsError) as refused:
+        read_split(path)
+    assert message in str(refused.value)
 
 
 def test_lines_are_counted_over_pieces(tmp_path, monkeypatch):
