@@ -4,7 +4,9 @@
 #   make test        install into .venv, then every check and every test
 #   make gpu-check   on a machine with a GPU: build, test, sanitize, measure; needs no network and makes no .venv
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
-#   make lint | format | bench | clean
+#   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/
+#   make figures     rewrite the tables of README.md and benchmarks/README.md, and the pictures, from benchmarks/results/
+#   make lint | format | clean
 #
 # PYTHON=python3.12        the Python that makes .venv (3.10 or newer), or that gpu-check uses
 # TORCH_INDEX=https://…    the package index that torch comes from, e.g. the one for a certain CUDA version
@@ -40,7 +42,7 @@ demo test torture: export OMP_WAIT_POLICY ?= passive
 # Hundreds of processes of the tests import the same files, which Python would compile again for each.
 test: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test torture lint format bench gpu-check clean FORCE
+.PHONY: demo test torture lint format bench figures gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -78,6 +80,9 @@ bench: $(VENV)/.stamp-demo
 	    echo "== $$name"; \
 	    $(BIN)/python $$bench --device cpu --json bench-output/$${name#bench_}-cpu.json; \
 	done
+
+figures: $(VENV)/.stamp-demo
+	$(BIN)/python tools/readme_figures.py
 
 gpu-check:
 	$(PYTHON) tools/gpu_check.py --out $(OUT) --seconds $(LIMIT) --parts '$(PARTS)' --commit '$(COMMIT)'

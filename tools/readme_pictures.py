@@ -199,8 +199,8 @@ def steps(colors: dict[str, str], found: dict[str, Any]) -> str:
         f"{work['lookups']:,} lookups in a table of {work['rows']:,} × {work['dim']}; {found['threads']} CPU threads"
     )
     parts = [
-        _text(0, 20, "One training step, in milliseconds (shorter is better)", colors["text"], size=16, bold=True),
-        _text(0, 41, words, colors["muted"], size=13),
+        _text(BAR_X, 20, "One training step, in milliseconds (shorter is better)", colors["text"], size=16, bold=True),
+        _text(BAR_X, 41, words, colors["muted"], size=13),
     ]
     y = 62.0
     for title, bars in groups:
@@ -230,12 +230,14 @@ def disks(colors: dict[str, str], found: dict[str, Any]) -> str:
         groups.append((title, [(name, entry["rows_per_second"]) for name, entry in stores.items()]))
     most = max(rate for _, bars in groups for _, rate in bars)
     size = work["rows"] * work["row_bytes"] / found["limits"]["memory"]
-    words = f"{work['rows']:,} rows of {work['row_bytes']:,} bytes, {size:.0f} times the memory of each store"
+    words = f"{work['rows']:,} rows of {work['row_bytes']:,} bytes: {size:.0f} times the memory that each store may use"
+    legend = "Cold: reads of rows that are in no cache. Uniform, Zipf: steps with ids drawn evenly, or by Zipf's law"
     parts = [
-        _text(0, 20, "Training on disk, thousands of rows per second", colors["text"], size=16, bold=True),
-        _text(0, 41, words, colors["muted"], size=13),
+        _text(BAR_X, 20, "Training on disk, thousands of rows per second", colors["text"], size=16, bold=True),
+        _text(BAR_X, 41, words, colors["muted"], size=13),
+        _text(BAR_X, 59, legend, colors["muted"], size=13),
     ]
-    y = 62.0
+    y = 80.0
     for title, bars in groups:
         parts.append(_text(BAR_X - 16, y + 15, title, colors["text"], bold=True, anchor="end"))
         for name, rate in bars:
