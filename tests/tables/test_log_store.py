@@ -497,7 +497,7 @@ def test_a_commit_that_is_held_can_be_opened_until_it_is_let_go(make: Callable[.
 
 
 def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speedswap.Table], tmp_path: Path) -> None:
-    """Its rows are written over then, which is no damage."""
+    """Its rows are written over then: they are not damaged."""
     table = make(rows=2000, dim=64, cache_bytes=1)
     table.scatter(torch.arange(2000), torch.ones(2000, 64))
     with table.lock:
