@@ -843,10 +843,12 @@ def test_state_without_its_step_count_starts_over_and_says_so(tmp_path: Path, ca
     table = speedswap.Table.open(tmp_path / "items")
     table.attributes.clear()  # as after a process that never came to flush or close
     again = speedswap.Embedding(ROWS, DIM, table=table)
-    speedswap.attach(torch.optim.Adam(again.parameters()), again)
-    assert "'items' has state of an earlier run (exp_avg, exp_avg_sq)" in caplog.text
+    optimizer = torch.optim.Adam(again.parameters())
+    speedswap.attach(optimizer, again)
     assert torch.equal(table.read(), weights)
     assert not table.read(column="exp_avg").any()
+    train(again, optimizer)
+    assert "'items' has state of an earlier run (exp_avg, exp_avg_sq)" in caplog.text
     table.close()
 
 

@@ -262,7 +262,7 @@ def test_scalars_of_an_older_table_that_are_damaged_are_missed_aloud(
     assert older == (path / "MANIFEST").read_bytes()
     with speedswap.Table.open(path) as table:
         items = over(table)
-        speedswap.attach(torch.optim.NAdam(items.parameters()), items)
+        train(items, torch.optim.NAdam(items.parameters()), range(1))
     assert "its step count may be of an earlier step than its state (exp_avg, exp_avg_sq)" in caplog.text
 
 
