@@ -34,7 +34,7 @@ from speedswap.swapping.scoring import Scored, read_rows, top_rows
 from speedswap.swapping.sharded_scoring import top_rows_of_ranks
 from speedswap.swapping.sharded_step import Lent, ShardedStep
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
-from speedswap.swapping.whole_rows import HandedOut, is_divided, read_all, write_all
+from speedswap.swapping.whole_rows import HandedOut, MapBytes, is_divided, read_all, write_all
 from speedswap.tables import Block, IdMap, Table, is_single_key
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments
@@ -743,7 +743,7 @@ class TableModule(nn.Module):
                 self._handed_out.warn_if_changed(self.table)
             self._handed_out = None if rows.is_inference() or is_divided(rows) else HandedOut(rows)
         if self.id_map is not None:
-            destination[prefix + "id_map"] = self.id_map.whole_bytes()
+            destination[prefix + "id_map"] = self.id_map.whole_bytes().as_subclass(MapBytes)
 
     @of_all_ranks
     def _load_from_state_dict(

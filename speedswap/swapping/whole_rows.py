@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from speedswap.collectives import RankGroup
 
-__all__ = ["HandedOut", "is_divided", "read_all", "write_all"]
+__all__ = ["HandedOut", "MapBytes", "is_divided", "read_all", "write_all"]
 
 _PIECE_BYTES = 8 << 20
 
@@ -96,6 +96,26 @@ class HandedOut:
                 "table is as before: load the state_dict, or write rows with embedding.table.write; if that was an "
                 f"EMA, {AVERAGE_OTHERS}"
             )
+
+
+class MapBytes(Tensor):
+    """An id map in a state_dict, which torch.distributed.checkpoint saves as an object.
+
+    It loads a tensor only where one of the same shape is, but a map's bytes are as many as its keys take.
+    """
+
+    def __create_write_items__(self, name: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+        from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.as_subclass(Tensor)  # so that files do not name this class
+        return plain.__reduce_ex__(protocol)
 
 
 def is_divided(value: object) -> bool:

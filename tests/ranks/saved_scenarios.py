@@ -24,8 +24,9 @@ from speedswap.errors import CheckpointError, PeerError
 ROWS, DIM = 2100, 4
 
 
-def training(group, path=None, **settings):
+def training(group, path=None, *, keyed=False, **settings):
     """Return model and optimizer; without a group those of one process."""
+    settings |= {"id_map": speedswap.IdMap(ROWS - 1), "padding_idx": None} if keyed else {}
     torch.manual_seed(0)
     options = {"local_to_rank": True} if group is None else {"process_group": group, "reduction": "sum", "path": path}
     made = {"padding_idx": 3, "seed": 5, "dtype": torch.float64, **options, **settings}
@@ -39,7 +40,7 @@ def train(model, optimizer, steps, group=None):
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     for step in steps:
         generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(ROWS, (20, 2), generator=generator)[rank::size]
+        ids = torch.randint(ROWS, (20, 2), generator=generator).tensor_split(size)[rank]
         optimizer.zero_grad()
         model["head"](model["rows"](ids).prod(1)).square().sum().backward()
         if group is not None:
@@ -114,9 +115,9 @@ def fail(group, folder, kind, rank):
     return raised, found, off_by(model, 2), sorted(os.listdir(folder))
 
 
-def save_distributed(group, folder):
+def save_distributed(group, folder, keyed):
     """Save with torch.distributed.checkpoint, and show that a file of a part is refused."""
-    model, optimizer = training(group)
+    model, optimizer = training(group, keyed=keyed)
     train(model, optimizer, range(3), group)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=folder, process_group=group)
@@ -131,14 +132,14 @@ def save_distributed(group, folder):
     return refused, torch.equal(part.full_tensor(), model["rows"].read()), tuple(part.shape), len(whole)
 
 
-def load_distributed(group, folder):
+def load_distributed(group, folder, keyed):
     """Load with torch.distributed.checkpoint and go on."""
-    model, optimizer = training(group)
+    model, optimizer = training(group, keyed=keyed)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     train(model, optimizer, range(3, 5), group)
-    return off_by(model, 5)
+    return off_by(model, 5, keyed=keyed)
 
 
 def load_plain(group, state, optimizer_state):

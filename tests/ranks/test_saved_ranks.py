@@ -100,21 +100,22 @@ def test_damaged_checkpoint_is_an_error_of_all(ranks: RankPool, tmp_path: Path) 
     assert largest(each[2] for each in found) <= EXACT
 
 
-def test_distributed_checkpoint_of_four_ranks_loads_anywhere(ranks: RankPool, tmp_path: Path) -> None:
-    """On three, on five, on one of a job, and in a process without one; and back."""
+@pytest.mark.parametrize("keyed", [False, True])
+def test_distributed_checkpoint_of_four_ranks_loads_anywhere(keyed: bool, ranks: RankPool, tmp_path: Path) -> None:
+    """On three, on five, on one of a job, and in a process without one; and back. Id maps have any number of bytes."""
     folder = str(tmp_path / "four")
-    found = ranks.run(scenarios.save_distributed, 4, folder)
-    assert all(each == (3, True, (scenarios.ROWS, scenarios.DIM), 3) for each in found)
+    found = ranks.run(scenarios.save_distributed, 4, folder, keyed)
+    assert all(each == (3, True, (scenarios.ROWS, scenarios.DIM), 3 + keyed) for each in found)
     for size in (3, 5, 1):
-        assert largest(ranks.run(scenarios.load_distributed, size, folder)) <= EXACT
-    model, optimizer = scenarios.training(None)
+        assert largest(ranks.run(scenarios.load_distributed, size, folder, keyed)) <= EXACT
+    model, optimizer = scenarios.training(None, keyed=keyed)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(states, checkpoint_id=folder, no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-    assert largest([scenarios.off_by(model, 3)]) <= EXACT
+    assert largest([scenarios.off_by(model, 3, keyed=keyed)]) <= EXACT
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.save(states, checkpoint_id=tmp_path / "one", no_dist=True)
-    assert largest(ranks.run(scenarios.load_distributed, 4, str(tmp_path / "one"))) <= EXACT
+    assert largest(ranks.run(scenarios.load_distributed, 4, str(tmp_path / "one"), keyed)) <= EXACT
 
 
 def test_state_dict_of_one_process_loads_on_ranks(ranks: RankPool) -> None:
