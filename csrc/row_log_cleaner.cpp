@@ -72,13 +72,15 @@ void RowLog::serve_cleaner() {
         if (monitor_.stopping || monitor_.error) return;
         const int64_t emptiest = segments_.emptiest();
         cleaning_ = true;
+        bool cleaned = false;
+        const uint64_t commit = durable_.commit;
         try {
-            if (emptiest < 0 || !clean(lock, uint32_t(emptiest))) cleaner_blocked_ = true;
+            cleaned = emptiest >= 0 && clean(lock, uint32_t(emptiest));
         } catch (...) {
             // Cleaning can be left; a write that failed ends everything by itself.
             if (!lock.owns_lock()) lock.lock();
-            cleaner_blocked_ = true;
         }
+        cleaner_blocked_ |= !cleaned && durable_.commit == commit;  // else there may be room by now
         cleaning_ = false;
         monitor_.changed.notify_all();
     }

@@ -23,6 +23,8 @@ from torture.reference import OPTIMIZERS, Reference, batch
 
 from speedswap import Column, Embedding, Table, init
 from speedswap.errors import TableError, TableFormatError, TableFullError
+from speedswap.kernels import RowLog
+from speedswap.tables.disk.commits import LogCommits
 
 ROWS, DIM = 40_000, 32
 
@@ -214,6 +216,30 @@ def test_a_scatter_of_several_pieces_is_whole_or_not_there(tmp_path: Path, dim: 
     table.close()
     with Table.open(tmp_path / "t", "r") as again:
         assert torch.equal(again.read()[:, 0], found)
+
+
+def test_room_that_a_commit_made_before_it_was_looked_for_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit under way frees room between the error of a write and the look at what can be freed."""
+    table = Table.create(20_000, 64, path=tmp_path / "t", commit_every=1, cache_bytes=2**20)
+    table.write(0, torch.ones(20_000, 64))
+    table.store.reserve_rows(14_000)
+    table.flush()
+    free_room, looks = LogCommits.free_room, list[bool]()
+
+    def late(commits: LogCommits, log: RowLog) -> bool:
+        looks.append(free_room(commits, log))
+        return free_room(commits, log)
+
+    monkeypatch.setattr(LogCommits, "free_room", late)
+    table.store.log.fail("allocate", 0, errno.ENOSPC, times=10**6)
+    for step in range(30):
+        rows = torch.randperm(20_000, generator=torch.Generator().manual_seed(step))[:1500]
+        table.scatter(rows, torch.full((1500, 64), float(step)))
+    assert any(looks)
+    table.store.log.fail("allocate", 0, 0, times=0)
+    table.close()
 
 
 def test_a_piece_without_room_is_neither_committed_nor_called_no_change(tmp_path: Path) -> None:

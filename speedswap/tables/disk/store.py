@@ -100,13 +100,16 @@ class LogStore(LogColumns):
         """
         was_changed, self._commits.changed = self._commits.changed, True
         self._commits.step_bytes += rows * self._cache.group_bytes
+        goes_on = not was_changed
         while True:
             try:
                 return change()
             except TableFullError:  # before anything has changed
                 self._commits.changed = was_changed
-                if was_changed or not self._commits.free_room(self._cache.log):
+                if not goes_on:
                     raise
+                # Tried again even if this frees nothing: a commit under way may have done so since the error.
+                goes_on = self._commits.free_room(self._cache.log)
                 self._commits.changed = True
 
     def _rounded(self, column: Column, rows: Tensor, block: Tensor) -> Tensor:
