@@ -270,7 +270,10 @@ class TableModule(nn.Module):
     def _keyed_by(self, id_map: IdMap | None) -> KeyedRows | None:
         if id_map is None:
             return None
+        is_new = self.table.id_map is None
         self.table.set_id_map(id_map)
+        if is_new and self.table.ranks is None:
+            self.table.flush()  # no kill leaves rows on disk without their map, to be looked up by keys as ids
         assert self.table.id_map is not None
         return KeyedRows(self.table.id_map, self.table, self._step)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import shutil
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -386,3 +388,12 @@ def test_a_worker_looks_up_and_does_not_add(method: str) -> None:
     with pytest.raises(IdMapError, match="only looks up here; add keys in the process that trains"):
         list(DataLoader(batches, collate_fn=users.add, **settings))  # type: ignore[arg-type]
     assert len(users) == 2
+
+
+def test_process_that_is_killed_before_its_first_commit_leaves_the_map(tmp_path: Path) -> None:
+    """Rows on disk without their map would be looked up by keys as if these were ids."""
+    items = speedswap.Embedding(9, 2, id_map=speedswap.IdMap(8), path=tmp_path / "items")
+    shutil.copytree(tmp_path / "items", tmp_path / "left")
+    left = speedswap.Embedding(9, 2, table=speedswap.Table.open(tmp_path / "left"))
+    assert left.id_map is not None
+    assert left.id_map.capacity == items.id_map.capacity == 8
