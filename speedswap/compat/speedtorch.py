@@ -30,9 +30,10 @@ Differences:
   ``getNumpyVersion`` and the saved arrays are by name: ``{"exp_avg": …}``.
 * Files. ``saveCupy`` writes ``.npy``, and ``.npz`` for optimizers; nothing is pickled and no pickles are read.
   ``saveTorch`` writes with ``torch.save`` from the CPU; ``loadTorch`` reads with ``weights_only=True``. A collection of
-  an ``…MM`` class is a directory, ``<diskname><number>.memmap``, with the first free number, and its rows are read and
-  written there rather than loaded; ``loadCupy`` of that directory continues with it. Its pages are never pinned,
-  so ``CPUPinn`` is ignored.
+  an ``…MM`` class is a directory, ``<diskname><number>.memmap``, with the first free number, and ``.npy`` files of the
+  weights or of each state, which NumPy opens and in which rows are read and written; ``loadCupy`` of that directory
+  continues with it. Its pages are never pinned, so ``CPUPinn`` is ignored. For tables that survive a kill between two
+  steps, give :class:`speedswap.ModelFactory` a ``diskname``.
 * ``DataGadgetMM`` maps its ``.npy`` file itself, so that ``insertData`` changes the file.
 * ``getData`` and ``insertData`` take NumPy's and CuPy's indexes: arrays, slices, masks, None, Ellipsis, and tuples of
   these with NumPy's meaning: rows by number are a list or an array. A row is never counted from the end, and a

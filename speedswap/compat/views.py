@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
+from speedswap.compat.npy_files import NpyStore
 from speedswap.swapping import OptimizerFactory
 from speedswap.swapping.switchers.collection import Collection
-from speedswap.tables import Column, LocalStore, Table
+from speedswap.tables import Column, Table
 from speedswap.tables.init import Initializer
 from speedswap.tables.whole_table import as_numpy
 
@@ -59,7 +60,7 @@ class CupyMethods(Collection):
 
 
 class DiskMethods(Collection):
-    """A collection in the first free directory ``<diskname><number>.memmap``."""
+    """A collection in the first free directory ``<diskname><number>.memmap``, with a ``.npy`` file per column."""
 
     diskname: str | os.PathLike[str]
     fileName: str
@@ -72,12 +73,15 @@ class DiskMethods(Collection):
         return Path(self.fileName)
 
     def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
+        assert path is not None
         weight = Column("weight", (self.width,), self.row_dtype, init)
-        name, storage = self.name, "disk"
-        return Table(LocalStore.create(self.num_rows, weight, storage=storage, path=path, seed=seed, name=name))
+        return Table(NpyStore.create_in(path, self.num_rows, weight, seed, self.name))
+
+    def open_table(self, path: Path) -> Table:
+        return Table(NpyStore.opened_at(path, self.num_rows, self.table_columns(), self.name))
 
     def getCupyMM(self) -> Any:
-        """Return the collection itself as a NumPy array over its file, which then takes its full size on disk."""
+        """Return the collection itself as a NumPy array over its file."""
         return _one_or_all(self, {name: view.numpy() for name, view in _views(self).items()})
 
     @property

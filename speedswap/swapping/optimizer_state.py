@@ -252,13 +252,6 @@ class OptimizerState:
                 )
             if resumes:
                 self._recall_scalars(optimizer, noted["scalars"])
-                if self.table.attributes_lag:
-                    self._warning = (
-                        f"table {self.table.name!r} was not closed by the process that wrote it, and its step count "
-                        f"may be of an earlier step than its state "
-                        f"({', '.join(column.name for column in self._row_state.columns)}); to begin with a state that "
-                        "goes together, load one with load_state_dict"
-                    )
             self._take_state_of(optimizer)
 
     def warn(self) -> None:

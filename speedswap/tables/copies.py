@@ -26,9 +26,7 @@ def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
     """
     kind = storages.resolve_storage(storage or "auto", None)
     engine = storages.resolve_engine(engine, storage or "auto", kind)
-    groups = RecordGroups(
-        source.num_embeddings, kind, source.seed, source.name, None, engine=engine, writes=source.writes
-    )
+    groups = RecordGroups(source.num_embeddings, kind, source.seed, source.name, engine=engine, writes=source.writes)
     groups.add_unfilled(list(source.columns.values()))
     (group,) = groups
     fresh = FreshRows(source.initial_layout, 1, source.num_embeddings, source.seed)
@@ -40,6 +38,6 @@ def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
         parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
         kernels.scatter_records(group.records(), rows, parts)
     attributes, id_maps = source.notes()
-    copied = LocalStore(groups, attributes, attributes_lag=source.attributes_lag)
+    copied = LocalStore(groups, attributes)
     copied.id_maps.update(copy.deepcopy(id_maps))
     return copied

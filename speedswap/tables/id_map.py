@@ -413,15 +413,12 @@ class IdMap(Locked):
         return self.to_bytes()
 
     @classmethod
-    def from_bytes(
-        cls, raw: Tensor, *, frozen: bool = False, left_open: bool = False, what: str = "the id map"
-    ) -> IdMap:
+    def from_bytes(cls, raw: Tensor, *, frozen: bool = False, what: str = "the id map") -> IdMap:
         """Return the map that :meth:`to_bytes` described.
 
         Args:
             raw: uint8, shape (n,).
             frozen: True for one that only looks up.
-            left_open: True if rows that have no key may hold values in the table, whose process did not close it.
             what: the bytes' place, for messages.
 
         Raises:
@@ -435,20 +432,17 @@ class IdMap(Locked):
             tensor([2, 0])
         """
         saved = keys_file.decode(raw.detach().cpu().contiguous(), what)
-        return cls.of_saved(saved, frozen=frozen, left_open=left_open, what=what)
+        return cls.of_saved(saved, frozen=frozen, what=what)
 
     @classmethod
-    def of_saved(
-        cls, saved: keys_file.SavedMap, *, frozen: bool = False, left_open: bool = False, what: str = "the id map"
-    ) -> IdMap:
+    def of_saved(cls, saved: keys_file.SavedMap, *, frozen: bool = False, what: str = "the id map") -> IdMap:
         """Return a map that was read; arguments and errors as of :meth:`from_bytes`."""
         found = cls(**saved.settings)
         if saved.own_rows is not None:
-            found.part = saved._replace(free_rows_are_stale=saved.free_rows_are_stale | left_open)
+            found.part = saved
             return found
         found._adopt(saved, keys_file.restored(saved, what))
         found._is_frozen = frozen
-        found._free_rows_are_stale |= left_open
         return found
 
     def restore(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> None:

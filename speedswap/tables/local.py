@@ -1,4 +1,4 @@
-"""Records in this machine's memory: on a GPU, in host memory, or in a file."""
+"""Records in this machine's memory: on a GPU or in host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +16,10 @@ from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.block import Block
 from speedswap.tables.disk.layout import is_lazy
-from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.inspection import Checked, check_data
-from speedswap.tables.files.manifest import Manifest, require_size
-from speedswap.tables.files.persistence import Persistence, read_scalars
+from speedswap.tables.files.manifest import require_size
 from speedswap.tables.groups import RecordGroups
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.memory import host as storages
-from speedswap.tables.memory.file import FileMemory
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Column
 from speedswap.tables.record_group import RecordGroup
@@ -37,13 +32,14 @@ _Moves = list[tuple[RecordGroup, list[kernels.Part]]]
 
 
 class LocalStore(RowStore):
-    """Records in device, pinned or pageable memory, or in a mapped file. :meth:`create` and :meth:`open` make one.
+    """Records in device, pinned or pageable memory.
 
-    Rows in a file outlive the process once they were written, and a power cut once they were flushed. A step over
-    several stores that is cut off may have reached only some of them.
+    Args:
+        groups: the memory.
+        attributes: plain data kept with the rows.
     """
 
-    def __init__(self, groups: RecordGroups, attributes: dict[str, Any], *, attributes_lag: bool = False) -> None:
+    def __init__(self, groups: RecordGroups, attributes: dict[str, Any]) -> None:
         self._groups = groups
         self.num_embeddings = groups.num_embeddings
         self.storage = groups.storage
@@ -51,10 +47,8 @@ class LocalStore(RowStore):
         self.seed = groups.seed
         self.name = groups.name
         self.attributes = attributes
-        self.attributes_lag = attributes_lag
         self._pending = PendingTransfers()
-        self._persistence = Persistence(groups, attributes, self.id_maps)
-        self.live_attributes = self._persistence.live
+        self.live_attributes = {}
         self._closed = False
         self._owner_pid = os.getpid()
         self._replaces_memory = False  # a process forked meanwhile is left without any
@@ -67,7 +61,6 @@ class LocalStore(RowStore):
         *,
         storage: str = "auto",
         engine: str = "auto",
-        path: str | os.PathLike[str] | None = None,
         seed: int = 0,
         name: str | None = None,
     ) -> LocalStore:
@@ -77,64 +70,30 @@ class LocalStore(RowStore):
             num_embeddings: rows, at least 1.
             weight: the first column.
         """
-        kind = storages.resolve_storage(storage, path)
+        kind = storages.resolve_storage(storage, None)
         engine = storages.resolve_engine(engine, storage, kind)
         require_size(num_embeddings, [weight])
-        directory = TableDirectory.create(Path(path)) if path is not None else None
-        name = name or (directory.path.name if directory is not None else "table")
-        groups = RecordGroups(num_embeddings, kind, seed, name, directory, engine=engine, written=weight.init.is_given)
-        try:
-            groups.add([weight], lambda: groups.save_manifest({}))
-            if directory is not None:
-                directory.publish()
-        except BaseException:
-            if directory is not None:
-                directory.remove()
-            raise
+        groups = RecordGroups(num_embeddings, kind, seed, name or "table", engine=engine, written=weight.init.is_given)
+        groups.add([weight])
         return cls(groups, {})
-
-    @classmethod
-    def opened(cls, directory: TableDirectory, manifest: Manifest, memories: Sequence[FileMemory]) -> LocalStore:
-        """Return the store of a directory that was opened."""
-        groups = RecordGroups(
-            manifest.num_embeddings,
-            "disk",
-            manifest.seed,
-            manifest.name,
-            directory,
-            written=manifest.written,
-            writes=manifest.writes,
-        )
-        groups.open(manifest.segments, memories)
-        groups.key_files = manifest.id_maps
-        try:
-            attributes, lag = read_scalars(directory, manifest.attributes)
-            store = cls(groups, attributes, attributes_lag=lag)
-            store._persistence.read_id_maps(frozen=not directory.writable)
-            if directory.writable:
-                store._persistence.take_scalars()
-        except BaseException:
-            groups.close()
-            raise
-        return store
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
-            storage, engine = ("auto" if self.path is not None else self.storage), self.engine
+            storage, engine = self.storage, self.engine
             kind = storages.resolve_storage(storage, None)
         else:
             kind = storages.resolve_storage(storage, None)
             engine = storages.resolve_engine(engine, storage, kind)
         self.drain()
-        self._persistence.note_attributes()
         for group in self._groups:
             group.memory.settle()
         groups = RecordGroups(
-            self.num_embeddings, kind, self.seed, self.name, None, engine=engine, writes=self._groups.writes
+            self.num_embeddings, kind, self.seed, self.name, engine=engine, writes=self._groups.writes
         )
         groups.copy(self._groups)
-        copied = type(self)(groups, copy.deepcopy(self.attributes), attributes_lag=self.attributes_lag)
-        copied.id_maps.update(copy.deepcopy(self.id_maps))
+        attributes, id_maps = self.notes()
+        copied = LocalStore(groups, attributes)
+        copied.id_maps.update(copy.deepcopy(id_maps))
         return copied
 
     # ------------------------------------------------------------------ description
@@ -152,14 +111,6 @@ class LocalStore(RowStore):
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self._groups)
 
-    def facts(self) -> dict[str, Any]:
-        if self.path is None:
-            return {}
-        return {"touched_rows": "not known" if self._groups.written else 0, "access": "a mapping of the files"}
-
-    def verify(self, advance: Callable[[float], object]) -> Checked:
-        return super().verify(advance) if self.path is None else check_data(self.path, advance)
-
     @property
     def writes(self) -> int:
         return self._groups.writes
@@ -175,15 +126,6 @@ class LocalStore(RowStore):
     def pinned(self) -> bool:
         return any(group.memory.pinned for group in self._groups)
 
-    @property
-    def path(self) -> Path | None:
-        directory = self._groups.directory
-        return directory.path if directory is not None else None
-
-    def lives_at(self, path: str | os.PathLike[str]) -> bool:
-        directory = self._groups.directory
-        return directory is not None and directory.lives_at(Path(path))
-
     def is_backed_by(self, memory: Tensor) -> bool:
         pointer = memory.untyped_storage().data_ptr()
         return any(group.memory.bytes.untyped_storage().data_ptr() == pointer for group in self._groups)
@@ -196,34 +138,25 @@ class LocalStore(RowStore):
             )
         if os.getpid() != self._owner_pid:
             self._check_fork(writing)
-        directory = self._groups.directory
-        if writing and directory is not None and not directory.writable:
-            raise TableClosedError(f"table {self.name!r} was opened with mode='r'; open it with mode='r+' to write")
-        before = self._groups.key_files
-        has_changed = self._groups.follow(self.attributes)
-        if self._groups.key_files is not before and self._groups.key_files != before:
-            self._persistence.read_id_maps(frozen=True)
-        if has_changed:
-            self._pending.make_stale()
-        return has_changed
+        return False
 
     def _check_fork(self, writing: bool) -> None:
         """Raise if a forked process cannot use this store."""
         if self._replaces_memory:
             raise TableClosedError(
                 f"table {self.name!r} was being changed by process {self._owner_pid} when this one was forked from it; "
-                "open its path here with mode='r', or fork at another time"
+                "fork at another time"
             )
         if self._pending.writes():  # which never arrive here
             raise TableClosedError(
                 f"rows were on their way to table {self.name!r} in process {self._owner_pid} when this one was forked "
-                "from it; open its path here with mode='r', or fork at another time"
+                "from it; fork at another time"
             )
         if writing or self.pinned:
             raise TableClosedError(
                 f"table {self.name!r} belongs to process {self._owner_pid}; a forked process can "
                 + ("not see its pinned memory" if self.pinned else "only read it")
-                + "; pass the path of a table on disk instead and open it there with mode='r'"
+                + "; keep the table on disk (path=), and open its path there with mode='r'"
             )
 
     # ------------------------------------------------------------------ batches of rows
@@ -394,11 +327,9 @@ class LocalStore(RowStore):
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         group = self._groups.of(column)
-        if device is not None:
-            group.memory.expect(start * group.layout.stride, stop * group.layout.stride)
-            if self.columns[column].compact or group.memory.device != device:
-                ids = torch.arange(start, stop, device=group.memory.device)
-                return self.gather(ids, [column], device).columns[column]
+        if device is not None and (self.columns[column].compact or group.memory.device != device):
+            ids = torch.arange(start, stop, device=group.memory.device)
+            return self.gather(ids, [column], device).columns[column]
         self.drain()
         group.memory.settle()
         return group.read(column, start, stop)
@@ -417,29 +348,13 @@ class LocalStore(RowStore):
         columns = self.columns
         if not self._groups.written and all(is_lazy(column) for column in columns.values()):
             return
-        for start, stop in self._ranges():
+        for start in range(0, self.num_embeddings, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, self.num_embeddings)
             rows = torch.arange(start, stop)
             yield (
                 rows,
                 {name: self._groups.of(name).bytes_of(name)[start:stop].to(_CPU).contiguous() for name in columns},
             )
-
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the first and last row of pieces that are more than holes in a file, or memory as a whole."""
-        ends = [
-            (start // group.layout.stride, -(-stop // group.layout.stride))
-            for group in self._groups
-            for start, stop in (
-                group.memory.data_ranges()
-                if all(column.init.is_zero for column in self.columns.values())
-                else [(0, group.nbytes)]
-            )
-        ]
-        done = 0
-        for first, last in sorted(ends):
-            for start in range(max(first, done), last, CHUNK_ROWS):
-                yield start, min(start + CHUNK_ROWS, last)
-            done = max(done, last)
 
     def view(self, column: str) -> Tensor:
         group = self._groups.of(column)
@@ -451,7 +366,7 @@ class LocalStore(RowStore):
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         with self._replacing_memory():
-            self._groups.add(columns, self._persistence.save_manifest)
+            self._groups.add(columns)
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         self._change_in_place()
@@ -467,13 +382,7 @@ class LocalStore(RowStore):
 
     def _mark_written(self) -> None:
         """Note that rows are about to change."""
-        if not self._groups.written:
-            self._groups.written = True
-            try:
-                self._persistence.save_manifest()
-            except BaseException:
-                self._groups.written = False  # the manifest may not say so, and no row will change
-                raise
+        self._groups.written = True
 
     @contextmanager
     def _replacing_memory(self) -> Iterator[None]:
@@ -489,36 +398,14 @@ class LocalStore(RowStore):
 
     # ------------------------------------------------------------------ lifetime
 
-    def flush(self) -> None:
-        if self._persistence.is_needed:
-            self.drain()
-            self._persistence.flush()
-
-    def flush_at_end(self) -> None:
-        # A directory that was removed meanwhile stays removed.
-        directory = self._groups.directory
-        if self._closed or not self._persistence.is_needed or directory is None or not directory.exists:
-            return
-        if not kernels.in_transfer_thread():  # as the garbage collector may be, in the very thread that writes
-            self.drain()
-        self._persistence.flush()
-
     def close(self) -> None:
         if os.getpid() != self._owner_pid:
             self._closed = True
             return
-        failures = []
-        for last in () if self._closed else (self.drain, self.flush):
-            try:
-                last()
-            except Exception as error:  # which does not keep the rest from being closed
-                failures.append(error)
-        with self._replacing_memory():
-            self._closed = True
-            self._groups.close()
-        if failures:
-            raise failures[0]
-
-    def remove(self) -> None:
-        if self._groups.directory is not None:
-            self._groups.directory.remove()
+        try:
+            if not self._closed:
+                self.drain()
+        finally:
+            with self._replacing_memory():
+                self._closed = True
+                self._groups.close()

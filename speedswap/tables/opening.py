@@ -10,15 +10,13 @@ from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files.directory import LogFiles, TableDirectory
-from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.manifest import Manifest
+from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import host as storages
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 
-__all__ = ["convert", "create_store", "open_store", "save_copy", "save_store"]
+__all__ = ["create_store", "open_store", "save_copy", "save_store"]
 
 _log = logging.getLogger("speedswap")
 _SAVE_BYTES = 64 * 2**20
@@ -80,11 +78,6 @@ def open_store(
         return _of_last_commit(sharded, commit)
     for last in (*[False] * _TRIES, True):
         directory, manifest, contents = TableDirectory.open(Path(path), writable=mode == "r+")
-        if not isinstance(manifest, LogManifest):
-            assert isinstance(manifest, Manifest)
-            assert not isinstance(contents, LogFiles)
-            return _of_last_commit(LocalStore.opened(directory, manifest, contents), commit)
-        assert isinstance(contents, LogFiles)
         try:
             return LogStore(directory, manifest, contents, disk, commit)
         except TableFormatError:
@@ -145,39 +138,3 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
         target.flush()
     finally:
         target.close_log()
-    if source.attributes_lag:
-        _log.warning(
-            "table %r was not closed by the process that wrote it, and its attributes, such as an optimizer's step "
-            "count, may be of an earlier step than its rows; to train on with a state that goes together, load one "
-            "with load_state_dict: the new table at %s does not warn of it again",
-            source.name,
-            directory.path,
-        )
-
-
-def convert(path: str | os.PathLike[str]) -> bool:
-    """Write a table of an older format anew in its place, in the present one; at every instant a table is there.
-
-    Args:
-        path: the table's directory.
-
-    Returns:
-        Whether it was of an older format; tables of ranks never are.
-
-    Raises:
-        FileNotFoundError, TableFormatError, TableBusyError: as :meth:`Table.open` does.
-        TableFullError: the disk has no room for both. The table is unchanged.
-    """
-    from speedswap.tables.ranks.in_files import read_manifest
-
-    if read_manifest(Path(path)) is not None:
-        return False
-    if isinstance(TableDirectory.open(Path(path), writable=False)[1], LogManifest):
-        return False
-    with TableDirectory.replacing(Path(path), overwrite=True) as copied:
-        source = open_store(path, "r")
-        try:
-            save_store(source, copied)
-        finally:
-            source.close()
-    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,6 @@ class RecordGroup:
     memory: Memory
     num_embeddings: int
     engine: str = "auto"
-    file: str | None = None  # in the directory of a table on disk
     _records: kernels.Records | None = field(default=None, init=False)
 
     @property
@@ -108,16 +107,13 @@ class RecordGroup:
         for first in range(start, stop, rows):
             yield slice(first, min(first + rows, stop))
 
-    def fill(
-        self, columns: Sequence[Column], seed: int, holders: Mapping[str, RecordGroup], advance: Callable[[int], object]
-    ) -> None:
+    def fill(self, columns: Sequence[Column], seed: int, holders: Mapping[str, RecordGroup]) -> None:
         """Write the initial values of some of the columns.
 
         Args:
             columns: columns of this group.
             seed: the table's.
             holders: the group of every column of the table, for columns that start as a copy of another one.
-            advance: called with the number of rows done.
         """
         if not columns:
             return
@@ -127,7 +123,6 @@ class RecordGroup:
                 is_here = column.zero_row is not None and rows.start <= column.zero_row < rows.stop
                 if is_here and not column.init.is_given:  # before another column copies it
                     self.bytes_of(column.name)[column.zero_row] = 0
-            advance(rows.stop - rows.start)
 
     def _fill(self, column: Column, seed: int, holders: Mapping[str, RecordGroup], rows: slice) -> None:
         if isinstance(column.init, CopyOf):

@@ -74,7 +74,6 @@ class RowStore(ABC):
         attributes: plain data kept with the rows.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             one that returns None leaves the attribute as it is. They must not hold the table.
-        attributes_lag: whether the attributes may be of an earlier step than the rows, as they were found.
         version: goes up whenever rows or columns may have changed, through any table over these rows.
         reads_copies: whether :meth:`read` returns memory of its own, never a view of the store's.
         stays_at: the commit that is read, of a store that was opened to read one and does not follow later ones.
@@ -90,7 +89,6 @@ class RowStore(ABC):
     name: str
     attributes: dict[str, Any]
     live_attributes: dict[str, Callable[[], Any]]
-    attributes_lag: bool
     version: int = 0
     changes: ChangedRows | None = None  # since `track_changes` was last called
     is_viewed: bool = False  # rows may change without a call, through a tensor over their memory
@@ -438,7 +436,7 @@ class WrappedStore(RowStore):
         self.num_embeddings, self.storage, self.engine = inner.num_embeddings, inner.storage, inner.engine
         self.seed, self.name = inner.seed, inner.name
         self.attributes, self.live_attributes = inner.attributes, inner.live_attributes
-        self.attributes_lag, self.reads_copies = inner.attributes_lag, inner.reads_copies
+        self.reads_copies = inner.reads_copies
         self.group = inner.group
         self.locked = inner.locked
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import shutil
 
@@ -17,22 +16,18 @@ from speedswap import Column, IdMap, Table, init
 from speedswap.cli import main
 
 
-@pytest.fixture(params=["memmap", "disk"])
-def path(request, tmp_path):
-    """A table of 1,000 rows with an optimizer's column, an id map and attributes, in either kind of files."""
+@pytest.fixture
+def path(tmp_path):
+    """A table of 1,000 rows with an optimizer's column, an id map and attributes."""
     users = IdMap(999, keys="exact")
     users.add(["a", "b"])
     weight = {"stored_dtype": torch.bfloat16, "init": init.normal(0.0, 1.0)}
-    with Table.create(1000, 4, path=tmp_path / "users", storage=request.param, **weight) as table:
+    with Table.create(1000, 4, path=tmp_path / "users", **weight) as table:
         table.add_columns([Column("sum", (4,), torch.float32, init.zeros())])
         table.set_id_map(users)
         table.write(0, torch.ones(1000, 4))
         table.attributes["step"] = 7
     return tmp_path / "users"
-
-
-def is_log(path):
-    return (path / "rows.log").exists()
 
 
 def test_info_of_a_table(path, capsys):
@@ -46,7 +41,7 @@ def test_info_of_a_table(path, capsys):
         " open for writing no\n",
         " id map used 2, keys exact, capacity 999, admit_after 1, evict none\n",
         " attributes step 7\n",
-        " held commits none\n" if is_log(path) else " access a mapping of the files\n",
+        " held commits none\n",
     ):
         assert line in text
     assert main(["info", str(path), "--json"]) == 0
@@ -62,10 +57,9 @@ def test_info_of_a_table(path, capsys):
     assert facts["attributes"] == {"step": 7}
     assert facts["id_maps"][""]["used"] == 2
     assert (facts["open_for_writing_in"], facts["left_open"]) == (None, False)
-    if is_log(path):
-        assert (facts["format"], facts["touched_rows"], facts["rows_stored_as_one"]) == (4, 1000, 16)
-        assert facts["last_commit"] >= 1
-        assert facts["access"].startswith(("O_DIRECT in blocks of ", "page cache: the file system "))
+    assert (facts["format"], facts["touched_rows"], facts["rows_stored_as_one"]) == (4, 1000, 16)
+    assert facts["last_commit"] >= 1
+    assert facts["access"].startswith(("O_DIRECT in blocks of ", "page cache: the file system "))
     assert facts["bytes_on_disk"] == sum(file.stat().st_blocks * 512 for file in path.iterdir())
 
 
@@ -97,24 +91,22 @@ def test_info_without_a_table_is_of_the_machine(capsys):
 
 def test_a_whole_table_is_verified(path, capsys):
     assert main(["verify", str(path)]) == 0
-    how = "1,000 rows, 1,000 of them written; " if is_log(path) else "1,000 rows; "
     found = capsys.readouterr().out
-    assert f"{path} is whole: {how}" in found
-    assert ("every checksum matches" in found) == is_log(path)
+    assert f"{path} is whole: 1,000 rows, 1,000 of them written; " in found
+    assert "every checksum matches" in found
     assert main(["verify", "--json", str(path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["whole"], found["rows"], found["damaged_rows"], found["problems"]) == (True, 1000, [], [])
 
 
-@pytest.mark.parametrize("file", ["MANIFEST", "keys", "data"])
+@pytest.mark.parametrize("file", ["MANIFEST", "keys", "rows.log"])
 def test_damage_is_exit_status_1(file, path, capsys):
     """A bit of the manifest or of an id map; rows that are cut off. A whole table beside it is told apart."""
     shutil.copytree(path, path.with_name("whole"))
-    named = {"data": "rows.log"}.get(file, file) if is_log(path) else file
-    victim = max((found for found in path.iterdir() if found.name.startswith(named)), key=lambda found: found.name)
+    victim = max((found for found in path.iterdir() if found.name.startswith(file)), key=lambda found: found.name)
     raw = bytearray(victim.read_bytes())
     raw[len(raw) // 2] ^= 1
-    victim.write_bytes(raw[: 4096 + 100] if file == "data" else raw)
+    victim.write_bytes(raw[: 4096 + 100] if file == "rows.log" else raw)
     assert main(["verify", str(path), str(path.with_name("whole"))]) == 1
     damaged, whole = capsys.readouterr().out.splitlines()
     assert "is damaged" in damaged or "not as written" in damaged
@@ -150,39 +142,6 @@ def test_a_sector_that_is_read_at_the_second_try_is_no_damage(tmp_path):
         table.store.log.fail("read", 0, errno.EIO)
         checked = table.store.verify(lambda rows: None)
     assert (checked.rows, checked.damaged, checked.problems) == (100, [], [])
-
-
-def test_a_table_of_an_older_format_is_converted(path, capsys):
-    was_old = not is_log(path)
-    assert main(["convert", str(path), str(path)]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("is converted" if was_old else "has the present format already")
-    assert second.endswith("has the present format already")
-    with Table.open(path) as table:
-        assert (table.read() == 1).all()
-        assert table.id_map.lookup(["b"]).tolist() == [2]
-        assert table.attributes == {"step": 7}
-    assert main(["verify", str(path)]) == 0
-    assert "every checksum matches" in capsys.readouterr().out
-    assert main(["convert", str(path.with_name("nowhere"))]) == 2
-
-
-def test_rows_that_the_disk_fails_to_read_are_named(path, monkeypatch, capsys):
-    """Records of 24 bytes: the second page has parts of rows 170 to 341."""
-    if is_log(path):
-        pytest.skip("is about data files that are read as they are")
-    real = os.pread
-
-    def pread(fd, count, offset):
-        if offset < 8192 and offset + count > 4096 and count >= 4096:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, count, offset)
-
-    monkeypatch.setattr(os, "pread", pread)
-    assert main(["verify", "--json", str(path)]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["damaged_rows"] == [[170, 342]]
-    assert found["problems"] == ["rows 170 to 341 in data-1.bin cannot be read"]
 
 
 def test_what_is_not_there_cannot_be_verified(path, capsys):

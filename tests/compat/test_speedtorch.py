@@ -18,7 +18,7 @@ from children import run_script
 from torch import nn
 
 import speedswap.compat.speedtorch as SpeedTorch
-from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning, TableFormatError
+from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning
 
 ROWS, DIM = 30, 4
 REQUIRED = inspect.Parameter.empty
@@ -367,6 +367,7 @@ def test_collections_in_files_can_be_opened_again() -> None:
     expected = factory.getNumpyVersion(), state.getNumpyVersion()
     factory.table.close()
     state.table.close()
+    np.testing.assert_array_equal(np.load("rows0.memmap/weight.npy"), expected[0])
     again = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), ROWS, DIM, "rows")
     again.loadCupy("rows0.memmap")
     np.testing.assert_array_equal(again.getNumpyVersion(), expected[0])
@@ -379,7 +380,7 @@ def test_collections_in_files_can_be_opened_again() -> None:
     with pytest.raises(ValueError, match="was it another optimizer's"):
         SpeedTorch.OptimizerFactoryMM(optimizer, ROWS, DIM, model, "words").loadCupy("rows0.memmap")
     Path("none").mkdir()
-    with pytest.raises(TableFormatError):
+    with pytest.raises(ValueError, match=r"'none' has no weight\.npy"):
         state_again.loadCupy("none")
 
 

@@ -25,10 +25,9 @@ def test_commands_work_on_tables_of_ranks(ranks: RankPool, tmp_path: Path, capsy
     assert all("use Table.save(path), and Table.open(path, mode='r') there" in text for text in said)
     for name in ("words", "items", "saved"):
         path, file = str(tmp_path / name), str(tmp_path / f"{name}.npy")
-        assert main(["info", path]) == main(["verify", path]) == main(["convert", path]) == 0
+        assert main(["info", path]) == main(["verify", path]) == 0
         assert main(["export", path, file]) == 0
         out = capsys.readouterr().out
-        assert f"{path} has the present format already" in out
         assert f"{path} is whole" in out
     assert torch.equal(torch.from_numpy(np.load(tmp_path / "items.npy")), items)
     with speedswap.Table.open(tmp_path / "saved", "r") as table:

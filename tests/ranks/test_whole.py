@@ -72,7 +72,7 @@ def test_first_rank_exports_what_one_process_does(ranks: RankPool, tmp_path: Pat
 
 def test_every_method_of_a_table_is_right_or_refuses(ranks: RankPool) -> None:
     """No public method of a table that ranks own is left out: its result is one process's, or it names a remedy."""
-    construction = {"create", "open", "load", "from_file", "convert", "salvage"}
+    construction = {"create", "open", "load", "from_file", "salvage"}
     elsewhere = {"save", "export", "closed", "columns", "__enter__", "__exit__"}  # in tests of their own
     methods = {name for name, value in vars(speedswap.Table).items() if not name.startswith("_") or name in DUNDERS}
     for found in ranks.run(scenarios.walk, 3):

@@ -136,7 +136,7 @@ def walk(group):
     return {name: value if isinstance(value, bool | float | int | str) else None for name, value in found.items()}
 
 
-PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned attributes_lag id_map lock version".split()
+PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned id_map lock version".split()
 
 
 def _between(table, values):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import shutil
 import signal
 import textwrap
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from older import older_table
 from small_training import DIM, ROWS, over, run_training, train, uninterrupted_rows
 from torch import Tensor
 
 import speedswap
-from speedswap.errors import TableClosedError, TableFormatError, TableFullError
+from speedswap.errors import TableClosedError, TableFullError
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files import log_manifest
 
@@ -218,73 +214,6 @@ def test_no_commit_is_made_inside_a_step(
             trained_in_phases(again, phases, done, lambda: None)
             assert is_same(state(table), states[-1]), (steps, done)
     items.table.close()
-
-
-def older_with_scalars(path: Path, manifest: str | None = None) -> None:
-    """Make a table as an earlier version left it when it was killed: SCALARS is of a later step than the manifest."""
-    with older_table(ROWS, DIM, path) as table:
-        table.attributes["optimizer"] = {"class": "NAdam", "scalars": {"step": 1.0}}
-        table.attributes["note"] = 5
-    newer = {"optimizer": {"class": "NAdam", "scalars": {"step": 4.0}}}
-    crc = manifest or f"{zlib.crc32((path / 'MANIFEST').read_bytes().partition(bytes([10]))[2]):08x}"
-    body = json.dumps({"manifest": crc, "attributes": newer}).encode()
-    (path / "SCALARS").write_bytes(b"%08x\n%s\n" % (zlib.crc32(body), body))
-    (path / "OWNER").write_text("7 on a machine")
-
-
-@pytest.mark.parametrize("mode", ["r", "r+"])
-def test_scalars_of_an_older_table_count_if_they_are_of_its_manifest(mode: str, tmp_path: Path) -> None:
-    older_with_scalars(tmp_path / "t")
-    for _ in range(2):
-        with speedswap.Table.open(tmp_path / "t", mode) as table:
-            assert table.attributes == {"optimizer": {"class": "NAdam", "scalars": {"step": 4.0}}, "note": 5}
-            assert not table.attributes_lag
-    assert (tmp_path / "t" / "SCALARS").exists() == (mode == "r")
-    older_with_scalars(tmp_path / "other", manifest="00000000")
-    with speedswap.Table.open(tmp_path / "other", mode) as table:
-        assert table.attributes["optimizer"]["scalars"] == {"step": 1.0}
-        assert table.attributes_lag
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"manifest": 1}'])
-def test_scalars_of_an_older_table_that_are_damaged_are_missed_aloud(
-    damage: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those of its manifest are used, and a warning says that they may be stale."""
-    path = tmp_path / "t"
-    older_with_scalars(path)
-    with speedswap.Table.open(path) as table:
-        items = over(table)
-        train(items, torch.optim.NAdam(items.parameters()), range(1))
-    older = (path / "MANIFEST").read_bytes()
-    (path / "SCALARS").write_bytes(b"%08x\n%s\n" % (zlib.crc32(damage), damage) if damage else b"")
-    (path / "OWNER").write_text("7 on a machine")
-    assert older == (path / "MANIFEST").read_bytes()
-    with speedswap.Table.open(path) as table:
-        items = over(table)
-        train(items, torch.optim.NAdam(items.parameters()), range(1))
-    assert "its step count may be of an earlier step than its state (exp_avg, exp_avg_sq)" in caplog.text
-
-
-@pytest.mark.parametrize("what", ["link", "dangling link", "pipe", "directory"])
-def test_scalars_that_are_no_regular_file_are_refused(what: str, tmp_path: Path) -> None:
-    """Without waiting, and the target of a link is not touched."""
-    path, precious = tmp_path / "items", tmp_path / "precious"
-    older_table(ROWS, DIM, path).close()
-    scalars = path / "SCALARS"
-    if what == "pipe":
-        os.mkfifo(scalars)
-    elif what == "directory":
-        scalars.mkdir()
-    else:
-        scalars.symlink_to(precious)
-        if what == "link":
-            precious.write_text("kept")
-    for mode in ("r+", "r"):
-        with pytest.raises(TableFormatError, match=r"SCALARS is a .*neither followed nor opened"):
-            speedswap.Table.open(path, mode=mode)
-    assert precious.exists() == (what == "link")
-    assert what != "link" or precious.read_text() == "kept"
 
 
 def test_a_closed_table_writes_no_scalars_into_what_another_has_opened(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from children import answer, child
-from older import older_table
 
 from speedswap import Column, Table, init
 from speedswap.errors import TableBusyError, TableFullError
@@ -199,24 +198,6 @@ def test_a_table_on_a_full_disk_opens_for_writing(full: Callable[[Path], Iterato
     with Table.open(path) as table:
         assert table.read(6, 9)[:, 0].tolist() == [2.0, changed, 2.0]
         table.add_columns([LATE])
-
-
-def test_an_older_table_takes_its_full_size_before_it_is_written(small_disk: Path) -> None:
-    """A store into a hole of its file would end the process if the disk is full."""
-    path = small_disk / "t"
-    older_table(20_000, 64, path).close()
-    size = (path / "data-0.bin").stat().st_size
-    for nbytes in (0, size):
-        os.truncate(path / "data-0.bin", nbytes)
-    with filled(small_disk), pytest.raises(TableFullError, match="free space"):
-        Table.open(path)
-    assert (path / "data-0.bin").stat().st_blocks * 512 < size
-    with Table.open(path) as table:
-        assert (path / "data-0.bin").stat().st_blocks * 512 >= size
-        table.scatter(torch.tensor([7]), torch.ones(1, 64))
-    assert Table.convert(path)
-    with Table.open(path, "r") as table:
-        assert table.read(6, 9)[:, 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_training_goes_on_as_long_as_a_commit_makes_room(small_disk: Path) -> None:

@@ -19,13 +19,12 @@ import torch
 from children import answer, child
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from older import older_table
 
 from speedswap import Column, Table, init
 from speedswap.errors import TableError, TableFormatError
 
-FILES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "rows.log", "HEAD", "keys-0.bin", "data-0.bin", "data-1.bin")
-ROWS = ("rows.log", "HEAD", "data-0.bin")
+FILES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "rows.log", "HEAD", "keys-0.bin")
+ROWS = ("rows.log", "HEAD")
 LATE = Column("late", (2,), torch.float32, init.constant(4.0))
 
 
@@ -43,11 +42,6 @@ def soon(seconds: int = 10) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def make(path: Path, name: str) -> None:
-    """Make a table of the format that has files of this name."""
-    (older_table(10, 4, path) if name.startswith("data") else Table.create(10, 4, path=path)).close()
 
 
 def use(path: Path) -> None:
@@ -97,7 +91,7 @@ def test_what_is_no_file_is_refused_or_goes(put: Callable[[Path], None], name: s
     """Another kind of file in place of a table's: nothing hangs, and nothing outside the directory changes."""
     (tmp_path / "precious").write_bytes(b"\0" * 160)
     path = tmp_path / "t"
-    make(path, name)
+    Table.create(10, 4, path=path).close()
     (path / name).unlink(missing_ok=True)
     put(path / name)
     with soon():
@@ -117,7 +111,7 @@ def test_what_is_no_file_is_refused_or_goes(put: Callable[[Path], None], name: s
 def test_a_second_name_of_a_file_of_yours_is_not_written_through(name: str, tmp_path: Path) -> None:
     """A hard link cannot be told by its kind: files are replaced, not overwritten, and data with two names refused."""
     path = tmp_path / "t"
-    make(path, name)
+    Table.create(10, 4, path=path).close()
     precious = tmp_path / "precious"
     precious.write_bytes((path / name).read_bytes() if (path / name).exists() else b"precious")
     before = precious.read_bytes()
@@ -141,11 +135,11 @@ def test_a_table_behind_a_link_is_a_table(tmp_path: Path) -> None:
         assert torch.equal(table.read(1, 2), torch.full((1, 4), 9.0))
 
 
-def test_files_that_only_look_like_data_are_left_alone(tmp_path: Path) -> None:
-    """Names that begin and end as a data file's does, and numbers as large as names can have."""
+def test_files_that_only_look_like_id_maps_are_left_alone(tmp_path: Path) -> None:
+    """Names that begin and end as an id map's does, and numbers as large as names can have."""
     path = tmp_path / "t"
     Table.create(10, 4, path=path).close()
-    others = ["data-x.bin", "data--1.bin", "data-.bin", "data-1234567890.bin", "data-٣.bin"]
+    others = ["keys-x.bin", "keys--1.bin", "keys-.bin", "keys-1234567890.bin", "keys-٣.bin", "data-0.bin"]
     for name in others:
         (path / name).write_text("precious")
     use(path)
@@ -153,17 +147,6 @@ def test_files_that_only_look_like_data_are_left_alone(tmp_path: Path) -> None:
         assert (table.read(column="late") == 4.0).all()
     for name in others:
         assert (path / name).read_text() == "precious"
-
-
-def test_the_largest_number_of_a_data_file_is_not_the_last(tmp_path: Path) -> None:
-    """The next one has a name that can be opened again."""
-    path = tmp_path / "t"
-    older_table(10, 4, path).close()
-    (path / "data-0.bin").rename(path / "data-999999999.bin")
-    rewrite(path, lambda manifest: manifest["segments"][0].update(file="data-999999999.bin"))
-    use(path)
-    with Table.open(path) as table:
-        assert (table.read(column="late") == 4.0).all()
 
 
 # ---------------------------------------------------------------------------- manifests
@@ -186,53 +169,40 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     write_body(path, body)
 
 
-def column(number: int = 0) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    return lambda manifest: manifest["segments"][number]["columns"][0]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: column()(m).update(init=None), "init is None"),
-        (lambda m: column()(m).update(init=[]), r"init is \[\]"),
-        (lambda m: column()(m).update(init={"kind": []}), "init is"),
-        (lambda m: column()(m).update(init={"kind": "constant", "value": "7"}), "init has '7'; a number was expected"),
+        (lambda m: m["columns"][0].update(init=None), "init is None"),
+        (lambda m: m["columns"][0].update(init=[]), r"init is \[\]"),
+        (lambda m: m["columns"][0].update(init={"kind": []}), "init is"),
         (
-            lambda m: column()(m).update(init={"kind": "constant", "value": True}),
+            lambda m: m["columns"][0].update(init={"kind": "constant", "value": "7"}),
+            "init has '7'; a number was expected",
+        ),
+        (
+            lambda m: m["columns"][0].update(init={"kind": "constant", "value": True}),
             "init has True; a number was expected",
         ),
-        (lambda m: column()(m).update(init={"kind": "uniform", "low": 1, "high": 0}), "low is 1"),
-        (lambda m: column()(m).update(init={"kind": "copy_of", "column": "gone"}), "starts as a copy of 'gone'"),
-        (lambda m: column()(m).update(init={"kind": "copy_of", "column": "weight"}), "starts as a copy of 'weight'"),
-        (lambda m: column()(m).update(init={"kind": "copy_of", "column": {}}), "which is not a name"),
-        (lambda m: column()(m).update(zero_row=10), "has zero_row 10"),
-        (lambda m: column()(m).update(dtype=[]), "TypeError"),
-        (lambda m: m.update(segments={}), "segments are not a list"),
-        (lambda m: m["segments"].append(dict(m["segments"][0])), r"its data files are \['data-0.bin', 'data-0.bin'\]"),
-        (lambda m: m["segments"][0].update(columns={}), "are not a list"),
-        (lambda m: m.update(num_embeddings=2**62), "are no file"),
-        (lambda m: m["segments"][0].update(file="data-٣.bin"), "a data file is"),
+        (lambda m: m["columns"][0].update(init={"kind": "uniform", "low": 1, "high": 0}), "low is 1"),
+        (lambda m: m["columns"][0].update(init={"kind": "copy_of", "column": "gone"}), "starts as a copy of a copy"),
+        (
+            lambda m: m["columns"][0].update(init={"kind": "copy_of", "column": "weight"}),
+            "starts as a copy of a copy",
+        ),
+        (lambda m: m["columns"][0].update(init={"kind": "copy_of", "column": {}}), "which is not a name"),
+        (lambda m: m["columns"][0].update(zero_row=10), "has zero_row 10"),
+        (lambda m: m["columns"][0].update(dtype=[]), "TypeError"),
     ],
 )
 def test_every_field_of_a_manifest_is_checked(
     change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
 ) -> None:
     """A value that no table writes is reported as damage, with the field and the value."""
-    older_table(10, 4, tmp_path / "t").close()
+    Table.create(10, 4, path=tmp_path / "t").close()
     rewrite(tmp_path / "t", change)
     for mode in ("r", "r+"):
         with pytest.raises(TableFormatError, match=message):
             Table.open(tmp_path / "t", mode)
-
-
-def test_values_that_cannot_be_computed_again_are_never_computed_again(tmp_path: Path) -> None:
-    """A manifest that names an unknown initializer, and says that nothing was written: the rows stay as they are."""
-    path = tmp_path / "t"
-    older_table(10, 4, path, init=init.constant(5.0)).close()
-    rewrite(path, lambda manifest: column()(manifest).update(init={"kind": "torch", "function": "f"}))
-    with Table.open(path) as table:
-        table.add_columns([LATE])
-        assert (table.read() == 5.0).all()
 
 
 ANYTHING = st.recursive(
@@ -266,14 +236,13 @@ def test_a_row_that_is_not_there_is_damage_if_it_cannot_be_computed(tmp_path: Pa
             table.read(9, 12)
 
 
-@pytest.mark.parametrize("create", [Table.create, older_table])
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_field_may_say_anything(create: Callable[..., Table], data: st.DataObject, tmp_path: Path) -> None:
+def test_any_field_may_say_anything(data: st.DataObject, tmp_path: Path) -> None:
     """A table opens and works, or TableFormatError says why not."""
     path = tmp_path / "t"
     if not path.exists():
-        with create(10, 4, path=path, init=init.uniform(0, 1), stored_dtype=torch.float16) as table:
+        with Table.create(10, 4, path=path, init=init.uniform(0, 1), stored_dtype=torch.float16) as table:
             table.write(0, torch.ones(1, 4))
             table.add_columns([Column("late", (4,), torch.float32, init.copy_of("weight"))])
         (tmp_path / "good").write_bytes((path / "MANIFEST").read_bytes())

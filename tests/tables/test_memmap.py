@@ -17,7 +17,6 @@ import torch
 from children import answer, child, run_script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from older import older_table
 
 import speedswap
 from speedswap import Column, Table, init
@@ -213,36 +212,6 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     (path / "MANIFEST").write_bytes(b"%08x\n" % zlib.crc32(data) + data)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m.update(format="other"), "does not describe a table"),
-        (lambda m: m.update(version=99), "version is 99"),
-        (lambda m: m.update(num_embeddings=11), "has 160 bytes, not 11 × 16"),
-        (lambda m: m.update(num_embeddings=-1), "num_embeddings is -1"),
-        (lambda m: m.update(num_embeddings=True), "num_embeddings is True"),
-        (lambda m: m.update(segments=[]), "its columns are"),
-        (lambda m: m.pop("seed"), "KeyError"),
-        (lambda m: m["segments"][0].update(file="../../etc/passwd"), "a data file is"),
-        (lambda m: m["segments"][0].update(file="data-7.bin"), "data-7.bin is missing"),
-        (lambda m: m["segments"][0].update(stride=0), "stride is 0"),
-        (lambda m: m["segments"][0]["columns"][0].update(offset=4), "does not fit its record"),
-        (lambda m: m["segments"][0]["columns"][0].update(offset=-4), "overlaps"),
-        (lambda m: m["segments"][0]["columns"][0].update(row_shape=[2**40]), "have shape"),
-        (lambda m: m["segments"][0]["columns"][0].update(dtype="object"), "dtype 'object'"),
-        (lambda m: m["segments"][0]["columns"][0].update(name="a\nb"), "a column is"),
-        (lambda m: m["segments"][0]["columns"].append(dict(m["segments"][0]["columns"][0])), "overlaps"),
-    ],
-)
-def test_a_manifest_of_an_older_format_that_lies_is_refused(
-    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
-) -> None:
-    older_table(10, 4, tmp_path / "t").close()
-    rewrite(tmp_path / "t", change)
-    with pytest.raises(TableFormatError, match=message):
-        Table.open(tmp_path / "t")
-
-
 def test_no_table_and_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no table"):
         Table.open(tmp_path / "nowhere")
@@ -287,9 +256,9 @@ def test_a_manifest_that_lies_is_refused(
         Table.open(tmp_path / "t")
 
 
-@pytest.mark.parametrize("file", ["rows.log", "HEAD", "data-0.bin"])
+@pytest.mark.parametrize("file", ["rows.log", "HEAD"])
 def test_a_file_behind_a_link_is_refused(file: str, tmp_path: Path) -> None:
-    (older_table(10, 4, tmp_path / "t") if file == "data-0.bin" else Table.create(10, 4, path=tmp_path / "t")).close()
+    Table.create(10, 4, path=tmp_path / "t").close()
     data = tmp_path / "t" / file
     data.rename(tmp_path / "elsewhere")
     data.symlink_to(tmp_path / "elsewhere")
@@ -323,22 +292,16 @@ def test_damaged_manifests_are_errors_and_never_a_crash(position: int, byte: int
         max_leaves=6,
     ),
     key=st.sampled_from(
-        [
-            ("older", "segments"),
-            ("older", "written"),
-            ("older", "attributes"),
-            *(("new", key) for key in ("columns", "layouts", "group_rows", "segment_bytes", "salt", "scratch")),
-            *((format, key) for format in ("older", "new") for key in ("num_embeddings", "seed", "name", "version")),
-        ]
+        "columns layouts group_rows segment_bytes salt scratch num_embeddings seed name version".split()
     ),
 )
-def test_hostile_manifests_are_errors_and_never_a_crash(value: object, key: tuple[str, str], tmp_path: Path) -> None:
-    path = tmp_path / key[0]
+def test_hostile_manifests_are_errors_and_never_a_crash(value: object, key: str, tmp_path: Path) -> None:
+    path = tmp_path / "t"
     if not path.exists():
-        (older_table(10, 4, path) if key[0] == "older" else Table.create(10, 4, path=path)).close()
-        (tmp_path / f"good-{key[0]}").write_bytes((path / "MANIFEST").read_bytes())
-    (path / "MANIFEST").write_bytes((tmp_path / f"good-{key[0]}").read_bytes())
-    rewrite(path, lambda manifest: manifest.update({key[1]: value}))
+        Table.create(10, 4, path=path).close()
+        (tmp_path / "good").write_bytes((path / "MANIFEST").read_bytes())
+    (path / "MANIFEST").write_bytes((tmp_path / "good").read_bytes())
+    rewrite(path, lambda manifest: manifest.update({key: value}))
     try:
         Table.open(path).close()
     except TableError:
@@ -347,14 +310,12 @@ def test_hostile_manifests_are_errors_and_never_a_crash(value: object, key: tupl
         is_positive = isinstance(value, int) and value > 0
         is_power = is_positive and value & (value - 1) == 0
         legal = {
-            ("older", "num_embeddings"): value == 10,
-            ("older", "version"): value == 1,
-            ("new", "num_embeddings"): is_positive,  # of which the log has some
-            ("new", "version"): value == 4,
-            ("new", "group_rows"): is_power,
-            ("new", "segment_bytes"): is_power,
+            "num_embeddings": is_positive,  # of which the log has some
+            "version": value == 4,
+            "group_rows": is_power,
+            "segment_bytes": is_power,
         }
-        assert key[1] in ("seed", "written", "attributes", "name", "scratch") or legal.get(key)
+        assert key in ("seed", "name", "scratch") or legal.get(key)
 
 
 def test_larger_than_memory_tables_work(tmp_path: Path) -> None:

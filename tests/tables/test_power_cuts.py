@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from children import killed_at
-from older import older_table
 
 from speedswap import Column, Table, init
 
@@ -116,80 +114,11 @@ def test_power_cut_anywhere_while_columns_are_added(disk: tuple[Path, Callable[[
     assert seen == {False, True}
 
 
-def test_nothing_is_removed_before_what_replaces_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the system's calls: data, its name, the manifest, its name, removal."""
-    table = older_table(ROWS, DIM, tmp_path / "t", init=init.constant(3.0))
-    path, calls = tmp_path / "t", []
-
-    def noted(name: str) -> Callable[..., Any]:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if name == "fsync":
-                status = os.fstat(args[0])
-                names = {entry.stat().st_ino: entry.name for entry in path.iterdir()} | {path.stat().st_ino: "."}
-                calls.append(("fsync", names[status.st_ino].partition(".")[0] or "."))
-            else:
-                calls.append((name, os.path.basename(os.fspath(args[0])).partition(".")[0]))
-            return real(*args, **kwargs)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for name in ("fsync", "rename", "unlink"):
-            patch.setattr(os, name, noted(name))
-        table.add_columns([LATE])
-    order = [
-        ("fsync", "data-1"),
-        ("fsync", "."),
-        ("fsync", "MANIFEST"),
-        ("rename", "MANIFEST"),
-        ("fsync", "."),
-        ("unlink", "data-0"),
-    ]
-    assert [call for call in calls if call in order] == order
-    table.close()
-
-
 # ---------------------------------------------------------------------------- written or not
 
 
 class Stopped(BaseException):
     """A KeyboardInterrupt of this test's own."""
-
-
-@pytest.mark.parametrize("how", ["scatter", "write", "view", "reset_columns"])
-def test_a_row_changes_only_once_the_manifest_says_so(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interrupt as the first write begins, a second write, and a kill: nothing that follows resets the rows."""
-    path = tmp_path / "t"
-    older_table(20, 4, path, init=init.constant(3.0)).close()
-    ways: dict[str, Callable[[Table], object]] = {
-        "scatter": lambda table: table.scatter(torch.arange(20), torch.full((20, 4), 7.0)),
-        "write": lambda table: table.write(0, torch.full((20, 4), 7.0)),
-        "view": lambda table: table.view().fill_(7.0),
-        "reset_columns": lambda table: table.reset_columns([Column("weight", (4,), torch.float32, init.constant(7.0))]),
-    }
-
-    def work() -> None:
-        table = Table.open(path)
-
-        def stops(fd: int) -> None:
-            raise Stopped
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", stops)
-            with pytest.raises(Stopped):
-                ways[how](table)
-        assert (table.read() == 3.0).all()
-        ways[how](table)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert killed_at(10**6, work)
-    with Table.open(path) as table:
-        table.add_columns([LATE])
-        assert (table.read() == 7.0).all()
 
 
 def stopping_at(step: int) -> Callable[[int], None]:
@@ -204,14 +133,13 @@ def stopping_at(step: int) -> Callable[[int], None]:
     return sync
 
 
-@pytest.mark.parametrize("create", [Table.create, older_table])
 def test_columns_that_could_not_be_added_leave_the_table_as_it_was(
-    create: Callable[..., Table], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an interrupt at any of the syncs: the same rows, the same columns, and a second try works."""
     for step in range(20):
         path = tmp_path / str(step)
-        table = create(20, 4, path=path, init=init.constant(3.0))
+        table = Table.create(20, 4, path=path, init=init.constant(3.0))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", stopping_at(step))
             try:
@@ -226,7 +154,6 @@ def test_columns_that_could_not_be_added_leave_the_table_as_it_was(
         with Table.open(path) as again:
             assert again.read(0, 2)[:, 0].tolist() == [3.0, 7.0]
             assert (again.read(column="late") == 4.0).all()
-        assert len(list(path.glob("data-*"))) == (create is older_table)
         if not stopped:
             break
     assert 1 < step < 19

@@ -308,7 +308,7 @@ def test_a_store_in_front_of_another_trains_to_the_same_bits(kind: str, ahead: b
 class Plain(RowStore):
     """A store of its own: a tensor per column, whole, without prefetch or files."""
 
-    storage, engine, attributes_lag = "plain", "auto", False
+    storage, engine = "plain", "auto"
 
     def __init__(self, inner: RowStore) -> None:
         self.num_embeddings, self.seed, self.name = inner.num_embeddings, inner.seed, inner.name
@@ -387,7 +387,7 @@ def test_a_store_of_another_kind_trains_and_is_saved(kind: str, ahead: bool, dev
 class Sharded(RowStore):
     """A store whose row ``i`` is row ``i // n`` of store ``i % n``."""
 
-    storage, engine, attributes_lag = "sharded", "auto", False
+    storage, engine = "sharded", "auto"
 
     def __init__(self, shards: list[LocalStore]) -> None:
         self.shards, self.scatters = shards, 0

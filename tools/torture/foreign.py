@@ -22,7 +22,7 @@ from torture.processes import child
 ROWS, DIM = 20, 4
 # What a round may take, where nothing may hang.
 _SECONDS = 10.0
-_NAMES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "data-0.bin", "data-1.bin", "data-2.bin")
+_NAMES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "rows.log", "HEAD", "keys-0.bin")
 
 
 def _round(seed: int, folder: Path) -> str:
@@ -167,7 +167,7 @@ def _restore(path: Path, aside: Path, was_used: bool) -> None:
 
 def _is_its_own(name: str, kind: str, use: str) -> bool:
     """Return whether the change is in the table's own rows: a hard link to them is another name of the same file."""
-    return kind == "hard link" and name.startswith("data-") and use == "written"
+    return kind == "hard link" and name == "rows.log" and use == "written"
 
 
 def _written(path: Path, expected: Tensor) -> None:

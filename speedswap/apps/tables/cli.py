@@ -1,4 +1,4 @@
-"""The commands ``speedswap info``, ``verify``, ``convert``, ``salvage``, ``export`` and ``import``."""
+"""The commands ``speedswap info``, ``verify``, ``salvage``, ``export`` and ``import``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from speedswap.errors import SpeedswapError
 from speedswap.tables import Table
 from speedswap.tables.files.whole import write_whole
 from speedswap.tables.formats import FORMATS
-from speedswap.tables.opening import convert
 
 __all__ = ["add_parsers"]
 
@@ -55,14 +54,6 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="a table's directory")
     parser.add_argument("--json", action="store_true", help="print a line of JSON per table")
     parser.set_defaults(run=_verify)
-    parser = commands.add_parser(
-        "convert",
-        help="write tables of an older format anew, in their place",
-        description="Write tables of an older format anew in their place, with a checksum per row and commits. The old "
-        "table is there until the new one is whole and durable; that takes room for both.",
-    )
-    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="a table's directory")
-    parser.set_defaults(run=_convert)
     parser = commands.add_parser(
         "salvage",
         help="save every intact row of a damaged table to a new one",
@@ -162,12 +153,6 @@ def _verify(args: argparse.Namespace) -> int:
         print(json.dumps(found.to_json()) if args.json else "\n".join(found.lines()), flush=True)
         status = max(status, 0 if found.whole else 1)
     return status
-
-
-def _convert(args: argparse.Namespace) -> int:
-    for path in args.tables:
-        print(f"{path} is converted" if convert(path) else f"{path} has the present format already", flush=True)
-    return 0
 
 
 def _salvage(args: argparse.Namespace) -> int:

@@ -34,7 +34,6 @@ def table_facts(path: Path) -> dict[str, Any]:
             "writes": table.writes,
             "seed": table.seed,
             "attributes": dict(table.attributes),
-            "attributes_may_be_older_than_rows": table.attributes_lag,
             "id_maps": {name: _map(id_map) for name, id_map in table.store.id_maps.items()},
             **facts,
             **table.store.facts(),

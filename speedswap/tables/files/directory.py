@@ -8,8 +8,7 @@ import os
 import re
 import stat
 import warnings
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,16 +20,14 @@ from speedswap._locks import Locked
 from speedswap.errors import TableBusyError, TableClosedError, TableFormatError, TableFullError
 from speedswap.tables.files.lock import WriterLock
 from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.manifest import MANIFEST, Manifest, SegmentEntry
+from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.files.manifest_file import AnyManifest, ManifestFile
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full
 from speedswap.tables.files.place import Place, is_ours
 from speedswap.tables.files.shards_manifest import ShardsManifest
-from speedswap.tables.memory.file import FileMemory
 
-__all__ = ["Contents", "LogFiles", "TableDirectory", "log_names"]
+__all__ = ["LogFiles", "TableDirectory", "log_names"]
 
-_DATA = re.compile(r"data-([0-9]{1,9})\.bin")
 _KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
 _NUMBERS = 10**9
 _TRIES = 100
@@ -46,10 +43,6 @@ class LogFiles(NamedTuple):
     head: OpenFile
 
 
-Contents = list[FileMemory] | LogFiles
-"""The rows of a table: the memory of each segment of the older formats, or a log."""
-
-
 class TableDirectory(Locked):
     """A table's files. A writable one holds the directory's lock until released.
 
@@ -57,7 +50,6 @@ class TableDirectory(Locked):
         path: where the table is opened, absolute.
         files: the open directory.
         writable: whether this object may write the files.
-        was_left_open: whether a writer has not closed the table: it was killed, or is still at work.
     """
 
     def __init__(self, place: Place, files: OpenDirectory, lock: WriterLock | None) -> None:
@@ -65,13 +57,11 @@ class TableDirectory(Locked):
         self.path = place.shown
         self.files = files
         self.writable = lock is not None
-        self.was_left_open = lock.was_left_open if lock is not None else WriterLock.is_noted(files)
         self._place = place
         self._writer_lock = lock
         self._owner_pid = os.getpid()
         self._manifest: ManifestFile | None = None  # as last read or written by this object
         self._manifest_path = str(place.path / MANIFEST)
-        self._keys: dict[str, OpenFile] = {}  # of the manifest's id maps, until they are read
         self._numbers: dict[str, int] = {}  # that new files begin to look for theirs at, by kind
 
     # ------------------------------------------------------------------ creating and replacing
@@ -184,8 +174,8 @@ class TableDirectory(Locked):
     # ------------------------------------------------------------------ opening
 
     @classmethod
-    def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, AnyManifest, Contents]:
-        """Check the files, map or open the rows, and take the lock if the table is to be written.
+    def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, LogManifest, LogFiles]:
+        """Check the files, open the rows, and take the lock if the table is to be written.
 
         Returns:
             The directory, its manifest, and its rows.
@@ -203,7 +193,7 @@ class TableDirectory(Locked):
         try:
             place.clear()
             directory._discard_strays(manifest)
-            return directory, manifest, directory._contents(manifest)
+            return directory, *directory._log_of(manifest)
         except BaseException:
             directory.release()
             raise
@@ -230,14 +220,13 @@ class TableDirectory(Locked):
             directory.release()
         raise TableFormatError(f"{place.shown} is replaced all the time; open the table when that is done")
 
-    def _read(self) -> tuple[AnyManifest, Contents]:
-        """Read manifest and data of a table that another process may be writing."""
+    def _read(self) -> tuple[LogManifest, LogFiles]:
+        """Read the manifest and open the rows of a table that another process may be writing."""
         tries = 0
         while True:
             before = self._current()
             try:
-                manifest = self._load()
-                return manifest, self._contents(manifest)
+                return self._log_of(self._load())
             except (FileNotFoundError, TableFormatError):
                 tries += 1
                 if tries == _TRIES or (self._current() == before and self.files.is_at(self._place.path)):
@@ -248,19 +237,16 @@ class TableDirectory(Locked):
         self._manifest, manifest = ManifestFile.load(self.files)
         return manifest
 
-    def _contents(self, manifest: AnyManifest) -> Contents:
-        if isinstance(manifest, LogManifest):
-            if manifest.scratch:
-                raise TableFormatError(
-                    f"{self.path} is a scratch table, whose rows go with the process that made it; make a new one with "
-                    "Table.create, or remove the directory"
-                )
-            names = log_names(manifest.log)
-            return LogFiles(*(OpenFile(self._open_own(name, writing=self.writable)) for name in names))
+    def _log_of(self, manifest: AnyManifest) -> tuple[LogManifest, LogFiles]:
         if isinstance(manifest, ShardsManifest):
             raise TableFormatError(f"{self.path} is a table of {manifest.world_size} ranks now; open it again")
-        self._keys = {file: OpenFile(self._open_named(file, os.O_RDONLY)) for file in manifest.id_maps.values()}
-        return [self._map_data(entry, manifest) for entry in manifest.segments]
+        if manifest.scratch:
+            raise TableFormatError(
+                f"{self.path} is a scratch table, whose rows go with the process that made it; make a new one with "
+                "Table.create, or remove the directory"
+            )
+        names = log_names(manifest.log)
+        return manifest, LogFiles(*(OpenFile(self._open_own(name, writing=self.writable)) for name in names))
 
     def _open_named(self, file: str, flags: int) -> int:
         """Open a file that the manifest names."""
@@ -281,28 +267,10 @@ class TableDirectory(Locked):
             )
         return fd
 
-    def _map_data(self, entry: SegmentEntry, manifest: Manifest) -> FileMemory:
-        """Map a data file of the right size."""
-        files, nbytes = self.files, manifest.num_embeddings * entry.layout.stride
-        fd = self._open_own(entry.file, writing=self.writable)
-        size = os.fstat(fd).st_size
-        if size != nbytes:
-            os.close(fd)
-            raise TableFormatError(
-                f"the {MANIFEST} of {files.path} is damaged: {entry.file} has {size} bytes, not "
-                f"{manifest.num_embeddings} × {entry.layout.stride}"
-            )
-        return FileMemory(fd, files.path / entry.file, nbytes, writable=self.writable)
-
     def _discard_strays(self, manifest: AnyManifest) -> None:
-        """Remove what a killed process has left in the directory; id maps of a log are its store's business."""
-        kinds: tuple[re.Pattern[str], ...] = (_DATA,)
-        used = set[str]()
-        if isinstance(manifest, LogManifest):
-            kinds, used = (_DATA, _LOG_FILES), {*log_names(manifest.log)}
-        elif isinstance(manifest, Manifest):
-            kinds, used = (_DATA, _KEYS), {*(entry.file for entry in manifest.segments), *manifest.id_maps.values()}
-        strays = [name for name in self.files.names() if _is_stray(name, kinds, used) and is_ours(self.files, name)]
+        """Remove what a killed process has left in the directory; id maps are the store's business."""
+        used = log_names(manifest.log) if isinstance(manifest, LogManifest) else ()
+        strays = [name for name in self.files.names() if _is_stray(name, used) and is_ours(self.files, name)]
         if strays:
             self.sync()  # the writer of the manifest may not have got that far
             for name in strays:
@@ -311,12 +279,7 @@ class TableDirectory(Locked):
 
     # ------------------------------------------------------------------ following another process
 
-    @property
-    def is_mine(self) -> bool:
-        """True if this process may write the files; a forked child only reads."""
-        return self.writable and os.getpid() == self._owner_pid
-
-    def follow(self, accept: Callable[[AnyManifest], None]) -> tuple[AnyManifest, Contents] | None:
+    def follow(self, accept: Callable[[LogManifest], None]) -> tuple[LogManifest, LogFiles] | None:
         """Return manifest and rows as they are now if another process has replaced them; None if not.
 
         Args:
@@ -356,17 +319,6 @@ class TableDirectory(Locked):
             return ()
 
     # ------------------------------------------------------------------ writing
-
-    def create_data(self, nbytes: int) -> tuple[str, FileMemory]:
-        """Make a data file of zeros; return its name and its memory."""
-        name, path = self._new_name("data", _DATA)
-        with says_if_full(path):
-            fd = self.files.create(name)
-        try:
-            return name, FileMemory(fd, path, nbytes, writable=True)
-        except BaseException:
-            self.files.remove(name)
-            raise
 
     def create_log(self, number: int, *, named: bool = True) -> LogFiles:
         """Make the empty files of a table in a log.
@@ -426,7 +378,7 @@ class TableDirectory(Locked):
 
     def read_keys(self, name: str) -> Tensor:
         """Return the bytes of an id map that the manifest names, uint8: a mapping of its file, only to be read."""
-        file = self._keys.pop(name, None) or OpenFile(self._open_named(name, os.O_RDONLY))
+        file = OpenFile(self._open_named(name, os.O_RDONLY))
         nbytes = os.fstat(file.fd).st_size
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
@@ -465,12 +417,6 @@ class TableDirectory(Locked):
         """Make the names of new files durable, before a manifest refers to them."""
         self.files.sync()
 
-    def discard_data(self, *, keep: Sequence[str | None]) -> None:
-        """Remove data files that the table does not use."""
-        for name in self.files.names():
-            if _DATA.fullmatch(name) and name not in keep and self.files.is_regular(name):
-                self.files.remove(name)
-
     def write_manifest(self, manifest: AnyManifest) -> None:
         """Replace the manifest, durably, unless it is the same already."""
         body = manifest.encode()
@@ -483,19 +429,6 @@ class TableDirectory(Locked):
         except TableFullError:
             self._manifest = before  # which is still in its place
             raise
-
-    @property
-    def manifest_checksum(self) -> str:
-        """Checksum of the manifest as last read or written; that of no manifest if writing it failed."""
-        return f"{zlib.crc32(self._manifest.body if self._manifest is not None else b''):08x}"
-
-    def names_in_manifest(self, file: str) -> bool:
-        """Return whether the manifest, as it is in the directory, may refer to a data file."""
-        try:
-            manifest = ManifestFile.load(self.files)[1]
-            return isinstance(manifest, Manifest) and any(entry.file == file for entry in manifest.segments)
-        except (OSError, TableFormatError):
-            return self.files.status(MANIFEST) is not None
 
     # ------------------------------------------------------------------ the end
 
@@ -537,7 +470,6 @@ def log_names(number: int) -> tuple[str, str]:
     return (f"rows-{number}.log", f"HEAD-{number}") if number else ("rows.log", "HEAD")
 
 
-def _is_stray(name: str, kinds: Iterable[re.Pattern[str]], used: Collection[str]) -> bool:
-    return (name.startswith((MANIFEST, "SCALARS")) and name.endswith(".tmp")) or (
-        name not in used and any(kind.fullmatch(name) for kind in kinds)
-    )
+def _is_stray(name: str, used: Collection[str]) -> bool:
+    is_unfinished = name.startswith(MANIFEST) and name.endswith(".tmp")
+    return is_unfinished or (name not in used and _LOG_FILES.fullmatch(name) is not None)

@@ -34,9 +34,6 @@ class WriterLock:
         directory: the table's.
         say: whether to note this process in OWNER.
 
-    Attributes:
-        was_left_open: whether the previous writer did not release the lock itself.
-
     Raises:
         TableBusyError: another writer holds it.
         TableFormatError: LOCK or OWNER is not a regular file.
@@ -49,7 +46,6 @@ class WriterLock:
         self._directory = directory
         self._file = _open_locked(directory)
         self._says = say
-        self.was_left_open = self.is_noted(directory)
         _held[id(self)] = self
         if say:
             try:

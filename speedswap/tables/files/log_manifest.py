@@ -19,6 +19,7 @@ from speedswap.tables.files.manifest import (
     require_size,
     require_table,
 )
+from speedswap.tables.init import CopyOf
 from speedswap.tables.record import Column
 
 __all__ = ["LogManifest", "parse_log_manifest"]
@@ -236,4 +237,12 @@ def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
     names = {each.column.name for each in held}
     for each in held:
         require(each.source is None or each.source in names - {each.column.name}, f"a column is of {each.source!r}")
+        require(not isinstance(each.start.init, CopyOf), f"column {each.column.name!r} starts as a copy of a copy")
+    inits = {each.column.name: each.column.init for each in held}
+    for name, init in inits.items():
+        seen = {name}
+        while isinstance(init, CopyOf):
+            require(init.column in names - seen, f"column {name!r} starts as a copy of {init.column!r}")
+            seen.add(init.column)
+            init = inits[init.column]
     return LogLayout(number, stride, tuple(held))

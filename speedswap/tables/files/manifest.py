@@ -1,4 +1,4 @@
-"""Manifests of tables whose records lie in files of their own (formats 1 to 3), and the checks of all manifests."""
+"""What all manifests share: columns as plain data, and the checks of what is found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +20,9 @@ __all__ = [
     "FORMAT",
     "MANIFEST",
     "MAX_BYTES",
-    "Manifest",
-    "SegmentEntry",
     "column_json",
     "is_keys_name",
     "parse_column",
-    "parse_manifest",
     "require_id_maps",
     "require_record",
     "require_size",
@@ -34,12 +30,9 @@ __all__ = [
 ]
 
 FORMAT = "speedswap-table"
-# 2: columns may be stored in another dtype than their own. 3: keys may be mapped to rows. A table is written as the
-# least that it needs.
 MANIFEST = "MANIFEST"
 MAX_BYTES = (1 << 20) - 9  # without the checksum
 _MAX_ROWS, _MAX_STRIDE, _MAX_ITEMS, _MAX_FILE_BYTES = 2**62, 2**40, 2**32, 2**63 - 1
-_FILE_NAME = re.compile(r"data-[0-9]{1,9}\.bin")
 _KEYS_NAME = re.compile(r"keys-[0-9]{1,9}\.bin")
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value
@@ -47,71 +40,6 @@ _DTYPES: dict[str, torch.dtype] = {
     if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
 }
 _STORED = {str(dtype).removeprefix("torch."): dtype for dtype in STORED_DTYPES}
-
-
-@dataclass(frozen=True)
-class SegmentEntry:
-    """One data file and the layout of its records."""
-
-    file: str
-    layout: RecordLayout
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The description of a table in its directory."""
-
-    name: str
-    num_embeddings: int
-    seed: int
-    written: bool  # whether rows may differ from their initial values
-    attributes: dict[str, Any]  # plain data kept with the table
-    segments: tuple[SegmentEntry, ...]
-    writes: int = 0  # number of scatters so far, which stochastic rounding depends on
-    id_maps: dict[str, str] = field(default_factory=dict)  # files of the maps from keys to rows, by name
-
-    @property
-    def columns(self) -> dict[str, Column]:
-        return {column.name: column for segment in self.segments for column in segment.layout.columns}
-
-    def encode(self) -> bytes:
-        """Return the manifest as JSON, as it stands in its file after the checksum.
-
-        Raises:
-            TypeError, ValueError: the attributes are not plain data, or too much of it.
-        """
-        compact = any(column.compact for segment in self.segments for column in segment.layout.columns)
-        version = 3 if self.id_maps else 2 if compact else 1
-        body = json.dumps(
-            {
-                "format": FORMAT,
-                "version": version,
-                "name": self.name,
-                "num_embeddings": self.num_embeddings,
-                "seed": self.seed,
-                "written": self.written,
-                **({"writes": self.writes} if version >= 2 else {}),
-                **({"id_maps": self.id_maps} if version >= 3 else {}),
-                "attributes": self.attributes,
-                "segments": [
-                    {
-                        "file": segment.file,
-                        "stride": segment.layout.stride,
-                        "columns": [
-                            {**column_json(column), "offset": offset}
-                            for column, offset in zip(segment.layout.columns, segment.layout.offsets, strict=True)
-                        ],
-                    }
-                    for segment in self.segments
-                ],
-            }
-        ).encode()
-        if len(body) > MAX_BYTES:
-            raise ValueError(
-                f"the attributes and columns of table {self.name!r} take {len(body)} bytes as JSON, but its {MANIFEST} "
-                f"holds {MAX_BYTES}; keep large attributes elsewhere"
-            )
-        return body
 
 
 def column_json(column: Column) -> dict[str, Any]:
@@ -125,40 +53,6 @@ def column_json(column: Column) -> dict[str, Any]:
         "zero_row": column.zero_row,
         **(stored if column.compact else {}),
     }
-
-
-def parse_manifest(data: dict[str, Any]) -> Manifest:
-    """Check a manifest of version 1 to 3.
-
-    Raises:
-        Damage, ValueError, TypeError, KeyError: it is damaged.
-    """
-    version, num_embeddings, seed, name = data["version"], data["num_embeddings"], data["seed"], data["name"]
-    require_table(num_embeddings, seed, name)
-    require(isinstance(data["written"], bool), "written has a wrong type")
-    writes = data["writes"] if version >= 2 else 0
-    require(is_int(writes, 0, 2**62), f"writes is {writes!r}")
-    attributes = data["attributes"]
-    require(isinstance(attributes, dict), "its attributes are not an object")
-    require(isinstance(data["segments"], list), "its segments are not a list")
-    segments = tuple(_parse_segment(entry, num_embeddings) for entry in data["segments"])
-    files = [segment.file for segment in segments]
-    require(len(files) == len(set(files)), f"its data files are {files}")
-    columns = [column for segment in segments for column in segment.layout.columns]
-    names = [column.name for column in columns]
-    require("weight" in names and len(names) == len(set(names)), f"its columns are {names}")
-    for column in columns:
-        source = column.init.column if isinstance(column.init, init.CopyOf) else None
-        require(
-            source is None or any(c.name == source != column.name and c.row_shape == column.row_shape for c in columns),
-            f"column {column.name!r} starts as a copy of {source!r}",
-        )
-    # Initial values that cannot be computed again must stay in the file.
-    initial = [column["init"] for segment in data["segments"] for column in segment["columns"]]
-    written = data["written"] or any(init.from_json(item) is None for item in initial)
-    id_maps = data["id_maps"] if version >= 3 else {}
-    require_id_maps(id_maps)
-    return Manifest(name, num_embeddings, seed, written, attributes, segments, writes, id_maps)
 
 
 def require_table(num_embeddings: object, seed: object, name: object) -> None:
@@ -178,18 +72,6 @@ def require_id_maps(id_maps: object) -> None:
 def is_keys_name(file: object) -> bool:
     """Tell whether a name may be that of a file of id maps."""
     return isinstance(file, str) and _KEYS_NAME.fullmatch(file) is not None
-
-
-def _parse_segment(entry: dict[str, Any], num_embeddings: int) -> SegmentEntry:
-    file, stride = entry["file"], entry["stride"]
-    require(isinstance(file, str) and _FILE_NAME.fullmatch(file) is not None, f"a data file is {file!r}")
-    require(is_int(stride, 1, _MAX_STRIDE), f"a record's stride is {stride!r}")
-    require(num_embeddings * stride <= _MAX_FILE_BYTES, f"{num_embeddings} × {stride} bytes are no file")
-    require(isinstance(entry["columns"], list), f"the columns of {file} are not a list")
-    columns = [parse_column(item, num_embeddings) for item in entry["columns"]]
-    offsets = [item["offset"] for item in entry["columns"]]
-    require_record(columns, offsets, stride)
-    return SegmentEntry(file, RecordLayout(tuple(columns), tuple(offsets), stride))
 
 
 def require_record(columns: Sequence[Column], offsets: Sequence[object], stride: object) -> None:

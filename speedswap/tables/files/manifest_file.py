@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.log_manifest import LogManifest, parse_log_manifest
-from speedswap.tables.files.manifest import FORMAT, MANIFEST, MAX_BYTES, Manifest, parse_manifest
+from speedswap.tables.files.manifest import FORMAT, MANIFEST, MAX_BYTES
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity
 from speedswap.tables.files.shards_manifest import ShardsManifest, parse_shards_manifest
 
 __all__ = ["AnyManifest", "ManifestFile", "parse"]
 
-AnyManifest = Manifest | LogManifest | ShardsManifest
-_VERSIONS = (1, 2, 3, 4, 5)
+AnyManifest = LogManifest | ShardsManifest
+_PARSERS: dict[int, Callable[[dict[str, Any]], AnyManifest]] = {4: parse_log_manifest, 5: parse_shards_manifest}
 _CHECKSUM_BYTES = 9
 
 
@@ -99,10 +99,7 @@ def _checked(raw: bytes) -> AnyManifest:
     require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
     version = data["version"]
     require(
-        is_int(version, min(_VERSIONS), max(_VERSIONS)),
-        f"its version is {version!r}; this speedswap reads {', '.join(map(str, _VERSIONS))}",
+        is_int(version, min(_PARSERS), max(_PARSERS)),
+        f"its version is {version!r}; this speedswap reads {' and '.join(map(str, _PARSERS))}",
     )
-    parse: Callable[[dict[str, Any]], AnyManifest] = {4: parse_log_manifest, 5: parse_shards_manifest}.get(
-        version, parse_manifest
-    )
-    return parse(data)
+    return _PARSERS[version](data)

@@ -25,7 +25,7 @@ __all__ = ["Place", "exchange", "is_ours", "is_shard", "rename_anew"]
 
 _log = logging.getLogger("speedswap")
 _OURS = re.compile(
-    r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|SCALARS(\.tmp)?|(data|keys)-[0-9]+\.bin|rows(-[0-9]+)?\.log"
+    r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|keys-[0-9]+\.bin|rows(-[0-9]+)?\.log"
     r"|HEAD(-[0-9]+)?"
 )
 _SHARD = re.compile(r"\.?shard-[0-9]+-of-[0-9]+(\.speedswap-(new|old))?")  # a rank's rows, in a table of all ranks

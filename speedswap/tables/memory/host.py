@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -101,21 +100,11 @@ class Memory:
     def nbytes(self) -> int:
         return self.bytes.numel()
 
-    def data_ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield start and end of the pieces that hold more than untouched zeros, in bytes."""
-        yield 0, self.nbytes
-
-    def expect(self, start: int, stop: int) -> None:
-        """Note that bytes ``start`` to ``stop`` are about to be read in order; only files need it."""
-
     def settle(self) -> None:
         """Wait until no GPU reads or writes the bytes, so that the host may; only pinned memory needs it."""
 
     def share(self) -> None:
         """Mark the bytes as shared: outside work of GPUs on them is not tracked; only pinned memory needs it."""
-
-    def flush(self) -> None:
-        """Make what was written durable; only files need it."""
 
     def close(self) -> None:
         """Release the memory. Views of it must no longer be used."""

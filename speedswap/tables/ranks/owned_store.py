@@ -57,7 +57,6 @@ class OwnedStore(RowStore):
         self.storage, self.engine, self.seed = own.storage, own.engine, own.seed
         self.name = name
         self.attributes, self.live_attributes = own.attributes, own.live_attributes
-        self.attributes_lag = own.attributes_lag
         self._weight = weight
 
     # ------------------------------------------------------------------ description

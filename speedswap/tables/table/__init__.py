@@ -14,7 +14,7 @@ from speedswap._locks import Locked
 from speedswap._words import AVERAGE_OTHERS
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import TableClosedError
-from speedswap.tables import opening, whole_table
+from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.shards_manifest import part_of_ranks
 from speedswap.tables.id_map import IdMap
@@ -79,7 +79,6 @@ class Table:
     open = classmethod(making.open)
     load = classmethod(making.load)
     from_file = classmethod(making.from_file)
-    convert = staticmethod(opening.convert)
     salvage = staticmethod(salvage)
 
     gather = of_all_ranks(batches.gather)
@@ -156,11 +155,6 @@ class Table:
     def closed(self) -> bool:
         """True once the table was closed."""
         return self.store.closed
-
-    @property
-    def attributes_lag(self) -> bool:
-        """True if the attributes, as found, may be of an earlier step than the rows."""
-        return self.store.attributes_lag
 
     @property
     def id_map(self) -> IdMap | None:
