@@ -14,6 +14,7 @@
 #                          COMMIT=…: what the figures are of, where the files are no repository
 # MINUTES=90 SEED=7        of torture; ONLY=kills,forks: these attacks alone
 # PROCESSES=4              of the tests; each takes a core and about 2 GiB of memory
+# SPEEDSWAP_WERROR=OFF     take no compiler's warning for an error, where the tests are installed
 # SPEEDSWAP_CUDA=ON|OFF    insist on, or leave out, compiling the CUDA kernels at build (AUTO: where nvcc is found)
 
 PYTHON ?= python3
@@ -121,6 +122,7 @@ $(VENV)/.stamp-demo: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
 	$(PIP) install --quiet --editable '.[demo$(CUDA_EXTRA)]' $(TORCH)
 	@touch $@
 
+$(VENV)/.stamp-dev: export SPEEDSWAP_WERROR ?= ON
 $(VENV)/.stamp-dev: $(TORCH_STAMP) $(BUILD_INPUTS) $(VENV)/.python-files
 	$(PIP) install --quiet --editable '.[demo,dev$(CUDA_EXTRA)]' $(TORCH)
 	@touch $(VENV)/.stamp-demo $@

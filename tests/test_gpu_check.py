@@ -274,12 +274,11 @@ def test_plan_writes_no_more_files_than_can_come_back(tmp_path):
     assert 1 <= len([word for word in written if not word.startswith(f"{tmp_path}/more")]) <= 4
 
 
-def test_plan_builds_with_nvcc_then_without_and_takes_no_warning_as_an_error(tmp_path, monkeypatch):
+def test_plan_builds_with_nvcc_then_without(tmp_path, monkeypatch):
     for nvcc, expected in ((None, "AUTO"), ("/opt/nvcc", "ON")):
         build, without, by_hand, *_ = make_plan(tmp_path, nvcc=nvcc)
         assert [part.env.get("SPEEDSWAP_CUDA") for part in (build, without)] == [expected, "OFF"]
-        assert {part.env["SPEEDSWAP_WERROR"] for part in (build, without)} == {"OFF"}
-        assert "-DSPEEDSWAP_CUDA=OFF -DSPEEDSWAP_WERROR=OFF" in by_hand.command[2]
+        assert "-DSPEEDSWAP_CUDA=OFF" in by_hand.command[2]
 
 
 def test_a_build_that_cannot_be_imported_has_failed(tmp_path):

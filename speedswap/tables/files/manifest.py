@@ -1,4 +1,4 @@
-"""What all manifests share: columns as plain data, and the checks of what is found."""
+"""Columns of a manifest as plain data, and the checks of what is found in any manifest."""
 
 from __future__ import annotations
 
