@@ -53,9 +53,13 @@ demo: $(VENV)/.stamp-demo
 	$(BIN)/speedswap word2vec $(DEMO) --output demo-output
 	@echo "The vectors, the loss plot and the figures are in $(CURDIR)/demo-output"
 
+# A test that takes too long fails by its name; a process that ends in the middle of one ends the run.
+PYTEST_OPTIONS := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --timeout 280 \
+    -o faulthandler_exit_on_timeout=true
+
 test: lint
-	$(BIN)/python -m pytest --nbmake -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
-	    -o faulthandler_exit_on_timeout=true
+	$(BIN)/python -m pytest --nbmake $(PYTEST_OPTIONS)
+	$(BIN)/python tools/simulated_tests.py -q $(PYTEST_OPTIONS)
 
 torture: $(VENV)/.stamp-dev
 	PYTHONPATH=tools $(BIN)/python -m torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))

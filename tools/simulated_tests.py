@@ -1,0 +1,58 @@
+"""Run the tests that ask for a device on a simulated GPU, in processes that have one all their life.
+
+As a command, ``python tools/simulated_tests.py``, followed by any of pytest's options.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import simulated_gpu  # noqa: E402
+
+# Work on streams as late as a GPU may do it, and as early.
+RUNS = {
+    "late": [
+        "tests/simulated_gpu",
+        "tests/kernels",
+        "tests/tables",
+        "tests/swapping",
+        "tests/ranks/test_gpu_ranks.py",
+        "tests/apps/test_gpu_runs.py",
+        "tests/test_gpu_check.py",
+        "tests/benchmarks/test_ceilings.py",
+        "tests/benchmarks/test_large_tables.py",
+        *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/apps/test_word2vec_*.py"))),
+        *("-k", "not cache"),  # what takes long there is long for the sake of caches, which are not simulated
+    ],
+    "ahead": [
+        "tests/kernels/test_engines.py",
+        "tests/swapping/test_lookahead.py",
+        "tests/swapping/test_shared_rows.py",
+    ],
+}
+
+
+def main(options: list[str]) -> int:
+    """Return the exit status of the first run that fails, or 0."""
+    reason = "there is a GPU" if torch.cuda.is_available() else simulated_gpu.unavailable()
+    if reason:
+        print(f"tests on a simulated GPU are left out: {reason}")
+        return 0
+    for policy, chosen in RUNS.items():
+        environment = {**os.environ, "SPEEDSWAP_TEST_DEVICE": "simulated", "SPEEDSWAP_SIMULATED_POLICY": policy}
+        words = [sys.executable, "-m", "pytest", "--gpu-only", *options, *chosen]
+        if status := subprocess.run(words, cwd=ROOT, env=environment).returncode:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
