@@ -27,7 +27,7 @@ from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
 from speedswap.tables.init import seeded
 
-__all__ = ["RowState", "is_probing", "probe"]
+__all__ = ["RowState", "is_probing", "probe", "step_unnoticed"]
 
 _STEPS = 3
 _SEED = 20_190_901
@@ -266,16 +266,22 @@ def _run(
         for grad in values[1:]:
             toy.grad = grad.clone()
             args = [_closure(toy, grad)] if _needs_closure(step) else []
-            _thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
             try:
-                step(clone, *args)
+                step_unnoticed(clone, *args)
             except Exception as error:
                 raise _refusal(optimizer, weight, values, error) from error
-            finally:
-                _thread.probing = False
     state = clone.state[toy]
     first = state.first if isinstance(state, _FirstValues) else {}
     return _Run(values[0], toy.detach(), dict(state), first)
+
+
+def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
+    """Let an optimizer that is tried out step, which no table takes for a training step."""
+    _thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
+    try:
+        type(optimizer).step(optimizer, *args)
+    finally:
+        _thread.probing = False
 
 
 def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Optimizer:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from speedswap.errors import CheckpointError
 from speedswap.swapping.apart import rows_apart
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.divided import divided_as, whole
+from speedswap.swapping.checkpoints.manifest import says_malformed
 from speedswap.swapping.checkpoints.plain import Encoder
-from speedswap.swapping.checkpoints.random_state import random_state
+from speedswap.swapping.checkpoints.random_state import check_generator, random_state
+from speedswap.swapping.checkpoints.trial import try_optimizer
 from speedswap.swapping.optimizers import holds, innermost
 from speedswap.swapping.table_module import TableModule
 
@@ -31,7 +35,7 @@ __all__ = [
     "random_of",
     "require_path_and_model",
     "require_restorable",
-    "restore",
+    "restored",
 ]
 
 
@@ -118,9 +122,9 @@ def check_model(saved: dict[str, Any], model: nn.Module, folder: Path) -> None:
         ours = model.state_dict()
     for name in [*ours, *saved]:
         mine, theirs = ours.get(name), saved.get(name)
-        if not any(each is None or isinstance(each, Tensor) for each in (mine, theirs)):
+        if name in ours and name in saved and not any(isinstance(each, Tensor) for each in (mine, theirs)):
             continue  # plain data of get_extra_state(), whose types a checkpoint does not keep
-        if _kind_of(mine) != _kind_of(theirs):
+        if mine is None or _kind_of(mine) != _kind_of(theirs):
             raise CheckpointError(
                 f"{name!r} is {_kind_of(mine)} in the model, but {_kind_of(theirs)} in the checkpoint {folder}; make "
                 "the model as it was for the training"
@@ -154,6 +158,8 @@ def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer
                 f"optimizer {type(optimizer).__name__} has groups of {mine} parameters, but in the checkpoint {folder} "
                 f"of {theirs}; make it with the same groups"
             )
+        with says_malformed(folder, f"the state of optimizer {type(optimizer).__name__}"):
+            try_optimizer(optimizer, each["state"])
 
 
 def load_dense(
@@ -197,9 +203,40 @@ def require_restorable(target: Any, saved: Any, name: str) -> None:
         raise TypeError(f"extra[{name!r}] is a Generator, but {a_kind(saved)} was saved; give what takes that")
 
 
-def restore(target: Any, saved: Any) -> None:
-    """Let an object of ``extra`` take what was saved of it."""
+@contextmanager
+def restored(targets: Mapping[str, Any], saved: Any, folder: Path) -> Iterator[None]:
+    """Let the objects of ``extra`` take what was saved of them; they have their former state if the block fails.
+
+    A module's is not kept, which may be as large as the model's.
+
+    Raises:
+        CheckpointError: one does not take it.
+    """
+    before: list[tuple[Any, Any]] = []
+    try:
+        for key, target in targets.items():
+            with says_malformed(folder, f"extra[{key!r}]"):
+                if isinstance(target, torch.Generator):
+                    check_generator(target, saved[key])
+                if not isinstance(target, nn.Module) and (now := _state_of(target)) is not None:
+                    before.append((target, now))
+                _restore(target, saved[key])
+        yield
+    except BaseException:
+        for target, state in before:
+            _restore(target, state)
+        raise
+
+
+def _state_of(target: Any) -> Any:
+    """Return a copy of an object's state; None if it does not say."""
     if isinstance(target, torch.Generator):
-        target.set_state(saved)
+        return target.get_state()
+    return copy.deepcopy(target.state_dict()) if callable(getattr(target, "state_dict", None)) else None
+
+
+def _restore(target: Any, state: Any) -> None:
+    if isinstance(target, torch.Generator):
+        target.set_state(state)
     else:
-        target.load_state_dict(saved)
+        target.load_state_dict(state)

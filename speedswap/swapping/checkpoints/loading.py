@@ -22,13 +22,13 @@ from speedswap.swapping.checkpoints.dense import (
     random_of,
     require_path_and_model,
     require_restorable,
-    restore,
+    restored,
 )
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.swapping.checkpoints.manifest import MANIFEST, Manifest, damaged
+from speedswap.swapping.checkpoints.manifest import MANIFEST, Manifest, damaged, says_malformed
 from speedswap.swapping.checkpoints.plain import Decoder
-from speedswap.swapping.checkpoints.random_state import restore_random_state
+from speedswap.swapping.checkpoints.random_state import check_random_state, restore_random_state
 from speedswap.swapping.checkpoints.ranks import Ranks
 from speedswap.swapping.checkpoints.table_loading import Loading
 from speedswap.swapping.checkpoints.tables import modules_of, tables_of
@@ -122,7 +122,11 @@ def load_checkpoint(
         content = _decoded(manifest, files, names)
         check_model(content["model"], model, folder)
         if optimizers:
-            check_optimizers(content["optimizers"], optimizers, folder)
+            with says_malformed(folder, "the optimizers"):
+                check_optimizers(content["optimizers"], optimizers, folder)
+        if random_state and random in content:
+            with says_malformed(folder, "the state of the random generators"):
+                check_random_state(content[random])
         for key, target in (extra or {}).items():
             if not isinstance(content["extra"], dict) or key not in content["extra"]:
                 raise CheckpointError(f"extra has {key!r}, but the checkpoint {folder} has no extra of this name")
@@ -136,7 +140,8 @@ def load_checkpoint(
             table.trainer = module._step.state.optimizer if module._step.state.optimizer in state_of else None
             table.check(module)
         _take_settings(tables, state_of)
-        ranks.wait()  # nothing has changed yet, on any rank
+        with restored(extra or {}, content["extra"], folder):
+            ranks.wait()  # nothing else has changed yet, on any rank
         for table, module in tables:
             table.load(module)
         ranks.wait()  # before dense parameters are divided, which all take part in
@@ -144,8 +149,6 @@ def load_checkpoint(
         for table, module in tables:
             if table.trainer is not None:
                 module._step.state.resume(table.trainer, initial=table.saved.is_initial)
-        for key, target in (extra or {}).items():
-            restore(target, content["extra"][key])
         if random_state and random in content:
             restore_random_state(content[random])
         ranks.wait()
@@ -179,17 +182,13 @@ def _decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict
         CheckpointError: it is damaged.
     """
     decoder = Decoder(lambda name: files.read(manifest.tensors[name]))
-    try:
+    with says_malformed(files.folder, "its content"):
         content = {part: decoder.decode(manifest.content[part]) for part in parts}
         for each in content.get("optimizers", []):
             if not isinstance(each["class"], str) or not {"state", "param_groups"} <= each["state"].keys():
                 raise ValueError("an optimizer's state is missing")
         if not isinstance(content.get("model", {}), dict):
             raise ValueError("the model's state is missing")
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
-        raise damaged(files.folder, f"{type(error).__name__}: {error}") from error
     return content
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from speedswap.errors import CheckpointError
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile
 
-__all__ = ["MANIFEST", "Delta", "Manifest", "SavedTable", "SavedTensor", "damaged", "saved_table"]
+__all__ = ["MANIFEST", "Delta", "Manifest", "SavedTable", "SavedTensor", "damaged", "saved_table", "says_malformed"]
 
 MANIFEST = "CHECKPOINT"
 FORMAT, VERSION = "speedswap-checkpoint", 1
@@ -150,6 +152,17 @@ def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
     )
 
 
+@contextmanager
+def says_malformed(folder: Path, what: str) -> Iterator[None]:
+    """Raise CheckpointError where something in a checkpoint, of which anything may be in it, is not as it must be."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise damaged(folder, f"{what}: {type(error).__name__}: {error}", MANIFEST) from error
+
+
 def _checked(raw: bytes) -> Manifest:
     checksum, _, body = raw.partition(b"\n")
     _require(len(raw) <= _MAX_BYTES and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
@@ -181,6 +194,8 @@ def saved_table(entry: dict[str, Any]) -> SavedTable:
     _require(all(isinstance(text, str) for text in texts), "the names of a table are missing")
     _require(all(map(_is_count, counts)), f"the numbers of table {table.name!r} are {counts}")
     _require(all(isinstance(each, dict) for each in dicts), f"table {table.name!r} lacks columns or attributes")
+    _require(isinstance(table.is_initial, bool), f"table {table.name!r} is_initial: {table.is_initial!r}")
+    _require(all(isinstance(each, str) for each in table.id_maps.values()), f"the id maps are {table.id_maps}")
     is_there = bool(table.path or table.shards) or _matches(_COPY, table.copy)
     _require(is_there, f"the copy of table {table.name!r} is {table.copy!r}")
     for delta in deltas:

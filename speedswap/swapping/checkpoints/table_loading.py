@@ -112,6 +112,12 @@ class Loading:
         for column in table.columns.values():
             if places[column.name].dtype != column.stored_dtype:
                 raise damaged(self._folder, f"{delta.file} has {column.name!r} as {places[column.name].dtype}")
+        last, step = -1, piece_rows(table)
+        for start in range(0, delta.rows, step):
+            rows = self._tensors.rows(delta.file, ROWS, start, min(start + step, delta.rows))
+            if not last < int(rows[0]) <= int(rows[-1]) < table.num_embeddings or bool((rows.diff() <= 0).any()):
+                raise damaged(self._folder, f"{delta.file} has rows that table {self.saved.name!r} lacks, or has twice")
+            last = int(rows[-1])
 
     def check(self, module: TableModule) -> None:
         """Check that the table fits a module's.
