@@ -4,7 +4,8 @@
 #   make test        install into .venv, then every check and every test
 #   make gpu-check   on a machine with a GPU: build, test, sanitize, measure; needs no network and makes no .venv
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
-#   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/
+#   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/;
+#                    `make bench figures RESULTS=benchmarks/results` renews all that the pages show
 #   make figures     rewrite the tables of README.md and benchmarks/README.md, and the pictures, from benchmarks/results/
 #   make lint | format | clean
 #
@@ -29,6 +30,7 @@ SEED ?=
 ONLY ?=
 LIMIT ?= 470
 COMMIT ?=
+RESULTS ?= bench-output
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -76,14 +78,14 @@ format: $(VENV)/.stamp-dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: $(VENV)/.stamp-demo
-	@mkdir -p bench-output
+	@mkdir -p $(RESULTS)
 	@set -e; for name in transfer step; do \
 	    echo "== $$name"; \
-	    $(BIN)/speedswap bench $$name --device cpu --json bench-output/$$name-cpu.json; \
+	    $(BIN)/speedswap bench $$name --device cpu --json $(RESULTS)/$$name-cpu.json; \
 	done; for bench in benchmarks/bench_*.py; do \
 	    name=$$(basename $$bench .py); \
 	    echo "== $$name"; \
-	    $(BIN)/python $$bench --device cpu --json bench-output/$${name#bench_}-cpu.json; \
+	    $(BIN)/python $$bench --device cpu --json $(RESULTS)/$${name#bench_}-cpu.json; \
 	done
 
 figures: $(VENV)/.stamp-demo
