@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from speedswap import retry
 from speedswap.apps.bench.measure import in_turn, write_json
+from speedswap.batching import retry
 from speedswap.compat import toma as compat
 
 SHAPE, STEP, CHUNKS = (128, 256, 256), 32, 4
@@ -58,8 +58,8 @@ def ours(tensor: torch.Tensor, body: Body) -> dict[str, Callable[[], object]]:
     chunked, decorated = retry.chunked(body, initial=STEP), compat.toma.chunked(body, initial_step=STEP)
     return {
         "native loop": lambda: native(tensor, body),
-        "speedswap.retry": lambda: chunked(tensor),
-        "speedswap.retry, after a failure": after_a_failure(tensor, body),
+        "speedswap.batching.retry": lambda: chunked(tensor),
+        "speedswap.batching.retry, after a failure": after_a_failure(tensor, body),
         **named("speedswap.compat.toma", compat, decorated, tensor, body),
     }
 

@@ -1,19 +1,10 @@
 """speedswap: train embeddings that do not fit, by keeping only the batch's rows on the compute device."""
 
+import importlib
+import warnings
+
 from speedswap import errors, monitor, optim
-from speedswap.batching import (
-    AccumulatingOptimizer,
-    BatchSplitter,
-    Feed,
-    MemoryEstimate,
-    coupled,
-    elastic,
-    estimate_memory,
-    feed,
-    plan_accumulation,
-    retry,
-)
-from speedswap.kernels import get_num_threads, set_num_threads
+from speedswap.batching import BatchSplitter
 from speedswap.swapping import (
     Embedding,
     EmbeddingBag,
@@ -34,14 +25,12 @@ from speedswap.swapping import (
     parameters_to_ignore,
     save_checkpoint,
 )
-from speedswap.tables import Block, Column, IdMap, Table, gather_rows, init, scatter_rows
+from speedswap.tables import Column, IdMap, Table, gather_rows, init, scatter_rows
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "AccumulatingOptimizer",
     "BatchSplitter",
-    "Block",
     "Column",
     "Embedding",
     "EmbeddingBag",
@@ -49,25 +38,17 @@ __all__ = [
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
-    "Feed",
     "IdMap",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
-    "MemoryEstimate",
     "ModelFactory",
     "OptimizerFactory",
     "Table",
-    "__version__",
     "attach",
     "convert",
-    "coupled",
-    "elastic",
     "errors",
-    "estimate_memory",
-    "feed",
     "gather_rows",
-    "get_num_threads",
     "ignore_in_ddp",
     "init",
     "load_checkpoint",
@@ -75,9 +56,34 @@ __all__ = [
     "monitor",
     "optim",
     "parameters_to_ignore",
-    "plan_accumulation",
-    "retry",
     "save_checkpoint",
     "scatter_rows",
-    "set_num_threads",
 ]
+
+
+_MOVED = {
+    **dict.fromkeys(
+        (
+            "AccumulatingOptimizer",
+            "Feed",
+            "MemoryEstimate",
+            "coupled",
+            "elastic",
+            "estimate_memory",
+            "feed",
+            "plan_accumulation",
+            "retry",
+        ),
+        "speedswap.batching",
+    ),
+    **dict.fromkeys(("get_num_threads", "set_num_threads"), "speedswap.kernels"),
+    "Block": "speedswap.tables",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Return what was here in version 0.1, with a warning that says where it is now."""
+    if name not in _MOVED:
+        raise AttributeError(f"module 'speedswap' has no attribute {name!r}")
+    warnings.warn(f"speedswap.{name} is {_MOVED[name]}.{name} now", DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module(_MOVED[name]), name)

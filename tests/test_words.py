@@ -24,7 +24,7 @@ def test_errors_name_an_int_and_an_embedding():
     with pytest.raises(TypeError, match="loader is an int; give an iterable"):
         speedswap.lookahead(3, {})
     with pytest.raises(TypeError, match="optimizer is an Embedding; give a torch"):
-        speedswap.AccumulatingOptimizer(torch.nn.Embedding(2, 2), 2)
+        speedswap.batching.AccumulatingOptimizer(torch.nn.Embedding(2, 2), 2)
     with pytest.raises(TypeError, match="given_optimizer is an Embedding; give a torch"):
         speedswap.OptimizerFactory(torch.nn.Embedding(2, 2), 10, 2, torch.nn.Embedding(2, 2), "weight", CPUPinn=True)
 

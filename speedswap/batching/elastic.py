@@ -150,7 +150,7 @@ def plan(global_batch_size: int, max_micro_batch_size: int) -> Plan:
         max_micro_batch_size: samples that fit through one device at once.
 
     Returns:
-        This rank's :class:`Plan`, from :func:`speedswap.plan_accumulation`.
+        This rank's :class:`Plan`, from :func:`speedswap.batching.plan_accumulation`.
 
     Raises:
         BatchError: an argument is not a positive integer.

@@ -53,7 +53,7 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 
     Args:
         optimizer: any torch optimizer that works row by row, or one that wraps such, as
-            :class:`speedswap.AccumulatingOptimizer` does.
+            :class:`speedswap.batching.AccumulatingOptimizer` does.
         module_or_table: a module with one or more :class:`speedswap.Embedding` in it, or the table of one.
 
     Raises:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import speedswap
-from speedswap import AccumulatingOptimizer
+from speedswap.batching import AccumulatingOptimizer
 from speedswap.errors import BatchError, OptimizerError
 
 OPTIMIZERS = sorted(
@@ -849,7 +849,7 @@ def test_p25_training_resumes_in_another_process(tmp_path):
     train(straight, optimizer, parts)
     code = """
 import sys, torch
-from speedswap import AccumulatingOptimizer
+from speedswap.batching import AccumulatingOptimizer
 weights, state, parts = torch.load(sys.argv[1] + "/half.pt", weights_only=True)
 model = torch.nn.Linear(5, 3)
 model.load_state_dict(weights)

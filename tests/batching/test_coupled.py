@@ -44,7 +44,7 @@ def test_p06_plain_accumulation_of_a_coupled_loss_is_refused():
     splitter.backward(lambda x: contrastive(model(x)), inputs)
     assert relative_error(gradients(model), wanted) > 0.1  # what is refused when it is declared
 
-    @speedswap.coupled
+    @speedswap.batching.coupled
     def declared(x):
         return contrastive(model(x))
 

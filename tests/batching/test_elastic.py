@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from speedswap import errors, plan_accumulation
-from speedswap.batching import elastic
+from speedswap import errors
+from speedswap.batching import elastic, plan_accumulation
 from speedswap.batching.elastic import ElasticSampler
 
 JOB = Path(__file__).with_name("elastic_job.py")

@@ -117,7 +117,7 @@ def measured_peak(model, optimizer_class, inputs, targets, passes) -> int:
 
 
 def estimated(model, shape, optimizer, samples=4, **options):
-    return speedswap.estimate_memory(
+    return speedswap.batching.estimate_memory(
         model,
         batch(shape, samples),
         optimizer,
@@ -178,7 +178,7 @@ def two_tower_loss(encoder):
 def test_p23_loss_that_compares_all_samples_grows_with_the_square_of_the_batch(make_loss):
     encoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
     loss_fn = make_loss(encoder)
-    estimate = speedswap.estimate_memory(encoder, torch.randn(5, 8), loss_fn=loss_fn)
+    estimate = speedswap.batching.estimate_memory(encoder, torch.randn(5, 8), loss_fn=loss_fn)
     for samples in (100, 300, 1024, 4096):
         inputs = torch.randn(samples, 8)
 
@@ -213,7 +213,7 @@ class Shared(nn.Module):
 
 
 def test_p23_shared_nested_and_root_parameters_count_once():
-    estimate = speedswap.estimate_memory(Shared(), torch.randn(3, 10), torch.optim.Adam)
+    estimate = speedswap.batching.estimate_memory(Shared(), torch.randn(3, 10), torch.optim.Adam)
     assert estimate.parameters == 4 * 1110
     assert estimate.gradients == 4 * 1110
     assert estimate.buffers == 4 * 7
@@ -229,7 +229,7 @@ def test_tied_weights_in_a_module_with_two_names_count_once_and_stay_tied():
     model[0].register_buffer("offset", torch.zeros(10))
     model[1].register_buffer("same_offset", model[0].offset)
     offset, names = model[0].offset, [name for name, _ in model.named_parameters()]
-    estimate = speedswap.estimate_memory(model, torch.randn(4, 10), torch.optim.Adam(model.parameters()))
+    estimate = speedswap.batching.estimate_memory(model, torch.randn(4, 10), torch.optim.Adam(model.parameters()))
     assert (estimate.parameters, estimate.buffers) == (4 * (110 + 77), 40)
     assert estimate.gradients == 4 * 110
     assert estimate.optimizer_state == 2 * 4 * 110 + 2 * 4
@@ -241,14 +241,14 @@ def test_tied_weights_in_a_module_with_two_names_count_once_and_stay_tied():
 def test_weights_that_share_memory_count_once():
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
     model[1].weight = model[0].weight
-    estimate = speedswap.estimate_memory(model, torch.randint(50, (4, 3)), torch.optim.SGD)
+    estimate = speedswap.batching.estimate_memory(model, torch.randint(50, (4, 3)), torch.optim.SGD)
     assert estimate.parameters == estimate.gradients == 50 * 8 * 4
 
 
 def test_parameters_that_are_views_of_one_memory_count_once_and_have_gradients_of_their_own():
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
     model[1].weight = nn.Parameter(model[0].weight.detach())
-    estimate = speedswap.estimate_memory(model, torch.randint(50, (4, 3)), torch.optim.SGD)
+    estimate = speedswap.batching.estimate_memory(model, torch.randint(50, (4, 3)), torch.optim.SGD)
     assert (estimate.parameters, estimate.gradients) == (50 * 8 * 4, 2 * 50 * 8 * 4)
 
 
@@ -265,7 +265,7 @@ def test_frozen_parameters_that_the_optimizer_holds_have_no_state():
     """Little is trained beside much that is frozen, and the optimizer was given all of it."""
     model = nn.Sequential(nn.Linear(500, 500).requires_grad_(False), nn.ReLU(), nn.Linear(500, 5))
     optimizer = torch.optim.Adam(model.parameters())
-    estimate = speedswap.estimate_memory(model, torch.randn(4, 500), optimizer)
+    estimate = speedswap.batching.estimate_memory(model, torch.randn(4, 500), optimizer)
     model(torch.randn(4, 500)).sum().backward()
     optimizer.step()
     held = [value for state in optimizer.state.values() for value in state.values()]
@@ -307,7 +307,7 @@ def test_optimizer_object_lends_its_settings_and_groups_and_is_not_stepped():
 
 def test_sparse_gradients_and_their_optimizer():
     model = nn.Embedding(1000, 8, sparse=True)
-    estimate = speedswap.estimate_memory(model, torch.randint(1000, (4,)), torch.optim.SparseAdam)
+    estimate = speedswap.batching.estimate_memory(model, torch.randint(1000, (4,)), torch.optim.SparseAdam)
     assert estimate.optimizer_state == 2 * 1000 * 8 * 4
     assert estimate.gradients < 1000 * 8 * 4
 
@@ -339,13 +339,13 @@ def test_model_gradients_and_random_numbers_are_as_before(training):
 def test_random_numbers_are_as_before():
     model, example = Attention(), (torch.randn(4, 20, 32),)
     before = torch.get_rng_state()
-    speedswap.estimate_memory(model, example, torch.optim.Adam)
+    speedswap.batching.estimate_memory(model, example, torch.optim.Adam)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_the_loss_refers_to_keeps_its_gradient():
     model, temperature = mlp(), torch.ones((), requires_grad=True)
-    speedswap.estimate_memory(model, torch.randn(4, 64), loss_fn=lambda x: (model(x) * temperature).sum())
+    speedswap.batching.estimate_memory(model, torch.randn(4, 64), loss_fn=lambda x: (model(x) * temperature).sum())
     assert temperature.grad is None
 
 
@@ -379,9 +379,9 @@ def test_modules_that_only_the_loss_knows_count_and_are_as_before(fails_at):
 
     if fails_at:
         with pytest.raises(ZeroDivisionError):
-            speedswap.estimate_memory(first, torch.randn(4, 6), torch.optim.SGD, loss_fn=loss_fn)
+            speedswap.batching.estimate_memory(first, torch.randn(4, 6), torch.optim.SGD, loss_fn=loss_fn)
     else:
-        estimate = speedswap.estimate_memory(first, torch.randn(4, 6), torch.optim.Adam, loss_fn=loss_fn)
+        estimate = speedswap.batching.estimate_memory(first, torch.randn(4, 6), torch.optim.Adam, loss_fn=loss_fn)
         assert estimate.parameters == bytes_of(*first.parameters(), *second.parameters())
         assert estimate.buffers == bytes_of(*second.buffers())
         trained = bytes_of(*first.parameters(), *second[:2].parameters())
@@ -409,7 +409,7 @@ def test_example_by_name_and_without_a_loss():
         def forward(self, values, scale):
             return {"out": values * self.weight * scale}
 
-    estimate = speedswap.estimate_memory(Named(), {"values": torch.randn(6, 5), "scale": 2.0}, torch.optim.SGD)
+    estimate = speedswap.batching.estimate_memory(Named(), {"values": torch.randn(6, 5), "scale": 2.0}, torch.optim.SGD)
     assert estimate.inputs_per_sample == 20
     assert estimate.optimizer_state == 0
 
@@ -417,16 +417,16 @@ def test_example_by_name_and_without_a_loss():
 def test_half_precision_sums_count_as_float32():
     model = mlp().bfloat16()
     example = torch.randn(4, 64).bfloat16()
-    accumulating = speedswap.estimate_memory(model, example, torch.optim.SGD)
-    once = speedswap.estimate_memory(model, example, torch.optim.SGD, accumulate=False)
+    accumulating = speedswap.batching.estimate_memory(model, example, torch.optim.SGD)
+    once = speedswap.batching.estimate_memory(model, example, torch.optim.SGD, accumulate=False)
     assert accumulating.gradients == 2 * accumulating.parameters
     assert once.gradients == once.parameters
 
 
 def test_autocast_makes_activations_smaller():
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
-    full = speedswap.estimate_memory(model, torch.randn(4, 64))
-    half = speedswap.estimate_memory(model, torch.randn(4, 64), autocast=torch.bfloat16)
+    full = speedswap.batching.estimate_memory(model, torch.randn(4, 64))
+    half = speedswap.batching.estimate_memory(model, torch.randn(4, 64), autocast=torch.bfloat16)
     assert half.activations_per_sample < 0.8 * full.activations_per_sample
 
 
@@ -434,7 +434,7 @@ def test_splitter_stays_within_the_estimate():
     """Half-precision parameters, whose gradients the splitter sums in float32."""
     model = mlp().bfloat16()
     inputs, targets = torch.randn(128, 64).bfloat16(), torch.randint(CLASSES, (128,))
-    estimate = speedswap.estimate_memory(
+    estimate = speedswap.batching.estimate_memory(
         model, (inputs, targets), loss_fn=lambda x, y: functional.cross_entropy(model(x), y)
     )
     splitter = speedswap.BatchSplitter(model, micro_batch_size=32)
@@ -458,7 +458,7 @@ def test_model_that_takes_another_path_for_each_size():
                 inputs = torch.tanh(self.layer(inputs))
             return inputs
 
-    estimate = speedswap.estimate_memory(Loop(), torch.randn(4, 8), torch.optim.SGD)
+    estimate = speedswap.batching.estimate_memory(Loop(), torch.randn(4, 8), torch.optim.SGD)
     assert estimate.total(200) > estimate.total(20)
 
 
@@ -529,7 +529,7 @@ def test_table_adds_up():
 )
 def test_what_cannot_be_estimated_says_why(example, loss_fn, error, text):
     with pytest.raises(error, match=text):
-        speedswap.estimate_memory(mlp(), example, loss_fn=loss_fn)
+        speedswap.batching.estimate_memory(mlp(), example, loss_fn=loss_fn)
 
 
 def test_size_must_be_positive():
@@ -541,7 +541,7 @@ def test_failure_of_the_model_is_its_own_and_leaves_no_trace():
     model, example = mlp(), torch.randn(4, 63)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        speedswap.estimate_memory(model, example, torch.optim.Adam)
+        speedswap.batching.estimate_memory(model, example, torch.optim.Adam)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -552,7 +552,7 @@ def test_p23_on_a_gpu_never_under_what_its_allocator_gave_out(name):
     make, shape = MODELS[name]
     model = make().cuda()
     inputs, targets = (tensor.cuda() for tensor in batch(shape, 4))
-    estimate = speedswap.estimate_memory(
+    estimate = speedswap.batching.estimate_memory(
         model, (inputs, targets), torch.optim.Adam, loss_fn=lambda x, y: functional.cross_entropy(model(x), y)
     )
     assert estimate.context > 0
@@ -574,7 +574,7 @@ def test_nothing_is_printed() -> None:
     """In a process of its own: torch's profiler reads its level once."""
     code = (
         "import torch, speedswap; model = torch.nn.Linear(3, 2); "
-        "speedswap.estimate_memory(model, (torch.ones(4, 3),), loss_fn=lambda x: model(x).sum())"
+        "speedswap.batching.estimate_memory(model, (torch.ones(4, 3),), loss_fn=lambda x: model(x).sum())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

@@ -67,7 +67,9 @@ def test_p22_resident_memory_is_the_budget_and_one_batch_for_any_number_of_epoch
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        for epoch in speedswap.feed(range(60), files, 5, budget_bytes=budget, epochs=epochs, read_ahead=read_ahead):
+        for epoch in speedswap.batching.feed(
+            range(60), files, 5, budget_bytes=budget, epochs=epochs, read_ahead=read_ahead
+        ):
             for batch in epoch:
                 assert batch.nbytes == batch_bytes
         del batch, epoch
@@ -81,7 +83,7 @@ def test_p22_resident_memory_is_the_budget_and_one_batch_for_any_number_of_epoch
 
 def test_p22_each_epoch_reads_every_sample_again_once():
     files = Files()
-    for index, epoch in enumerate(speedswap.feed(range(13), files, 4, budget_bytes=10**7, epochs=3), start=1):
+    for index, epoch in enumerate(speedswap.batching.feed(range(13), files, 4, budget_bytes=10**7, epochs=3), start=1):
         seen = [value for batch in epoch for value in batch[:, 0]]
         assert sorted(seen) == list(range(13))
         assert set(files.read.values()) == {index}
@@ -99,7 +101,7 @@ def test_p22_no_empty_batch_and_every_sample_once(count, batch_size, drop_last, 
     def read(identity):
         return number(identity) if variants is None else [number(identity)] * variants
 
-    batches = speedswap.feed(
+    batches = speedswap.batching.feed(
         range(count),
         read,
         batch_size,
@@ -125,7 +127,7 @@ def test_p22_no_empty_batch_and_every_sample_once(count, batch_size, drop_last, 
 
 def test_orders_depend_on_seed_and_epoch_alone():
     def orders(seed):
-        feed = speedswap.feed(range(20), number, 3, budget_bytes=10**4, epochs=3, seed=seed)
+        feed = speedswap.batching.feed(range(20), number, 3, budget_bytes=10**4, epochs=3, seed=seed)
         return [list(itertools.chain(*numbers(epoch))) for epoch in feed]
 
     first = orders(1)
@@ -136,12 +138,12 @@ def test_orders_depend_on_seed_and_epoch_alone():
 
 
 def test_without_shuffling_the_order_is_given():
-    feed = speedswap.feed("abc", lambda name: name.upper(), 2, budget_bytes=1000, shuffle=False)
+    feed = speedswap.batching.feed("abc", lambda name: name.upper(), 2, budget_bytes=1000, shuffle=False)
     assert [list(epoch) for epoch in feed] == [[["A", "B"], ["C"]]]
 
 
 def test_epochs_for_ever():
-    feed = speedswap.feed([1, 2], number, 2, budget_bytes=1000, epochs=None)
+    feed = speedswap.batching.feed([1, 2], number, 2, budget_bytes=1000, epochs=None)
     assert [sorted(itertools.chain(*numbers(epoch))) for epoch in itertools.islice(feed, 50)] == [[1, 2]] * 50
 
 
@@ -151,7 +153,7 @@ def test_targets_go_with_their_samples():
     def read(name):
         return torch.tensor([float(name.split(".")[0])])
 
-    feed = speedswap.feed(
+    feed = speedswap.batching.feed(
         names, read, 4, budget_bytes=1000, targets=labels, read_target=lambda name: int(name.split(".")[0])
     )
     for inputs, targets in feed.epoch(0):
@@ -160,7 +162,7 @@ def test_targets_go_with_their_samples():
 
 
 def test_target_may_be_read_by_the_same_identity():
-    feed = speedswap.feed([3, 4], number, 2, budget_bytes=1000, read_target=lambda identity: identity * 10)
+    feed = speedswap.batching.feed([3, 4], number, 2, budget_bytes=1000, read_target=lambda identity: identity * 10)
     inputs, targets = next(feed.epoch(0))
     assert (inputs[:, 0] * 10 == targets).all()
 
@@ -172,7 +174,7 @@ def test_structures_are_stacked_part_by_part():
     def read(identity):
         return Point(torch.full((2,), identity), {"number": 0.5, "flag": True, "name": str(identity), "many": [1]})
 
-    batch = next(speedswap.feed([1, 2], read, 2, budget_bytes=10**4, shuffle=False).epoch(0))
+    batch = next(speedswap.batching.feed([1, 2], read, 2, budget_bytes=10**4, shuffle=False).epoch(0))
     assert isinstance(batch, Point)
     assert batch.x.tolist() == [[1, 1], [2, 2]]
     assert batch.label["number"].dtype == np.float64
@@ -182,7 +184,7 @@ def test_structures_are_stacked_part_by_part():
 
 
 def test_own_collate_gets_samples_of_any_shape():
-    feed = speedswap.feed(
+    feed = speedswap.batching.feed(
         [3, 1, 2], np.zeros, 3, budget_bytes=10**4, collate=lambda samples: sorted(len(sample) for sample in samples)
     )
     assert list(feed.epoch(0)) == [[1, 2, 3]]
@@ -193,7 +195,7 @@ def test_own_collate_stays_within_the_budget():
     budget = 2 * batch_bytes + SAMPLE_BYTES
     tracemalloc.start()
     try:
-        for batch in speedswap.feed(range(30), Files(), 5, budget_bytes=budget, collate=np.stack).epoch(0):
+        for batch in speedswap.batching.feed(range(30), Files(), 5, budget_bytes=budget, collate=np.stack).epoch(0):
             assert batch.nbytes == batch_bytes
         most = tracemalloc.get_traced_memory()[1]
     finally:
@@ -212,7 +214,7 @@ def test_own_collate_stays_within_the_budget():
 )
 def test_budget_too_small_is_said_before_anything_is_handed_out(budget, batch_size, variants, text, read_ahead):
     files = Files()
-    feed = speedswap.feed(
+    feed = speedswap.batching.feed(
         range(10),
         files.twice if variants else files,
         batch_size,
@@ -232,7 +234,7 @@ def test_readers_failure_names_the_identity_and_comes_after_what_was_read_before
             raise FileNotFoundError("no such file")
         return 0
 
-    epoch = speedswap.feed(
+    epoch = speedswap.batching.feed(
         ["a.png", "b.png", "c.png", "d.png"], read, 2, budget_bytes=10**4, shuffle=False, read_ahead=read_ahead
     ).epoch(0)
     assert len(next(epoch)) == 2
@@ -247,33 +249,33 @@ def test_out_of_memory_in_a_reader_stays_what_it_is(read_ahead):
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        next(speedswap.feed([1], read, 1, budget_bytes=100, read_ahead=read_ahead).epoch(0))
+        next(speedswap.batching.feed([1], read, 1, budget_bytes=100, read_ahead=read_ahead).epoch(0))
 
 
 @pytest.mark.parametrize("given, text", [(1, "gave 1 samples, but variants is 2"), (3, "gave more samples than 2")])
 def test_number_of_variants_is_checked(given, text):
-    feed = speedswap.feed(["a"], lambda name: [number(1)] * given, 2, budget_bytes=1000, variants=2)
+    feed = speedswap.batching.feed(["a"], lambda name: [number(1)] * given, 2, budget_bytes=1000, variants=2)
     with pytest.raises(BatchError, match=rf"reading 'a' {text}"):
         list(feed.epoch(0))
 
 
 def test_samples_of_different_shapes_are_refused_by_name():
     with pytest.raises(BatchError, match=r"sample 4 has shape \(4,\).*others in its batch shape \(3,\).*collate"):
-        next(speedswap.feed([3, 4], np.zeros, 2, budget_bytes=1000, shuffle=False).epoch(0))
+        next(speedswap.batching.feed([3, 4], np.zeros, 2, budget_bytes=1000, shuffle=False).epoch(0))
 
 
 @pytest.mark.parametrize("other", [{"b": 1}, (1,), {"a": 1, "b": 1}])
 def test_samples_of_different_structures_are_refused_by_name(other):
     samples = {"first": {"a": 1}, "second": other}
     with pytest.raises(BatchError, match="sample 'second' has another structure"):
-        next(speedswap.feed(["first", "second"], samples.get, 2, budget_bytes=10**4, shuffle=False).epoch(0))
+        next(speedswap.batching.feed(["first", "second"], samples.get, 2, budget_bytes=10**4, shuffle=False).epoch(0))
 
 
 @pytest.mark.parametrize("read_ahead", [False, True], ids=["", "ahead"])
 def test_abandoned_epoch_frees_everything_and_ends_its_thread(read_ahead):
     files = Files()
     threads = set(threading.enumerate())
-    epoch = speedswap.feed(range(50), files, 2, budget_bytes=20 * SAMPLE_BYTES, read_ahead=read_ahead).epoch(0)
+    epoch = speedswap.batching.feed(range(50), files, 2, budget_bytes=20 * SAMPLE_BYTES, read_ahead=read_ahead).epoch(0)
     next(epoch)
     epoch.close()
     gc.collect()
@@ -286,7 +288,7 @@ def test_batch_that_was_handed_out_is_its_users_alone(read_ahead):
     def collate(samples):
         return np.stack(samples).view(Watched)
 
-    feed = speedswap.feed(range(50), number, 2, budget_bytes=1000, collate=collate, read_ahead=read_ahead)
+    feed = speedswap.batching.feed(range(50), number, 2, budget_bytes=1000, collate=collate, read_ahead=read_ahead)
     epoch = feed.epoch(0)
     batch = next(epoch)
     alive = weakref.ref(batch)
@@ -296,7 +298,7 @@ def test_batch_that_was_handed_out_is_its_users_alone(read_ahead):
 
 
 def test_own_collate_needs_room_for_samples_and_batch():
-    feed = speedswap.feed(range(10), np.float64, 4, budget_bytes=8 * 9 - 1, collate=np.stack)
+    feed = speedswap.batching.feed(range(10), np.float64, 4, budget_bytes=8 * 9 - 1, collate=np.stack)
     with pytest.raises(MemoryBudgetError, match="batch of 4 samples of 8 bytes takes 72"):
         next(feed.epoch(0))
 
@@ -311,7 +313,7 @@ def test_reading_ahead_reads_while_nobody_asks():
             enough.set()
         return np.zeros(100)
 
-    epoch = speedswap.feed(range(50), reader, 2, budget_bytes=8 * 800 + 2 * 800, read_ahead=True).epoch(0)
+    epoch = speedswap.batching.feed(range(50), reader, 2, budget_bytes=8 * 800 + 2 * 800, read_ahead=True).epoch(0)
     next(epoch)
     assert enough.wait(20)
     assert len(read) <= 2 + 8
@@ -324,7 +326,7 @@ def test_reading_ahead_reads_while_nobody_asks():
 def test_resumed_feed_hands_out_what_was_left(stop_after, variants, drop_last):
     def make():
         read = (lambda identity: [number(identity)] * variants) if variants else number
-        return speedswap.feed(
+        return speedswap.batching.feed(
             range(10), read, 4, budget_bytes=1000, epochs=2, seed=3, variants=variants, drop_last=drop_last
         )
 
@@ -344,14 +346,14 @@ def test_resumed_feed_hands_out_what_was_left(stop_after, variants, drop_last):
 
 def test_resumed_feed_does_not_read_what_was_handed_out():
     files = Files()
-    feed = speedswap.feed(range(10), files, 2, budget_bytes=10**7)
+    feed = speedswap.batching.feed(range(10), files, 2, budget_bytes=10**7)
     feed.load_state_dict({"epoch": 0, "samples": 6, "seed": 0})
     assert sum(len(batch) for epoch in feed for batch in epoch) == 4
     assert files.read.total() == 4
 
 
 def test_feed_can_be_iterated_again():
-    feed = speedswap.feed(range(5), number, 2, budget_bytes=1000, epochs=2)
+    feed = speedswap.batching.feed(range(5), number, 2, budget_bytes=1000, epochs=2)
     first = [numbers(epoch) for epoch in feed]
     assert [numbers(epoch) for epoch in feed] == first
 
@@ -371,16 +373,21 @@ def test_arguments_are_checked_before_anything_is_read(changes, text):
     files = Files()
     arguments = {"identities": [1, 2], "read": files, "batch_size": 1, "budget_bytes": 10**7} | changes
     with pytest.raises(BatchError, match=text):
-        speedswap.feed(**arguments)
+        speedswap.batching.feed(**arguments)
     assert not files.read
 
 
 def test_state_of_another_feed_is_refused():
     with pytest.raises(BatchError, match="an epoch has 2 samples"):
-        speedswap.feed([1, 2], number, 1, budget_bytes=100).load_state_dict({"epoch": 0, "samples": 3, "seed": 0})
+        speedswap.batching.feed([1, 2], number, 1, budget_bytes=100).load_state_dict(
+            {"epoch": 0, "samples": 3, "seed": 0}
+        )
 
 
 def test_ten_thousand_batches_need_no_deep_stack():
     limit = sys.getrecursionlimit()
-    assert sum(len(batch) for batch in speedswap.feed(range(10_000), number, 1, budget_bytes=1000).epoch(0)) == 10_000
+    assert (
+        sum(len(batch) for batch in speedswap.batching.feed(range(10_000), number, 1, budget_bytes=1000).epoch(0))
+        == 10_000
+    )
     assert sys.getrecursionlimit() == limit

@@ -1,4 +1,4 @@
-"""speedswap.retry: what is called with what after an out-of-memory, what is remembered, and what stays behind."""
+"""Retries: what is called with what after an out-of-memory, what is remembered, and what stays behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from speedswap import retry
+from speedswap.batching import retry
 from speedswap.batching.functions import Registry
 from speedswap.batching.recovery import Limit, Limits
 from speedswap.errors import BatchError

@@ -433,7 +433,7 @@ def test_runai_names_are_the_same_things():
     assert [getattr(runai.ga.torch.optim, name) for name in NINE] == [
         getattr(aikit.ga.Torch.optim, name) for name in NINE
     ]
-    assert issubclass(runai.ga.torch.optim.Optimizer, speedswap.AccumulatingOptimizer)
+    assert issubclass(runai.ga.torch.optim.Optimizer, speedswap.batching.AccumulatingOptimizer)
     for name in ("State", "NAdam", "RAdam", "SparseAdam"):
         assert getattr(runai.ga.torch.optim, name) is getattr(aikit.ga.Torch.optim, name)
     optimizer = runai.ga.torch.optim.NAdam(2, [nn.Parameter(torch.zeros(2))])

@@ -38,9 +38,9 @@ def zipf(count: int, num_rows: int) -> Tensor:
 
 @pytest.fixture(params=[1, 2, 5])
 def threads(request: pytest.FixtureRequest):
-    speedswap.set_num_threads(request.param)
+    speedswap.kernels.set_num_threads(request.param)
     yield request.param
-    speedswap.set_num_threads(None)
+    speedswap.kernels.set_num_threads(None)
 
 
 # ---- rows for ids, and back ------------------------------------------------------------------------------------------

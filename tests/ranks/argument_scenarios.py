@@ -226,7 +226,7 @@ def calls(group, folder):
         "splitter": [
             (lambda: splitter.backward(3, IDS), lambda: splitter.backward(lambda ids: rows(ids).sum(), IDS)),
             (
-                lambda: splitter.backward(speedswap.coupled(lambda ids: rows(ids).sum()), IDS),
+                lambda: splitter.backward(speedswap.batching.coupled(lambda ids: rows(ids).sum()), IDS),
                 lambda: splitter.backward(lambda ids: rows(ids).sum(), IDS),
             ),
             (lambda: splitter.map(rows, "a batch"), lambda: splitter.map(rows, IDS)),

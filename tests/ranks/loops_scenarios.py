@@ -219,14 +219,17 @@ def goes_on(run):
 
 def accumulates(run):
     """Accumulate gradients in an optimizer: those of rows are refused, as on one process, and those of layers not."""
-    said = error_of(lambda: train(run, speedswap.AccumulatingOptimizer(Adam(run.model.parameters()), 2)))
+    said = error_of(lambda: train(run, speedswap.batching.AccumulatingOptimizer(Adam(run.model.parameters()), 2)))
     run.model.zero_grad()
-    dense, rows = speedswap.AccumulatingOptimizer(Adam(run.net.layer.parameters(), 0.05), 2), Adam(run.net.rows(), 0.05)
+    dense, rows = (
+        speedswap.batching.AccumulatingOptimizer(Adam(run.net.layer.parameters(), 0.05), 2),
+        Adam(run.net.rows(), 0.05),
+    )
     for number in range(STEPS):
         dense.zero_grad()
         train(run, rows, [number])
         dense.step()
-    train(run, speedswap.AccumulatingOptimizer(dense.optimizer, 1))
+    train(run, speedswap.batching.AccumulatingOptimizer(dense.optimizer, 1))
     return [said.partition("(")[0]]
 
 

@@ -155,7 +155,7 @@ def skipped(group, how):
     group = faults.fresh(group, f"skipped-{how}")
     items = speedswap.Embedding(20, 2, process_group=group, name="items")
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
-    sampler = speedswap.elastic.ElasticSampler(20 * group.size(), global_batch_size=2 * group.size())
+    sampler = speedswap.batching.elastic.ElasticSampler(20 * group.size(), global_batch_size=2 * group.size())
     given = [torch.tensor([number, group.rank()]) for number in range(10)]
     loader = torch.utils.data.DataLoader(torch.arange(20 * group.size()) % 20, batch_sampler=sampler)
     loop = (

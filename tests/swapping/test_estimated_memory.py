@@ -21,7 +21,7 @@ def model() -> nn.Sequential:
 def test_estimating_counts_no_table_and_leaves_no_gradient(made: bool, model: nn.Sequential) -> None:
     optimizer = torch.optim.Adam(model.parameters()) if made else torch.optim.Adam
     before = model[0].table.read()
-    estimate = speedswap.estimate_memory(
+    estimate = speedswap.batching.estimate_memory(
         model, torch.randint(ROWS, (64, 2)), optimizer, loss_fn=lambda ids: model(ids).square().mean()
     )
     assert estimate.parameters == estimate.gradients == 4 * (2 * DIM + 1)
@@ -40,7 +40,9 @@ def test_estimating_counts_no_table_and_leaves_no_gradient(made: bool, model: nn
 
 def test_table_that_only_the_loss_knows_is_left_as_it_was() -> None:
     items, head = speedswap.Embedding(ROWS, DIM, seed=1), nn.Linear(DIM, 1)
-    estimate = speedswap.estimate_memory(head, torch.randint(ROWS, (16,)), loss_fn=lambda ids: head(items(ids)).sum())
+    estimate = speedswap.batching.estimate_memory(
+        head, torch.randint(ROWS, (16,)), loss_fn=lambda ids: head(items(ids)).sum()
+    )
     assert estimate.parameters == 4 * (DIM + 1)
     assert items.weight.grad is None
 
@@ -50,6 +52,6 @@ def test_estimating_between_backward_and_step_is_an_error(model: nn.Sequential) 
     model(torch.tensor([[1, 2]])).sum().backward()
     grad = model[0].weight.grad.clone()
     with pytest.raises(BatchError, match=r"0\.weight has a gradient.*optimizer\.zero_grad\(\)"):
-        speedswap.estimate_memory(model, torch.randint(ROWS, (4, 2)), loss_fn=lambda ids: model(ids).sum())
+        speedswap.batching.estimate_memory(model, torch.randint(ROWS, (4, 2)), loss_fn=lambda ids: model(ids).sum())
     assert torch.equal(model[0].weight.grad, grad)
     optimizer.step()

@@ -26,13 +26,13 @@ def test_same_bits_at_any_thread_count_and_in_any_storage(
     initial: init.Initializer, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     def rows(threads: int, storage: str) -> torch.Tensor:
-        speedswap.set_num_threads(threads)
+        speedswap.kernels.set_num_threads(threads)
         try:
             path = tmp_path / f"{threads}" if storage == "disk" else None
             with Table.create(70_001, 7, dtype=dtype, init=initial, seed=11, storage=storage, path=path) as table:
                 return table.read()
         finally:
-            speedswap.set_num_threads(None)
+            speedswap.kernels.set_num_threads(None)
 
     expected = rows(1, "pageable")
     for threads, storage in [(2, "pageable"), (3, "disk"), (2, "device")]:

@@ -269,7 +269,7 @@ class Cached(WrappedStore):
             else torch.empty(0, *self.columns[name].row_shape, dtype=self.columns[name].dtype, device=target)
             for name in names
         }
-        return speedswap.Block(rows, found)
+        return speedswap.tables.Block(rows, found)
 
     def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
         for row in rows.tolist():
@@ -325,7 +325,7 @@ class Plain(RowStore):
         found = {name: self.kept[name][1][rows.cpu()].to(target) for name in names}
         for name, tensor in (out or {}).items():
             found[name] = tensor.copy_(found[name])
-        return speedswap.Block(rows, found)
+        return speedswap.tables.Block(rows, found)
 
     def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
         for name, tensor in values.items():
@@ -413,7 +413,7 @@ class Sharded(RowStore):
             part = shard.gather(rows[mask] // len(self.shards), names, target)
             for name in names:
                 found[name][mask.to(target)] = part[name]
-        return speedswap.Block(rows, found)
+        return speedswap.tables.Block(rows, found)
 
     def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
         for shard, _, mask in self.split(rows):
@@ -477,7 +477,7 @@ class Gathered(Prefetched):
         for found, _, mask in taken:
             local[mask] = place[found[1] + first]
             first += len(found[0].rows)
-        return speedswap.Block(rows, block), local.view(self.lookup.ids.shape)
+        return speedswap.tables.Block(rows, block), local.view(self.lookup.ids.shape)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "lookahead"])

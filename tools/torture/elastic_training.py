@@ -93,8 +93,8 @@ class Training:
         settings = {"lr": 0.05, "momentum": 0.9} if self.optimizer == "SGD" else {"lr": 0.05}
         return model, make(model.parameters(), **settings)
 
-    def sampler(self) -> speedswap.elastic.ElasticSampler:
-        return speedswap.elastic.ElasticSampler(SAMPLES, global_batch_size=GLOBAL_BATCH, seed=SEED)
+    def sampler(self) -> speedswap.batching.elastic.ElasticSampler:
+        return speedswap.batching.elastic.ElasticSampler(SAMPLES, global_batch_size=GLOBAL_BATCH, seed=SEED)
 
 
 def loss_of(model: nn.ModuleDict, samples: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def train(training: Training, doom: Doom | None = None, tell: Callable[[str], No
     while done < training.steps:
         is_doomed = doom is not None and done - first == doom.step
         samples = torch.tensor(sampler.global_batch(sampler.batch))
-        sizes = speedswap.elastic.even_sizes(len(samples), world_size)
+        sizes = speedswap.batching.elastic.even_sizes(len(samples), world_size)
         mine = samples[sum(sizes[:rank]) :][: sizes[rank]]
         sampler.advance()
         begin("step" if is_doomed else "")

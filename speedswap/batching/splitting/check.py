@@ -290,8 +290,8 @@ _MISTAKES = {
     "couples": (
         "couples the samples of a batch",
         "if it compares them with each other, as contrastive losses do, give encoder and loss to backward_coupled and "
-        "declare the loss with speedswap.coupled; if it adds up means over different things, split it into one call "
-        "for each",
+        "declare the loss with speedswap.batching.coupled; if it adds up means over different things, split it into "
+        "one call for each",
     ),
     "sums": (
         "adds up its samples, where a mean was declared",

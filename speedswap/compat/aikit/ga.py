@@ -48,7 +48,7 @@ class State:
 
 
 class Optimizer(AccumulatingOptimizer):
-    """AIkit's form of :class:`speedswap.AccumulatingOptimizer`: gradients of mean losses are averaged.
+    """AIkit's form of :class:`speedswap.batching.AccumulatingOptimizer`: gradients of mean losses are averaged.
 
     The wrapped optimizer has ``aikit`` and ``runai`` too, for a ``step`` that reads them.
 

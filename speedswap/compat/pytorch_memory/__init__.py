@@ -1,4 +1,4 @@
-"""The names of "Pytorch Utilities" (pytorch-memory) over :func:`speedswap.estimate_memory` and :func:`speedswap.feed`.
+"""The names of "Pytorch Utilities" (pytorch-memory) over speedswap's memory estimates and feed.
 
 Differences, where the predecessor did not work:
 

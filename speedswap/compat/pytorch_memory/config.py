@@ -75,7 +75,7 @@ class Config:
         output_dtype: of the targets.
         one_read_count: samples per read.
         preferred_batch_size: taken if it fits, rounded down to a multiple of ``one_read_count``.
-        optimizer: its state counts too, see :func:`speedswap.estimate_memory`.
+        optimizer: its state counts too, see :func:`speedswap.batching.estimate_memory`.
 
     Raises:
         NotEnoughGPURam: the model, or the samples of one read, do not fit in ``gpu_memory_limit``.

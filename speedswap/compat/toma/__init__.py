@@ -1,4 +1,4 @@
-"""toma's names, over :mod:`speedswap.retry`: ``from speedswap.compat.toma import toma``.
+"""toma's names, over :mod:`speedswap.batching.retry`: ``from speedswap.compat.toma import toma``.
 
 Calls, arguments and the halving of sizes are toma's. In addition, ranges and chunks return the list of their pieces'
 results; a remembered size is never above the one that a call requests, and grows again after 32 pieces without a
