@@ -278,16 +278,17 @@ def ranks_by_hand(path: Path) -> None:
     write_files(path, {"MANIFEST": manifest(body)})
     for rank, salt in enumerate(salts):
         own = {"kind": "owned", "init": weight["init"], "num_embeddings": OF_RANKS, "world_size": RANKS, "rank": rank}
-        shard = {**GIVEN, "name": "shared", "num_embeddings": rows_of(rank, OF_RANKS, RANKS), "group_rows": 1}
+        shard = {**GIVEN, "name": "shared", "num_embeddings": rows_of(rank, OF_RANKS, RANKS)}
         shard |= {"segment_bytes": SEGMENT, "salt": salt, "scratch": False}
         shard["columns"] = [{**weight, "init": {**own, "zero_row": None}}]
         shard["layouts"] = [{"number": 0, "stride": 80, "held": [[0, 0, 0, 0, None, []]]}]
-        owners = {row: place_of(row, OF_RANKS, RANKS) for row in range(0, OF_RANKS, 7)}
-        records = [
-            (place, struct.pack("<20f", *[row] * DIM)) for row, (owner, place) in owners.items() if owner == rank
-        ]
-        log = LogBytes(salt, SEGMENT, [80])
-        log.add(0, 0, 1, 0, (1, records))
+        groups: dict[int, list[float]] = {}
+        for row in range(0, OF_RANKS, 7):
+            owner, place = place_of(row, OF_RANKS, RANKS)
+            if owner == rank:
+                groups.setdefault(place // GROUP, [0.5] * GROUP)[place % GROUP] = row
+        log = LogBytes(salt, SEGMENT, [GROUP * 80])
+        log.add(0, 0, 1, 0, (1, [(group, group_of(values)) for group, values in groups.items()]))
         slot = head_slot(salt, 1, 1, log.index(1), contents(0, 1, {}, {}))
         files = {"MANIFEST": manifest(shard), "HEAD": slot, "rows.log": bytes(log.data)}
         write_files(path / f"shard-{rank}-of-{RANKS}", files)

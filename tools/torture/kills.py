@@ -258,6 +258,8 @@ def _resumed(run: Run, known: Reference, told: Told) -> Reference:
     afresh = Reference(run.optimizer, {"weight": known.columns["weight"]})
     if len(known.columns) == 1 or known.optimizer == "SGD":
         return afresh
+    if first is not None and expected is None:  # no step has reached the files
+        return afresh
     if any("starts over" in message for message in told.said):
         return afresh
     if first is not None and expected is not None and first != float(expected) + 1:
