@@ -7,9 +7,7 @@ import hashlib
 import json
 import os
 import random
-import zlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +15,12 @@ import numpy as np
 import pytest
 import torch
 from swapping.checkpoints.trainings import OPTIMIZERS, Training, assert_same
+from torture.hostile import VALUES, fields, replaced, write
 
 from speedswap.errors import CheckpointError
 from speedswap.swapping.checkpoints.files import NewFiles, digest_of
 from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.files.tensor_file import TensorReader
-
-VALUES: list[Any] = [None, True, -1, 2 * 10**9, 2**70, 0.5, "x", [], [[]], {}, {"a": 1}]
-
-
-def fields(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in nested JSON."""
-    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    for key, value in inner:
-        yield (*path, key)
-        yield from fields(value, (*path, key))
-
-
-def replaced(data: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """Return a copy with another value in one place; with ``...`` without that place."""
-    changed = copy.deepcopy(data)
-    holder = changed
-    for key in path[:-1]:
-        holder = holder[key]
-    if value is ...:
-        del holder[path[-1]]
-    else:
-        holder[path[-1]] = value
-    return changed
-
-
-def write(folder: Path, data: dict[str, Any]) -> None:
-    body = json.dumps(data).encode()
-    (folder / "CHECKPOINT").unlink()
-    (folder / "CHECKPOINT").write_bytes(b"%08x\n" % zlib.crc32(body) + body)
 
 
 class Attacked:
