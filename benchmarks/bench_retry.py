@@ -58,8 +58,8 @@ def ours(tensor: torch.Tensor, body: Body) -> dict[str, Callable[[], object]]:
     chunked, decorated = retry.chunked(body, initial=STEP), compat.toma.chunked(body, initial_step=STEP)
     return {
         "native loop": lambda: native(tensor, body),
-        "speedswap.batching.retry": lambda: chunked(tensor),
-        "speedswap.batching.retry, after a failure": after_a_failure(tensor, body),
+        "speedswap.retry": lambda: chunked(tensor),
+        "speedswap.retry, after a failure": after_a_failure(tensor, body),
         **named("speedswap.compat.toma", compat, decorated, tensor, body),
     }
 

@@ -265,7 +265,7 @@ def _each(tables: int, trainer: str, package: str) -> str:
 def retry_lines(found: dict[str, Any], source: str) -> list[str]:
     """Return the rows for the overhead of ``retry`` without an out-of-memory, beside toma."""
     cost = found["no_work"]["overhead_seconds_a_chunk"]
-    pairs = {"`retry.chunked`": "speedswap.batching.retry", "`compat.toma`": "speedswap.compat.toma: toma"}
+    pairs = {"`retry.chunked`": "speedswap.retry", "`compat.toma`": "speedswap.compat.toma: toma"}
     theirs = cost["toma: toma"]
     return [
         f"| {name}, overhead per chunk over a plain loop | {1e6 * cost[ours]:.1f} µs | toma {1e6 * theirs:,.0f} µs "

@@ -339,7 +339,7 @@ def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], e
     toy = nn.Parameter(values[0].clone())
     toy.grad = values[1].to_sparse(1)
     try:
-        type(optimizer).step(_clone(optimizer, weight, toy))
+        step_unnoticed(_clone(optimizer, weight, toy))
     except Exception:
         return OptimizerError(f"{name} cannot step on a parameter of shape {tuple(toy.shape)}: {error}")
     twin = f"torch.optim.{name.removeprefix('Sparse')}" if name.startswith("Sparse") else "its dense twin"

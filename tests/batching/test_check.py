@@ -56,7 +56,7 @@ def test_undeclared_contrastive_loss_is_refused(dtype, size):
     """Split into parts, InfoNCE has fewer negatives: 2.13 instead of 4.22."""
     model, (inputs, _) = network().to(dtype), batch(dtype=dtype)
     with pytest.raises(
-        CoupledLossError, match=r"couples the samples.*backward_coupled.*speedswap\.coupled.*check=False"
+        CoupledLossError, match=r"couples the samples.*backward_coupled.*speedswap\.batching\.coupled.*check=False"
     ):
         split(lambda x: info_nce(model(x), x @ torch.ones(6, 8, dtype=dtype)), inputs, model=model, size=size)
     assert gradients(model) == []
