@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from speedswap import kernels
 from speedswap.tables import Column, LocalStore
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.groups import RecordGroups
@@ -34,7 +35,8 @@ class _NpyMemory(Memory):
 
 
 class NpyStore(LocalStore):
-    """Rows in the files ``<column>.npy`` of a directory. A process that is killed may leave a step half-written.
+    """Rows in the files ``<column>.npy`` of a directory. A process that is killed may leave a step half-written, and
+    nothing keeps two processes from writing.
 
     Args:
         path: the directory, which :meth:`create_in` makes.
@@ -52,7 +54,12 @@ class NpyStore(LocalStore):
         """Make the directory and the file of the first column, with its initial values."""
         path.mkdir(parents=True)
         store = cls(path, num_embeddings, seed, name)
-        store.add_columns([weight])
+        try:
+            store.add_columns([weight])
+        except BaseException:
+            store._file_of(weight).unlink(missing_ok=True)
+            path.rmdir()
+            raise
         return store
 
     @classmethod
@@ -67,6 +74,8 @@ class NpyStore(LocalStore):
             file = store._file_of(column)
             if not file.is_file():
                 raise ValueError(f"{str(path)!r} has no {file.name}; was it another optimizer's?")
+            with says_if_full(file):
+                _take_room(file)
             array = np.lib.format.open_memmap(file, mode="r+")
             wanted = _shape_of(column, num_embeddings), _dtype_of(column)
             if (array.shape, array.dtype) != wanted or not array.flags.c_contiguous:
@@ -89,6 +98,7 @@ class NpyStore(LocalStore):
             shape, dtype = _shape_of(column, self.num_embeddings), _dtype_of(column)
             with says_if_full(self._file_of(column)):
                 array = np.lib.format.open_memmap(self._file_of(column), mode="w+", dtype=dtype, shape=shape)
+                _take_room(self._file_of(column))
             self._adopt(column, array)
             if not column.init.is_zero:
                 self.reset_columns([column])
@@ -98,6 +108,10 @@ class NpyStore(LocalStore):
         for group in self.groups:
             assert isinstance(group.memory, _NpyMemory)
             group.memory.array.flush()
+
+    def flush_at_end(self) -> None:
+        if not self.closed and not kernels.in_transfer_thread():  # which the garbage collector may run in
+            self.flush()
 
     def remove(self) -> None:
         for column in self.columns.values():
@@ -110,6 +124,12 @@ class NpyStore(LocalStore):
 
     def _file_of(self, column: Column) -> Path:
         return self._path / f"{column.name}.npy"
+
+
+def _take_room(file: Path) -> None:
+    """Let the disk keep room for all of a file: a store into a hole of a mapped one would end the process."""
+    with open(file, "r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
 
 
 def _shape_of(column: Column, num_embeddings: int) -> tuple[int, ...]:

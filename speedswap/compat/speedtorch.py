@@ -299,7 +299,7 @@ class COMMM(DiskMethods, _Matrix):
         self.CPUPinn = CPUPinn
 
     def comInit(self, CPUPinn: bool = False) -> None:
-        """Make the matrix, all zeros, as a sparse file. A file is not pinned: ``CPUPinn`` has no effect."""
+        """Make the matrix, all zeros. A file is not pinned: ``CPUPinn`` has no effect."""
         self.make(initializers.zeros())
 
 

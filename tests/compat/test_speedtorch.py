@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import itertools
 import os
@@ -18,7 +19,7 @@ from children import run_script
 from torch import nn
 
 import speedswap.compat.speedtorch as SpeedTorch
-from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning
+from speedswap.errors import DuplicateRowsWarning, IdError, SpeedswapWarning, TableFullError
 
 ROWS, DIM = 30, 4
 REQUIRED = inspect.Parameter.empty
@@ -355,6 +356,25 @@ def test_collections_in_files_take_the_first_free_number(tmp_path: Path) -> None
     names = ["COM0.memmap", "variable0.memmap", "variable1.memmap", "wordsAdam0.memmap"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert second.getNumpyVersion().dtype == np.float64
+
+
+def test_a_file_takes_its_full_size_before_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk a store into a hole of a mapped file would end the process; nothing is left of one that fails."""
+    matrix = SpeedTorch.COMMM(300)
+    matrix.comInit()
+    size = os.stat("COM0.memmap/weight.npy")
+    assert size.st_blocks * 512 >= size.st_size > 300 * 300 * 4
+    matrix.table.close()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(TableFullError):
+        SpeedTorch.COMMM(300).comInit()
+    with pytest.raises(TableFullError):
+        SpeedTorch.COMMM(300).loadCupy("COM0.memmap")
+    assert [path.name for path in tmp_path.iterdir()] == ["COM0.memmap"]
 
 
 def test_collections_in_files_can_be_opened_again() -> None:
