@@ -122,6 +122,8 @@ def as_read(tensor: Tensor) -> Tensor:
 
 def as_ids(ids: Tensor) -> Tensor:
     """Return ids as the CPU loops read them: int64, contiguous and aligned, in host memory."""
+    if ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.is_contiguous() and not ids.is_neg():
+        return ids if ids.data_ptr() % 8 == 0 else ids.clone()
     return as_read(ids.to("cpu", torch.int64))
 
 
@@ -156,10 +158,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
         dtype: of the tensor.
         device: the CPU by default.
     """
-    device = torch.device(device or "cpu")
+    if not isinstance(device, torch.device):
+        device = torch.device(device or "cpu")
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
-        result = torch.empty(tuple(shape), dtype=dtype, device=device)
+        result = torch.empty(shape, dtype=dtype, device=device)
     elif device.type == "cpu":
         return torch.frombuffer(_C.Buffer(nbytes), dtype=torch.uint8).view(dtype).view(tuple(shape))
     else:

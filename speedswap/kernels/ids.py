@@ -108,9 +108,14 @@ def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
     (tensor([3, 7, 9]), tensor([[1, 0],
             [0, 2]]))
     """
-    (found,) = find_all([asked])
+    ids, num_rows, what = asked
+    require_id_dtype(ids)
+    if ids.device.type == "cpu":
+        found = _found(ids, num_rows)
+    else:
+        (found,) = distinct([ids], [num_rows])
     if found is None:
-        raise _outside(asked.ids, _first_outside(asked.ids, asked.num_rows), asked.num_rows, asked.what)
+        raise _outside(ids, _first_outside(ids, num_rows), num_rows, what)
     return found
 
 
@@ -127,11 +132,16 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
         require_id_dtype(each.ids)
     if asked and asked[0].ids.device.type != "cpu":
         return distinct([each.ids for each in asked], [each.num_rows for each in asked])
-    found: list[tuple[Tensor, Tensor] | None] = []
-    for ids, num_rows, _ in asked:
-        wide = as_ids(ids)
-        found.append(_unique(wide) if _position_outside(wide, num_rows) < 0 else None)
-    return found
+    return [_found(ids, num_rows) for ids, num_rows, _ in asked]
+
+
+def _found(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | None:
+    """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
+    wide = as_ids(ids)
+    threads = get_num_threads()
+    if _C.check_ids(wide.data_ptr(), wide.numel(), num_rows, threads) >= 0:
+        return None
+    return _unique(wide, threads)
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,14 +163,14 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
         (found,) = distinct([ids])
         assert found is not None
         return found
-    return _unique(as_ids(ids))
+    return _unique(as_ids(ids), get_num_threads())
 
 
-def _unique(ids: Tensor) -> tuple[Tensor, Tensor]:
+def _unique(ids: Tensor, threads: int) -> tuple[Tensor, Tensor]:
     count = ids.numel()
     rows = torch.empty(count, dtype=torch.int64)
     local = torch.empty(ids.shape, dtype=torch.int64)
-    found_rows = _C.unique(ids.data_ptr(), count, address(rows), address(local), get_num_threads())
+    found_rows = _C.unique(ids.data_ptr(), count, address(rows), address(local), threads)
     # A view would keep memory alive that is far too large for the rows.
     return (rows if found_rows == count else rows[:found_rows].clone()), local
 

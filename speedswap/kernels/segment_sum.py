@@ -22,9 +22,12 @@ __all__ = [
     "Groups",
     "dot_segments",
     "expand",
+    "expand_known",
     "group",
+    "group_known",
     "max_segments",
     "sum_rows",
+    "sum_rows_known",
     "sum_segments",
     "sum_segments_back",
     "sum_taken",
@@ -70,11 +73,23 @@ def expand(block: Tensor, local: Tensor) -> Tensor:
             [3., 4.],
             [1., 2.]])
     """
-    shape = (*local.shape, block.shape[1])
     if block.device.type != "cpu":
         return F.embedding(local, block.detach())
     out = empty((local.numel(), block.shape[1]), block.dtype)
-    return gather_rows(block, local.reshape(-1), out=out).view(shape)
+    return gather_rows(block, local.reshape(-1), out=out).view(*local.shape, block.shape[1])
+
+
+def expand_known(block: Tensor, local: Tensor) -> Tensor:
+    """Return :func:`expand` of a block with memory, at contiguous positions that are known to be its rows."""
+    if block.device.type != "cpu" or not block.is_contiguous() or block.is_neg():
+        return expand(block, local)
+    num_rows, dim = block.shape
+    count, row_bytes = local.numel(), dim * block.dtype.itemsize
+    out = empty((*local.shape, dim), block.dtype)
+    if count and dim and num_rows:
+        parts = [(0, row_bytes, out.data_ptr(), row_bytes)]
+        _C.gather(block.data_ptr(), row_bytes, local.data_ptr(), count, parts, get_num_threads())
+    return out
 
 
 def group(local: Tensor, num_rows: int) -> Groups:
@@ -90,10 +105,16 @@ def group(local: Tensor, num_rows: int) -> Groups:
     >>> group(torch.tensor([1, 0, 1]), num_rows=3)
     Groups(order=tensor([1, 0, 2]), offsets=tensor([0, 1, 3, 3]))
     """
-    local = _int64(local, "local").reshape(-1)
+    local = _int64(local, "local")
     check_ids(local, num_rows, "the block")
-    order, offsets = torch.empty_like(local), torch.empty(num_rows + 1, dtype=torch.int64)
-    _C.group(local.data_ptr(), len(local), num_rows, address(order), address(offsets))
+    return group_known(local, num_rows)
+
+
+def group_known(local: Tensor, num_rows: int) -> Groups:
+    """Return :func:`group` of contiguous positions that are known to be rows."""
+    count = local.numel()
+    order, offsets = torch.empty(count, dtype=torch.int64), torch.empty(num_rows + 1, dtype=torch.int64)
+    _C.group(local.data_ptr(), count, num_rows, address(order), address(offsets))
     return Groups(order, offsets)
 
 
@@ -123,8 +144,27 @@ def sum_rows(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None
     require_memory(values, "values")
     if values.dtype in _HALF:
         return sum_rows(values.float(), local, num_rows, groups).to(values.dtype)
-    order, offsets = groups or group(local, num_rows)
-    return sum_segments(values.reshape(local.numel(), values.shape[-1]), order, offsets)
+    return _sum_grouped(values, groups or group(local, num_rows))
+
+
+def sum_rows_known(values: Tensor, local: Tensor, num_rows: int, groups: Groups | None = None) -> Tensor:
+    """Return :func:`sum_rows` at contiguous positions that are known to be rows."""
+    if values.device.type != "cpu" or values.dtype in _HALF:
+        return sum_rows(values, local, num_rows, groups)
+    require_memory(values, "values")
+    return _sum_grouped(values, groups or group_known(local, num_rows))
+
+
+def _sum_grouped(values: Tensor, groups: Groups) -> Tensor:
+    """Return the sum of each group's values, which have memory; shape (rows, dim)."""
+    (count,), num_rows, dim = groups.order.shape, groups.offsets.shape[0] - 1, values.shape[-1]
+    rows = _as_rows(values.reshape(count, dim))
+    out = empty((num_rows, dim), values.dtype)
+    segments = (groups.order.data_ptr(), groups.offsets.data_ptr(), num_rows)
+    size = values.dtype.itemsize
+    pitch = (out.data_ptr(), dim * size, dim)
+    _C.sum_segments(segments, _pitch(rows), (0, 0), (max(num_rows, 1), 1), pitch, size, get_num_threads())
+    return out
 
 
 def sum_segments(
@@ -337,11 +377,17 @@ def _rows(values: Tensor, name: str) -> Tensor:
     if values.device.type != "cpu" or values.dtype not in _SUMMED:
         raise TypeError(f"{name} is {values.dtype} on {values.device}; make it float32 or float64 on the CPU")
     require_memory(values, name)
+    return _as_rows(values)
+
+
+def _as_rows(values: Tensor) -> Tensor:
+    """Return a matrix as the CPU loops read its rows: each in one piece."""
     if values.is_neg():
         values = values.resolve_neg()
-    if values.stride(1) == 1 or values.shape[1] <= 1:
+    step, item = values.stride()
+    if item == 1 or values.shape[1] <= 1:
         return values.detach()
-    if values.stride(0) == 0 and len(values):
+    if step == 0 and values.shape[0]:
         return values.detach()[:1].contiguous().expand(values.shape)
     return values.detach().contiguous()
 

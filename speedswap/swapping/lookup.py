@@ -113,14 +113,14 @@ class _Expand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, local: Tensor, groups: Groups | None) -> Tensor:
         ctx.save_for_backward(local)
-        ctx.num_rows, ctx.groups = len(weight), groups
-        return _own(kernels.expand(weight, local))
+        ctx.num_rows, ctx.groups = weight.shape[0], groups
+        return _own(kernels.expand_known(weight, local))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (local,) = ctx.saved_tensors
         if not torch.is_grad_enabled():  # no gradient of this gradient is wanted
-            return kernels.sum_rows(grad, local, ctx.num_rows, ctx.groups), None, None
+            return kernels.sum_rows_known(grad, local, ctx.num_rows, ctx.groups), None, None
         return _SumOfRows.apply(grad, local, ctx.num_rows, ctx.groups), None, None  # type: ignore[no-untyped-call]
 
 

@@ -599,10 +599,11 @@ class TableModule(nn.Module):
         """Return all rows of a tensor that replaces the table's, and each id's place among them."""
         if not in_transform():  # where torch's own lookup checks them
             kernels.check_ids(ids.reshape(-1), self.num_embeddings, f"table {self.table.name!r}")
+            kernels.require_dense(weight, "weight")
         if self._step.padding:
             is_padding = self._step.padding.among(torch.arange(self.num_embeddings, device=weight.device))
             weight = torch.where(is_padding.unsqueeze(1), weight.detach(), weight)
-        return weight, ids.long()
+        return weight, ids.long().contiguous()
 
     def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Gather the distinct rows of ids from the table; return them and each id's place among them."""
