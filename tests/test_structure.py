@@ -24,13 +24,14 @@ OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_locks", "_threads", "_warn
 BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "collectives": {"kernels"},
-    "tables": {"collectives", "kernels"},
-    "swapping": {"collectives", "kernels", "tables"},
+    "tables": {"collectives", "kernels", "ranks"},
+    "swapping": {"collectives", "kernels", "ranks", "tables"},
+    "ranks": {"collectives", "kernels", "swapping", "tables"},
     "optim": set(),
     "batching": {"collectives", "kernels"},
     "monitor": {"batching"},
-    "compat": {"batching", "collectives", "kernels", "monitor", "optim", "swapping", "tables"},
-    "apps": {"batching", "collectives", "kernels", "monitor", "optim", "swapping", "tables"},
+    "compat": {"batching", "collectives", "kernels", "monitor", "optim", "ranks", "swapping", "tables"},
+    "apps": {"batching", "collectives", "kernels", "monitor", "optim", "ranks", "swapping", "tables"},
 }
 
 
@@ -73,14 +74,42 @@ def is_underscore(name: str) -> bool:
 
 def own_underscore_names(package: str) -> set[str]:
     """Return the underscore names that a package gives to its modules, functions, classes, variables and attributes."""
-    names = {path.stem for path in (PACKAGE / package).rglob("_*")}
-    for _, tree in modules(package):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                names.add(node.name)
-            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    names = {path.stem for path in (PACKAGE / package).rglob("_*") if is_underscore(path.stem)}
+    return names.union(*(underscore_names(tree) for _, tree in modules(package)))
+
+
+def underscore_names(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
     return {name for name in names if is_underscore(name)}
+
+
+def inherited_underscore_names(package: str) -> set[str]:
+    """Return the underscore names of the classes that a package's own classes derive from."""
+    names: set[str] = set()
+    for _, tree in modules(package):
+        bases = {
+            base.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for base in node.bases
+            if isinstance(base, ast.Name)
+        }
+        for module, _, name in (full.rpartition(".") for full in imported(tree)):
+            path = ROOT / (module.replace(".", "/") + ".py")
+            if name in bases and path.exists():
+                found = ast.walk(ast.parse(path.read_text()))
+                names |= {
+                    each
+                    for node in found
+                    if isinstance(node, ast.ClassDef) and node.name == name
+                    for each in underscore_names(node)
+                }
+    return names
 
 
 # As attributes, these are torch's or a named tuple's.
@@ -90,9 +119,12 @@ UNDERSCORE_NAMES = {package: own_underscore_names(package) for package in BELOW}
 
 @pytest.mark.parametrize("package", BELOW)
 def test_underscore_names_stay_in_their_package(package):
-    """An attribute counts as another package's where only others use that name for one of their own."""
+    """An attribute counts as another package's where only others use that name for one of their own.
+
+    A class may use those of the classes that it derives from.
+    """
     others: set[str] = set().union(*(names for other, names in UNDERSCORE_NAMES.items() if other != package))
-    foreign = others - UNDERSCORE_NAMES[package] - NOT_OURS
+    foreign = others - UNDERSCORE_NAMES[package] - inherited_underscore_names(package) - NOT_OURS
     wrong = set()
     for path, tree in modules(package):
         touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & foreign

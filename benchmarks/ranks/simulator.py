@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ranks.balance import asked
 from ranks.stages import Sent
-from speedswap.tables.ranks import Owners
+from speedswap.ranks import Owners
 
 __all__ = ["Costs", "Load", "Message", "Protocol", "Protocols", "expected_load", "features", "load_of", "payload"]
 

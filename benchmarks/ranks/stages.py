@@ -13,8 +13,8 @@ from unittest import mock
 from ranks.trainers import Dense
 from speedswap import kernels
 from speedswap.collectives import Lane
+from speedswap.ranks import Owners
 from speedswap.tables import Table
-from speedswap.tables.ranks import Owners
 
 __all__ = ["Sent", "recorded", "timed_stages"]
 

@@ -176,7 +176,7 @@ def _unique(ids: Tensor, threads: int) -> tuple[Tensor, Tensor]:
 
 
 def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[Tensor, Tensor, list[int]]:
-    """Order ids by the ranks that own their rows, as :class:`speedswap.tables.ranks.Owners` tells them.
+    """Order ids by the ranks that own their rows, as :class:`speedswap.ranks.Owners` tells them.
 
     Args:
         ids: int64, shape (n,), in host memory, not negative.

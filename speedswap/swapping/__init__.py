@@ -23,8 +23,8 @@ from speedswap.swapping.convert import convert
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.lookahead import Lookahead, lookahead
-from speedswap.swapping.ranks import ignore_in_ddp, parameters_to_ignore
 from speedswap.swapping.switchers import ModelFactory, OptimizerFactory
+from speedswap.swapping.wrappers import ignore_in_ddp, parameters_to_ignore
 
 __all__ = [
     "Embedding",

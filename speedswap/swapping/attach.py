@@ -16,13 +16,13 @@ from speedswap._interrupts import deferred_interrupts
 from speedswap._warnings import warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
+from speedswap.ranks.step import call_of_ranks, joint_step
 from speedswap.swapping.apart import rows_are_apart
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings
 from speedswap.swapping.probe import is_probing
 from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of
-from speedswap.swapping.sharded_step import call_of_ranks, joint_step
 from speedswap.swapping.weight import with_tables
 from speedswap.tables import Commit, Table
 

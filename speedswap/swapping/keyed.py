@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableBusyError
+from speedswap.ranks import ShardedIdMap
+from speedswap.ranks.step import ShardedStep
 from speedswap.swapping.prefetched import Given
-from speedswap.swapping.sharded_step import ShardedStep
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
-from speedswap.tables.ranks import ShardedIdMap
 
 if TYPE_CHECKING:
     from speedswap.swapping.row_step import RowStep

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from speedswap._warnings import users_level
 from speedswap.errors import PeerError, SpeedswapWarning
+from speedswap.ranks import RowsAhead
 from speedswap.tables import Block, Prefetched, Table, prefetch
-from speedswap.tables.ranks import RowsAhead
 
 __all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
 

@@ -20,6 +20,9 @@ from speedswap._warnings import warn_once
 from speedswap._words import a_kind
 from speedswap.collectives import Kind, RankGroup, of_all_ranks
 from speedswap.errors import LostUpdateError, WeightError
+from speedswap.ranks import RowsAhead, ShardedStore, create_sharded
+from speedswap.ranks.scoring import top_rows_of_ranks
+from speedswap.ranks.step import Lent, ShardedStep
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
@@ -28,17 +31,14 @@ from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup
-from speedswap.swapping.ranks import is_in_job, require_own_table
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Scored, read_rows, top_rows
-from speedswap.swapping.sharded_scoring import top_rows_of_ranks
-from speedswap.swapping.sharded_step import Lent, ShardedStep
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
 from speedswap.swapping.whole_rows import HandedOut, MapBytes, is_divided, read_all, write_all
+from speedswap.swapping.wrappers import is_in_job, require_own_table
 from speedswap.tables import Block, IdMap, Table, is_single_key
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments
-from speedswap.tables.ranks import RowsAhead, ShardedStore, create_sharded
 from speedswap.tables.record import ROUNDINGS, count
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
+from speedswap.ranks.grad import ShardedGrad
 from speedswap.swapping.refusals import name_of, refusal, require_one_pass
-from speedswap.swapping.sharded_grad import ShardedGrad
 from speedswap.tables import Table, init
 from speedswap.tables.table.whole_columns import put, require_alike
 

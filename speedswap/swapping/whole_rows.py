@@ -17,8 +17,8 @@ from torch import Tensor
 from speedswap._warnings import warn_once
 from speedswap._words import AVERAGE_OTHERS
 from speedswap.collectives import Kind
+from speedswap.ranks import ShardedStore
 from speedswap.tables import Table
-from speedswap.tables.ranks import ShardedStore
 from speedswap.tables.whole_table import require_memory
 
 if TYPE_CHECKING:

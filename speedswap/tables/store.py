@@ -327,7 +327,7 @@ class RowStore(ABC):
         """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None."""
         if self.group is None:
             return nullcontext(self)
-        from speedswap.tables.ranks.alone import alone
+        from speedswap.ranks.alone import alone
 
         return alone(self)
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import speedswap
 import speedswap.optim
 from speedswap.errors import LostUpdateError
-from speedswap.tables.ranks import Owners
+from speedswap.ranks import Owners
 
 DIM = 4
 

@@ -11,7 +11,7 @@ import torch
 import speedswap
 from speedswap.collectives import RankGroup
 from speedswap.errors import IdMapFullError, PeerError
-from speedswap.tables.ranks import owners_of_keys
+from speedswap.ranks import owners_of_keys
 
 STEPS, BATCH, WIDTH = 8, 24, 3
 CUTS = {1: [0, 24], 2: [0, 17, 24], 3: [0, 5, 5, 24], 4: [0, 9, 10, 20, 24]}  # uneven, and one of three is empty

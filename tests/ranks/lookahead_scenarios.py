@@ -14,7 +14,7 @@ from torch import nn
 import speedswap
 from speedswap.collectives import Ahead, RankGroup
 from speedswap.errors import PeerError
-from speedswap.tables.ranks import LookupsAhead, RowsAhead
+from speedswap.ranks import LookupsAhead, RowsAhead
 
 ROWS, DIM = 80, 4
 OPTIMIZERS = {

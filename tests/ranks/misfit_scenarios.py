@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import speedswap
 from speedswap.collectives import Kind
 from speedswap.errors import SpeedswapError
-from speedswap.tables.ranks import Owners
+from speedswap.ranks import Owners
 
 
 def optimizer_of(net):
@@ -312,7 +312,7 @@ def oddities(group):
 def making(group):
     """Let one rank have no memory for its part of a table; then make another one, and train it."""
     life = faults.Life(group, "making")
-    creating = sys.modules["speedswap.tables.ranks.creating"]
+    creating = sys.modules["speedswap.ranks.creating"]
     create_store, said = creating.create_store, ""
 
     def fail(*arguments, **more):

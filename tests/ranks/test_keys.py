@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rank_pool import RankPool
 
 import speedswap
-from speedswap.tables.ranks import owners_of_keys
-from speedswap.tables.ranks.owned_keys import shares_of
+from speedswap.ranks import owners_of_keys
+from speedswap.ranks.owned_keys import shares_of
 
 CLOSE = {"rtol": 0, "atol": 1e-12}
 

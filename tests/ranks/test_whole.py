@@ -10,7 +10,7 @@ import whole_scenarios as scenarios
 from rank_pool import RankPool
 
 import speedswap
-from speedswap.tables.ranks import Owners
+from speedswap.ranks import Owners
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import CheckpointError
+from speedswap.ranks import own_shard
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
     check_model,
@@ -36,7 +37,6 @@ from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.open_directory import OpenDirectory
-from speedswap.tables.ranks import own_shard
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint"]
 

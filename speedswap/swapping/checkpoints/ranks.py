@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from speedswap.collectives import Kind, RankGroup, Task, share
+from speedswap.ranks import ShardedStore
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables.ranks import ShardedStore
 
 __all__ = ["Ranks"]
 

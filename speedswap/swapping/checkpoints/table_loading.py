@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.errors import CheckpointError, TableFormatError
+from speedswap.ranks import InOrder, Owners, Shard, ShardedStore, place_rows, take_shards
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.manifest import Delta, SavedTable, damaged
@@ -29,7 +30,6 @@ from speedswap.swapping.checkpoints.tables import (
 )
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
-from speedswap.tables.ranks import InOrder, Owners, Shard, ShardedStore, place_rows, take_shards
 
 __all__ = ["Loading"]
 

@@ -19,6 +19,7 @@ from speedswap import kernels
 from speedswap._warnings import users_level
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
+from speedswap.ranks import ShardedStore, create_sharded
 from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.switchers import arrays, files
 from speedswap.swapping.switchers.files import ColumnArray
@@ -27,7 +28,6 @@ from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments, DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.init import Initializer
-from speedswap.tables.ranks import ShardedStore, create_sharded
 from speedswap.tables.record import Column
 from speedswap.tables.table.files import discard
 from speedswap.tables.whole_table import as_numpy

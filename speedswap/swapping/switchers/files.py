@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from speedswap.collectives import Kind
+from speedswap.ranks import ShardedStore
 from speedswap.tables import Table
 from speedswap.tables.files.whole import write_whole
-from speedswap.tables.ranks import ShardedStore
 from speedswap.tables.whole_table import as_numpy
 
 __all__ = ["ColumnArray", "read_npy", "read_npz", "with_suffix", "write_npy", "write_npz"]

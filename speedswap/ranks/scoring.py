@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from speedswap.collectives import Kind, Task
+from speedswap.ranks import ShardedStore, joint_store
 from speedswap.swapping.excluded import Exclude, Exclusions, Pieces, exclusions_of
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.scoring import Scored, as_matrix, best_rows
 from speedswap.tables import Table, WrappedStore
-from speedswap.tables.ranks import ShardedStore, joint_store
 from speedswap.tables.record import count
 
 __all__ = ["top_rows_of_ranks"]

@@ -15,19 +15,19 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import RankGroup
+from speedswap.ranks.owned import owned_column, whole_columns
+from speedswap.ranks.owners import Owners
 from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.ranks.owned import owned_column, whole_columns
-from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
+    from speedswap.ranks.ahead import RowsAhead
     from speedswap.tables.id_map import IdMap
-    from speedswap.tables.ranks.ahead import RowsAhead
 
 __all__ = ["OwnedStore"]
 

@@ -16,7 +16,7 @@ from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 
 if TYPE_CHECKING:
     from speedswap.collectives import Task
-    from speedswap.tables.ranks.sharded import ShardedStore
+    from speedswap.ranks.sharded import ShardedStore
 
 __all__ = ["manifest_of", "require_shared", "salt_of", "save_shards"]
 

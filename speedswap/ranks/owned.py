@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from speedswap.ranks.owners import Owners
 from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
-from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 
 __all__ = ["OwnedRows", "owned_column", "whole_columns"]

@@ -26,16 +26,16 @@ from torch.optim import Optimizer
 from speedswap import kernels
 from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task, difference_of
 from speedswap.errors import RanksError
-from speedswap.swapping.joint_gradients import JointGradients, Standing
+from speedswap.ranks import Route, ShardedStore, Wanted
+from speedswap.ranks.grad import ShardedGrad, without_ranks
+from speedswap.ranks.joint_gradients import JointGradients, Standing
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.optimizers import settings_of
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.row_step import Leaving, RowStep, drop, every_step, step_of
-from speedswap.swapping.sharded_grad import ShardedGrad, without_ranks
 from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Column, Commit
-from speedswap.tables.ranks import Route, ShardedStore, Wanted
 
 __all__ = ["Lent", "ShardedStep", "call_of_ranks", "joint_step"]
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.collectives import ANYTHING, Ended, Errand, Parcel, RankGroup, Task
 from speedswap.errors import PeerError
+from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables.block import Block
-from speedswap.tables.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables.store import Prefetched
 
 if TYPE_CHECKING:
-    from speedswap.tables.ranks.sharded import ShardedStore
+    from speedswap.ranks.sharded import ShardedStore
 
 __all__ = ["LookupsAhead", "Renewal", "RowsAhead"]
 

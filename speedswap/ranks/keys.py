@@ -13,12 +13,12 @@ from speedswap import kernels
 from speedswap._interrupts import deferred_interrupts
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
+from speedswap.ranks.key_route import KeyRoute
+from speedswap.ranks.new_keys import FULL, NEW, RENEWED, NewKeys
+from speedswap.ranks.owned_keys import SETTINGS, OwnedKeys
 from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.keys import Keys, as_keys
-from speedswap.tables.ranks.key_route import KeyRoute
-from speedswap.tables.ranks.new_keys import FULL, NEW, RENEWED, NewKeys
-from speedswap.tables.ranks.owned_keys import SETTINGS, OwnedKeys
 
 __all__ = ["Added", "ShardedIdMap"]
 

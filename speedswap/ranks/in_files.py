@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.ranks.owned import whole_columns
+from speedswap.ranks.owners import Owners
 from speedswap.tables.block import Block
 from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.options import DiskOptions
@@ -21,8 +23,6 @@ from speedswap.tables.files.place import Place
 from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.opening import open_store
-from speedswap.tables.ranks.owned import whole_columns
-from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.collectives import Task
 from speedswap.errors import IdMapFullError
-from speedswap.tables.ranks.key_route import KeyRoute
-from speedswap.tables.ranks.owned_keys import OwnedKeys
+from speedswap.ranks.key_route import KeyRoute
+from speedswap.ranks.owned_keys import OwnedKeys
 
 __all__ = ["FULL", "NEW", "RENEWED", "NewKeys"]
 

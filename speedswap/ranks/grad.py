@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from speedswap.collectives import ANYTHING, Kind, RankGroup, share_numbers
-from speedswap.swapping.joint_gradients import JointGradients
+from speedswap.ranks.joint_gradients import JointGradients
 
 __all__ = ["ShardedGrad", "without_ranks"]
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from speedswap._warnings import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, share, unpacked
 from speedswap.errors import RanksError
-from speedswap.tables.ranks import Routes
+from speedswap.ranks import Routes
 
 if TYPE_CHECKING:
-    from speedswap.swapping.sharded_step import ShardedStep
+    from speedswap.ranks.step import ShardedStep
 
 __all__ = ["JointGradients", "Standing"]
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
+from speedswap.ranks.ahead import LookupsAhead, RowsAhead
+from speedswap.ranks.keys import ShardedIdMap
+from speedswap.ranks.owned_store import OwnedStore
+from speedswap.ranks.owners import Owners
+from speedswap.ranks.route import Route, Routes, Wanted
+from speedswap.ranks.saving import save_shards
 from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS
-from speedswap.tables.ranks.ahead import LookupsAhead, RowsAhead
-from speedswap.tables.ranks.keys import ShardedIdMap
-from speedswap.tables.ranks.owned_store import OwnedStore
-from speedswap.tables.ranks.owners import Owners
-from speedswap.tables.ranks.route import Route, Routes, Wanted
-from speedswap.tables.ranks.saving import save_shards
 from speedswap.tables.record import Column
 from speedswap.tables.store import Prefetched, RowStore
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap.tables.ranks.owned import whole_columns
-from speedswap.tables.ranks.owners import InOrder, Owners
-from speedswap.tables.ranks.sharded import ShardedStore
+from speedswap.ranks.owned import whole_columns
+from speedswap.ranks.owners import InOrder, Owners
+from speedswap.ranks.sharded import ShardedStore
 from speedswap.tables.table import Table
 
 __all__ = ["Shard", "own_shard", "place_rows", "take_shards"]

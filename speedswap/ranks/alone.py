@@ -14,7 +14,7 @@ from speedswap.tables.block import Block
 from speedswap.tables.store import RowStore, WrappedStore
 
 if TYPE_CHECKING:
-    from speedswap.tables.ranks.sharded import ShardedStore
+    from speedswap.ranks.sharded import ShardedStore
 
 __all__ = ["alone", "joint_store"]
 
@@ -89,8 +89,8 @@ def alone(store: RowStore) -> Iterator[RowStore | None]:
 
 def joint_store(store: RowStore) -> tuple[ShardedStore, int]:
     """Return the store of all ranks' rows that some rows lie in, and the first of these there."""
+    from speedswap.ranks.sharded import ShardedStore
     from speedswap.tables.part import PartStore
-    from speedswap.tables.ranks.sharded import ShardedStore
 
     first_row = 0
     while isinstance(store, WrappedStore):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, packed, unpacked
-from speedswap.tables.ranks.owners import Owners
+from speedswap.ranks.owners import Owners
 
 __all__ = ["Route", "Routes", "Wanted", "ids_of_tables", "starts_of", "tables_of_ids"]
 

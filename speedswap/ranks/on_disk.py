@@ -11,6 +11,11 @@ from typing import NamedTuple
 
 from speedswap.collectives import RankGroup, Task, share
 from speedswap.errors import TableFormatError
+from speedswap.ranks.in_files import different_steps, open_shard, read_manifest
+from speedswap.ranks.moving import Shard, take_shards
+from speedswap.ranks.owned import owned_column, whole_columns
+from speedswap.ranks.owned_keys import part_of
+from speedswap.ranks.owners import Owners
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import MANIFEST
@@ -19,11 +24,6 @@ from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
 from speedswap.tables.files.shards_manifest import SHARD, ShardsManifest, shard_name
 from speedswap.tables.opening import create_store, open_store
-from speedswap.tables.ranks.in_files import different_steps, open_shard, read_manifest
-from speedswap.tables.ranks.moving import Shard, take_shards
-from speedswap.tables.ranks.owned import owned_column, whole_columns
-from speedswap.tables.ranks.owned_keys import part_of
-from speedswap.tables.ranks.owners import Owners
 from speedswap.tables.record import Column
 from speedswap.tables.table import Table
 
