@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.apps.launched import is_launched, of_attempt
-from speedswap.collectives import Buckets, Kind, RankGroup, note_of
+from speedswap.collectives import Buckets, Kind, RankGroup
 from speedswap.errors import PeerError
 from speedswap.tables import Table
 
@@ -97,9 +97,9 @@ class Job:
         if (group := self.group) is None:
             return [*values]
         with group.main.task(Kind.AGREE) as task:
-            sums = [sum(task.round(note=note_of(value)).numbers) for value in values]
+            found = task.share_numbers(torch.tensor(values, dtype=torch.float64))
             task.finish()
-        return sums
+        return [sum(each) for each in zip(*(own.tolist() for own in found), strict=True)]
 
     def collect(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, one rank after the other, on the first; on the others none.

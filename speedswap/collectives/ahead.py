@@ -14,7 +14,7 @@ import torch
 from speedswap._threads import EndingThread
 from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.lines import FAILED, OK, Line
+from speedswap.collectives.messages import FAILED, OK, Line
 from speedswap.collectives.task import Task
 
 __all__ = ["Ahead", "Ended", "Errand"]

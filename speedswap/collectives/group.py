@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from speedswap.collectives.ahead import Ahead
-from speedswap.collectives.exchange import is_distributed
 from speedswap.collectives.kinds import Kind
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.lines import digest_of
+from speedswap.collectives.messages import digest_of
 from speedswap.collectives.pace import OwnPace
-from speedswap.collectives.sharing import difference_of
 from speedswap.errors import RanksError
 
-__all__ = ["RankGroup", "begin_step"]
+__all__ = ["RankGroup", "begin_step", "is_distributed", "of_all_ranks"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RankGroup:
@@ -87,7 +91,7 @@ class RankGroup:
             settings: by name, told apart by their text.
         """
         with self.main.task(Kind.MAKE) as task:
-            found = difference_of(task, {name: str(value) for name, value in settings.items()})
+            found = task.difference_of({name: str(value) for name, value in settings.items()})
             task.finish()
         if found is not None:
             raise ValueError(f"{what} has {found.text()}; give the same on all ranks of process_group")
@@ -160,6 +164,11 @@ _all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # those of destroyed proce
 os.register_at_fork(after_in_child=_all.clear)  # which does not have the threads of their lanes
 
 
+def is_distributed() -> bool:
+    """Return whether this process belongs to an initialized torch.distributed job."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def begin_step(sign: str) -> None:
     """Note a sign that this rank begins a step, whatever tables it trains; as :meth:`Lane.begin_step`."""
     for group in list(_all):
@@ -194,3 +203,41 @@ def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
         assert isinstance(found, timedelta)
         return found
     return dist.distributed_c10d.default_pg_timeout
+
+
+def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the other ranks learn of any error in a function that all of them call, its arguments' checks included.
+
+    Args:
+        function: one of its first two arguments, or ``model`` or ``table``, is an object with ``ranks``, a
+            :class:`RankGroup` or None, a model that has some in it or a mapping of some; or it makes one for a
+            ``process_group``.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        ranks = False if not args or "process_group" in kwargs else getattr(args[0], "ranks", False)
+        if ranks is not None and not isinstance(ranks, RankGroup):
+            ranks = _ranks_among(args, kwargs)
+        if ranks is None:
+            return function(*args, **kwargs)
+        with ranks.call():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | None:
+    if kwargs.get("process_group") is not None:
+        return RankGroup.of(kwargs["process_group"])
+    for given in (*args[:2], kwargs.get("model"), kwargs.get("table")):
+        within: Iterable[Any] = [given]
+        if isinstance(given, Mapping):  # of modules
+            within = given
+        elif isinstance(given, nn.Module) and "_modules" in vars(given) and not hasattr(given, "ranks"):
+            within = given.modules()  # unless it is just being made
+        for each in within:
+            ranks = getattr(each, "ranks", False)
+            if ranks is None or isinstance(ranks, RankGroup):
+                return ranks
+    return None

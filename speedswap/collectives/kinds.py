@@ -17,6 +17,7 @@ _SAVING = (
     "of them. "
 )
 _GRADIENT = "A norm or a sum of a gradient is of all ranks' rows: take it on every rank, and log it on one. "
+_SPLITTING = "Every rank has to call the splitter equally often, in the same order and with the same options. "
 
 
 class Kind(enum.IntEnum):
@@ -61,7 +62,7 @@ class Kind(enum.IntEnum):
     FINITE = "the search for infinite gradients"
     STEP = "the optimizer's step"
     # A batch that is split
-    AT_OWN_PACE = "a batch that is split"
+    AT_OWN_PACE = "a batch that is split", _SPLITTING
     BACKWARD = "BatchSplitter.backward()"
     BACKWARD_COUPLED = "BatchSplitter.backward_coupled()"
     FORWARD = "BatchSplitter.forward()"

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from speedswap._interrupts import deferred_interrupts
-from speedswap.collectives.connections import connect
 from speedswap.collectives.kinds import ANYTHING, Kind
-from speedswap.collectives.lines import Line
-from speedswap.collectives.sheet import Sheet
+from speedswap.collectives.messages import Line, Sheet
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
 
-__all__ = ["SPARE_IDS", "Lane"]
+__all__ = ["SPARE_IDS", "Lane", "connect"]
 
 SPARE_IDS = 1 << 20
 
@@ -39,6 +39,7 @@ class Lane:
         name: of the lane, which no other one of the group has.
         timeout: of a round; after it the lane cannot be used any more.
         payload: the group that carries rows of a GPU between GPUs; by default they go through host memory.
+        ranks: those of the processes that have the lane, as torch.distributed numbers them; by default all.
 
     Attributes:
         pending: things to be finished by all ranks; one that is at the beginning of another task joins those that
@@ -52,10 +53,15 @@ class Lane:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup, name: str, timeout: timedelta, payload: dist.ProcessGroup | None = None
+        self,
+        process_group: dist.ProcessGroup,
+        name: str,
+        timeout: timedelta,
+        payload: dist.ProcessGroup | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        self.ranks = dist.get_process_group_ranks(process_group)
-        self.rank = process_group.rank()
+        self.ranks = dist.get_process_group_ranks(process_group) if ranks is None else [*ranks]
+        self.rank = self.ranks.index(dist.get_rank())
         self.pending: Pending | None = None
         self.failures = 0
         self.rounds = 0
@@ -249,3 +255,25 @@ class Lane:
         """
         if self._task is None:
             self.shut("this process ends")
+
+
+def connect(process_group: dist.ProcessGroup, name: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    """Return gloo connections between processes, each of which has to ask for them.
+
+    A group of torch's would not do: ``dist.new_group`` hangs unless the whole job calls it, or the ranks belong to
+    equally many groups.
+
+    Args:
+        process_group: whose store the processes find each other through.
+        name: of the connections; the same ranks may ask for some of one name again.
+        ranks: the processes, as torch.distributed numbers them.
+        timeout: of a collective.
+    """
+    # A store may outlive its group, and then has the addresses of one before it that had the same name.
+    members = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
+    store = distributed_c10d._world.pg_map[process_group][1]
+    store = distributed_c10d.PrefixStore(f"speedswap/{name}/{members}", store)
+    number = store.add(f"made by {dist.get_rank()}", 1)
+    store = distributed_c10d.PrefixStore(str(number), store)
+    gloo = distributed_c10d.ProcessGroupGloo(store, ranks.index(dist.get_rank()), len(ranks), timeout)
+    return cast(dist.ProcessGroup, gloo)

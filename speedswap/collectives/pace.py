@@ -1,4 +1,4 @@
-"""Passes of ranks at a pace of their own: a lookup of one is served by all, wherever they are."""
+"""Passes of the ranks at a pace of their own, in which a lookup of one is served by all, wherever they are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from speedswap.collectives.exchange import PeerOutOfMemory, Status
 from speedswap.collectives.kinds import Kind
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.lines import note_of
-from speedswap.collectives.task import Task
+from speedswap.collectives.task import PeerOutOfMemory, Task
 from speedswap.errors import PeerError, RanksError
 
 __all__ = ["OwnPace", "Server"]
@@ -33,8 +32,6 @@ class OwnPace:
     is looked up by all of them, without ids where another one was wanted or none; then they say again what they want.
     Ranks may look up in any order, equally often or not, and try again after running out of memory.
 
-    Where they meet, they exchange numbers as those of an :class:`Exchange` do.
-
     Args:
         lane: of the ranks.
         servers: the tables by number, the same on all ranks.
@@ -46,6 +43,12 @@ class OwnPace:
         self._meetings = 0
         self.ranks = lane.ranks
         self.is_active = False
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> OwnPace:
+        """Return the pace of ranks that have no tables together, as torch.distributed numbers them; each calls this."""
+        job, timeout = distributed_c10d._get_default_group(), distributed_c10d.default_pg_timeout
+        return cls(Lane(job, "own pace", timeout, ranks=ranks), {})
 
     @contextmanager
     def task(self, number: int) -> Iterator[None]:
@@ -100,13 +103,13 @@ class OwnPace:
             raise RanksError("another rank looks up in an embedding that is gone on this one; keep its module")
         return server.serve(task, asked)
 
-    def round(self, stage: int, *numbers: float, status: Status = Status.OK) -> list[list[float]]:
+    def round(self, stage: int, *numbers: float, is_out_of_memory: bool = False) -> list[list[float]]:
         """Wait for all ranks, serving their lookups; send numbers to all, and return each rank's.
 
         Args:
             stage: the point that this rank has reached; it must be the same on all ranks.
             numbers: equally many on all ranks.
-            status: this rank's state; other ranks learn of it where they come to this point.
+            is_out_of_memory: on this rank; other ranks learn of it where they come to this point.
 
         Returns:
             The numbers of each rank; nothing where this rank reported that it is out of memory.
@@ -115,32 +118,36 @@ class OwnPace:
             PeerOutOfMemory: another rank is out of memory and this one is not.
             PeerError: a rank has failed, is at another point, or cannot be reached.
         """
-        each, out = None, []
+        sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64).repeat(len(self.ranks))
+        each: Sequence[Tensor] | None = None
+        out: list[int] = []
         while each is None:
             with self._task() as task:
-                notes = task.round(note=-1 - (stage * len(Status) + status)).notes
-                wanted = [note for note in notes if note >= 0]
-                met = [divmod(-1 - note, len(Status)) for note in notes]
+                note = -1 - 2 * stage - is_out_of_memory
+                found = task.round([len(numbers)] * len(self.ranks), note=note, ids=sent)
+                wanted = [note for note in found.notes if note >= 0]
                 if wanted:
                     self._serve(task, min(wanted))
-                elif len({stage for stage, _ in met}) > 1:
-                    raise PeerError(f"the ranks are at different points of a batch: {[stage for stage, _ in met]}")
                 else:
-                    out = [rank for rank, (_, one) in zip(self.ranks, met, strict=True) if one != Status.OK]
-                    each = [] if out else [task.round(note=note_of(number)).numbers for number in numbers]
+                    stages = [(-1 - note) // 2 for note in found.notes]
+                    out = [rank for rank, note in zip(self.ranks, found.notes, strict=True) if (-1 - note) % 2]
+                    if not out and len({*stages}) > 1:
+                        other = next(place for place, one in enumerate(stages) if one != stages[0])
+                        raise PeerError(
+                            f"rank {self.ranks[other]} is in another place of the training loop than rank "
+                            f"{self.ranks[0]}. {task.kind.remedy.rstrip()}"
+                        )
+                    each = [] if out else task.numbers_that_came(sent, found.counts)
                 task.finish()
         self._meetings += 1
-        if out and status == Status.OK:
+        if out and not is_out_of_memory:
             raise PeerOutOfMemory(f"rank {out[0]} has run out of memory")
-        return [] if out else [[number[rank] for number in each] for rank in range(len(self.ranks))]
+        return [own.view(torch.float64).tolist() for own in each]
 
     def anywhere(self, flags: Sequence[int]) -> tuple[list[int], bool]:
         """Return the maximum of each flag over all ranks, and whether a rank has 0 where another one has more."""
-        count, size = len(flags), len(self.ranks)
         with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
-            task.round()
-            mine = torch.tensor([list(flags)] * size, dtype=torch.uint8, device="cpu").view(size, count)
-            theirs = task.send(mine, [1] * size, [1] * size)
+            theirs = torch.tensor(task.share([*flags]), dtype=torch.int64, device="cpu")
             task.finish()
         most = theirs.amax(0)
         return most.tolist(), bool(((theirs == 0) & (most > 0)).any())

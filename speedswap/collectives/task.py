@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from speedswap._interrupts import deferred_interrupts
-from speedswap.collectives.exchange import PeerOutOfMemory
 from speedswap.collectives.kinds import ANYTHING, Kind
-from speedswap.collectives.letters import Letter, Parcel, as_bytes, packed, unpacked
-from speedswap.collectives.lines import ANYWHERE, FAILED, OK, TORN, Line, Round
+from speedswap.collectives.messages import (
+    ANYWHERE,
+    FAILED,
+    OK,
+    TORN,
+    Letter,
+    Line,
+    Parcel,
+    Round,
+    as_bytes,
+    digest_of,
+    packed,
+    unpacked,
+)
 from speedswap.errors import PeerError
 
 if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane
 
-__all__ = ["Pending", "Task"]
+__all__ = ["Difference", "PeerOutOfMemory", "Pending", "Task"]
 
+_WORD_BYTES = 8
 _DROPS, _MEMORY = 1, 2  # the note of a rank that has failed: it has lost what it had of the step; out of memory
+
+
+class PeerOutOfMemory(MemoryError):
+    """Another rank has run out of memory, and this one has abandoned its attempt with it."""
+
+
+class Difference(NamedTuple):
+    """Settings that two ranks do not have alike.
+
+    Attributes:
+        ranks: the first one, and the first that differs from it.
+        values: what each of them has, by the setting's name; "none" where it has no such setting.
+    """
+
+    ranks: tuple[int, int]
+    values: Mapping[str, tuple[str, str]]
+
+    def text(self, begin: str = "") -> str:
+        """Return what the ranks have, each list of settings after the same words."""
+        sides = [", ".join(f"{name} {both[side]}" for name, both in self.values.items()) for side in (0, 1)]
+        return ", but ".join(f"{begin}{side} on rank {rank}" for side, rank in zip(sides, self.ranks, strict=True))
 
 
 class Pending(Protocol):
@@ -125,6 +159,47 @@ class Task:
             some = [parcels[place] for place in places]
             came |= zip(places, unpacked(self.send(*packed(some)), some), strict=True)
         return [came[place] for place in range(len(parcels))]
+
+    def share_numbers(self, numbers: Tensor) -> list[Tensor]:
+        """Return the numbers of all ranks, in their order, on every one of them; they take part at once.
+
+        Few numbers go along with the one round that it takes; more take two further ones.
+
+        Args:
+            numbers: that this rank tells, of 8 bytes each, shape (n,).
+        """
+        sent = numbers.view(torch.int64).repeat(len(self.lane.ranks))
+        counts = self.round([len(numbers)] * len(self.lane.ranks), ids=sent).counts
+        return [each.view(numbers.dtype) for each in self.numbers_that_came(sent, counts)]
+
+    def numbers_that_came(self, sent: Tensor, counts: list[int]) -> Sequence[Tensor]:
+        """Return each rank's numbers after a round in which each has sent the same ones to all.
+
+        Args:
+            sent: by this rank, int64; as many for each.
+            counts: of each rank.
+        """
+        size, sheet = len(self.lane.ranks), self.lane.sheet
+        if size > 1 and max(counts) <= sheet.room:
+            return torch.split(sheet.ids_that_came(counts), counts)
+        return torch.split(self.send(sent, [len(sent) // size] * size, counts), counts)
+
+    def share(self, data: Any) -> list[Any]:
+        """Return the data of all ranks, which JSON can hold, as :meth:`share_numbers` does."""
+        content = json.dumps(data).encode()
+        words = content.ljust(-(-len(content) // _WORD_BYTES) * _WORD_BYTES)
+        found = self.share_numbers(torch.frombuffer(bytearray(words), dtype=torch.int64))
+        return [json.loads(each.numpy().tobytes()) for each in found]
+
+    def difference_of(self, settings: Mapping[str, str]) -> Difference | None:
+        """Return how the ranks' settings, text by name, differ, if they do; in one round, and more if they do."""
+        if len({*self.round(note=digest_of(settings)).notes}) == 1:
+            return None
+        first, *others = self.share(dict(settings))
+        place, other = next((place, each) for place, each in enumerate(others, 1) if each != first)
+        both = {name: (first.get(name, "none"), other.get(name, "none")) for name in {**first, **other}}
+        values = {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+        return Difference((self.lane.ranks[0], self.lane.ranks[place]), values)
 
     @contextmanager
     def promised(self) -> Iterator[None]:
@@ -269,7 +344,8 @@ class Task:
         if here == there and not failed:  # such as after an interrupt
             here, there = (f"{here}, part {line.part:x} and stage {line.stage}" for line in (mine, lines[other]))
         lane.step = step  # from which all ranks go on
-        may_go_on = "No table has changed: after zero_grad, all ranks can go on with the next batch"
+        may_go_on = "After zero_grad, all ranks can go on with the next batch"
+        may_go_on = f"No table has changed: a{may_go_on[1:]}" if lane.tables else may_go_on
         if failed:
             where = here if lines[other].kind == Kind.CALL or there == here else f"{there}, while this one is at {here}"
             return PeerError(

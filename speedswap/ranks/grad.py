@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from speedswap.collectives import ANYTHING, Kind, RankGroup, share_numbers
+from speedswap.collectives import ANYTHING, Kind, RankGroup
 from speedswap.ranks.joint_gradients import JointGradients
 
 __all__ = ["ShardedGrad", "without_ranks"]
@@ -193,7 +193,7 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
 def _of_ranks(grad: ShardedGrad, *own: float) -> list[list[float]]:
     """Return the numbers of all ranks, in their order, for each of this rank's."""
     with grad.group.main.task(Kind.NORM) as task:
-        found = share_numbers(task, torch.tensor(own, dtype=torch.float64))
+        found = task.share_numbers(torch.tensor(own, dtype=torch.float64))
         task.finish()
     return torch.stack(found, dim=1).tolist()
 
@@ -220,7 +220,7 @@ def _norms_of_ranks(grads: dict[int, ShardedGrad], table: int, order: float, dty
     """Find the norms of all ranks' rows; return that of one table's gradient, and keep the others' with theirs."""
     own = [(each, _own_norm(grad, order, dtype)) for each, grad in grads.items()]
     with grads[table].group.main.task(Kind.NORM, table) as task:
-        found = share_numbers(task, torch.tensor(own, dtype=torch.float64).view(-1))
+        found = task.share_numbers(torch.tensor(own, dtype=torch.float64).view(-1))
         task.finish()
     of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
     for each, grad in grads.items():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from speedswap._warnings import warn_once
-from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, share, unpacked
+from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import RanksError
 from speedswap.ranks import Routes
 
@@ -137,7 +137,7 @@ class JointGradients:
         if number not in self._zeroed:
             mine = [(step.number, step.is_zeroed_here) for step in self.steps() if step.own_grad is not None]
             with self._group.main.task(Kind.STEP) as task:
-                everyone = [dict(each) for each in share(task, mine)]
+                everyone = [dict(each) for each in task.share(mine)]
                 task.finish()
             # One without rows is zero anyway.
             self._zeroed = {each: all(zeroed.get(each, True) for zeroed in everyone) for each, _ in mine}
@@ -187,7 +187,7 @@ class JointGradients:
         with self._dropped_on_error():
             steps = {step.number: step for step in self.steps()}
             mine = [(each.number, *dataclasses.astuple(each.standing)) for each in steps.values() if each.is_unsettled]
-            everyone = [{number: Standing(*more) for number, *more in each} for each in share(task, mine)]
+            everyone = [{number: Standing(*more) for number, *more in each} for each in task.share(mine)]
             trained = sorted({number for each in everyone for number, own in each.items() if own.has_gradient})
             if not steps.keys() >= {*trained}:
                 raise RanksError("other ranks train an embedding that is freed on this one; keep its module")

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from speedswap.collectives import RankGroup, Task, share
+from speedswap.collectives import RankGroup, Task
 from speedswap.errors import TableFormatError
 from speedswap.ranks.in_files import different_steps, open_shard, read_manifest
 from speedswap.ranks.moving import Shard, take_shards
@@ -96,7 +96,7 @@ def on_disk(
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
             raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
         store.flush()
-        found = share(task, [store.manifest.salt, store.writes, store.seed, [*store.columns], was_there])
+        found = task.share([store.manifest.salt, store.writes, store.seed, [*store.columns], was_there])
         if len({each[2] for each in found}) > 1:
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
         after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))

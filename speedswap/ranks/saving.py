@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speedswap.collectives import share
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.manifest_file import ManifestFile
@@ -38,7 +37,7 @@ def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool)
             hidden = require_shared(Place(path).hidden, path)
             place = hidden / shard_name(rank, len(store.group))
             store.own.save(place)
-            salts = share(task, salt_of(place))
+            salts = task.share(salt_of(place))
             if directory is not None:
                 directory.write_manifest(manifest_of(store, salts))
         except BaseException:

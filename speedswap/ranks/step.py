@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task, difference_of
+from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task
 from speedswap.errors import RanksError
 from speedswap.ranks import Route, ShardedStore, Wanted
 from speedswap.ranks.grad import ShardedGrad, without_ranks
@@ -410,7 +410,7 @@ def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> 
             for group, task in tasks.items():
                 settings = {} if optimizer is None else _settings_of(optimizer, group)
                 agreed.append(task)  # before: what fails here after the round, the others have agreed with
-                if (found := difference_of(task, settings)) is not None:
+                if (found := task.difference_of(settings)) is not None:
                     task.finish()  # the others know
                     ours = [step for step in every_step() if isinstance(step, ShardedStep) and step.group is group]
                     _raise_different(found, {step.number: step.table.name for step in ours})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap._warnings import users_level
-from speedswap.collectives import Kind, RankGroup, digest_of, of_all_ranks, share
+from speedswap.collectives import Kind, RankGroup, digest_of, of_all_ranks
 from speedswap.errors import ConversionError, SpeedswapWarning
 from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.embedding import Embedding
@@ -242,7 +242,7 @@ def _refuse(model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], setting
 def _differing(found: Sequence[tuple[_Plain, list[str]]], group: RankGroup) -> Iterator[str]:
     """Yield the embeddings whose rows are not the same on all ranks, which are to own them; every rank calls this."""
     with group.main.task(Kind.COMPARE) as task:
-        of_ranks = share(task, [digest_of(module.weight) for module, _ in found])
+        of_ranks = task.share([digest_of(module.weight) for module, _ in found])
     for (_, names), *digests in zip(found, *of_ranks, strict=False):
         for rank, digest in zip(group.ranks, digests, strict=True):
             if digest != digests[0]:

@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from ranks_common import raised
 
-from speedswap.collectives import Exchange, PeerOutOfMemory, Status
+from speedswap.collectives import Kind, OwnPace, PeerOutOfMemory
 from speedswap.errors import PeerError
 
 FIRST, SECOND = 1, 2
 
 
 def check_every_rank_hears_all_numbers(rank, world_size):
-    exchange = Exchange(range(world_size), "the test")
-    with exchange.task(7):
-        assert exchange.round(FIRST, rank, 10 * rank) == [[one, 10 * one, 0, 0] for one in range(world_size)]
-        assert exchange.maximum(torch.tensor([rank, -rank])).tolist() == [world_size - 1, 0]
+    pace = OwnPace.of(range(world_size))
+    with pace.task(Kind.BACKWARD):
+        assert pace.round(FIRST, rank, 10 * rank) == [[one, 10 * one] for one in range(world_size)]
 
 
 def check_flags_of_which_some_rank_has_none(rank, world_size):
-    exchange = Exchange(range(world_size), "the test")
-    with exchange.task(7):
-        assert exchange.anywhere([2, 0]) == ([2, 0], False)
-        assert exchange.anywhere([rank, 0]) == ([world_size - 1, 0], True)
+    pace = OwnPace.of(range(world_size))
+    with pace.task(Kind.BACKWARD):
+        assert pace.anywhere([2, 0]) == ([2, 0], False)
+        assert pace.anywhere([rank, 0]) == ([world_size - 1, 0], True)
 
 
 def check_a_rank_that_is_out_of_memory_takes_the_others_along(rank, world_size):
-    exchange = Exchange(range(world_size), "the test")
-    with exchange.task(7):
+    pace = OwnPace.of(range(world_size))
+    with pace.task(Kind.BACKWARD):
         if rank == 0:
-            assert exchange.round(FIRST, status=Status.OUT_OF_MEMORY) == []
+            assert pace.round(FIRST, is_out_of_memory=True) == []
         else:
-            error = raised(lambda: exchange.round(FIRST))
+            error = raised(lambda: pace.round(FIRST))
             assert type(error) is PeerOutOfMemory
             assert "rank 0 has run out of memory" in str(error)
-        assert len(exchange.round(SECOND)) == world_size  # and they go on together
+        assert len(pace.round(SECOND)) == world_size  # and they go on together
 
 
 def check_an_error_of_one_rank_reaches_all(rank, world_size):
-    exchange = Exchange(range(world_size), "the test")
+    pace = OwnPace.of(range(world_size))
 
     def work():
-        with exchange.task(7):
+        with pace.task(Kind.BACKWARD):
             if rank == 1:
                 raise ZeroDivisionError("a mistake")
-            exchange.round(FIRST)
+            pace.round(FIRST)
 
     error = raised(work)
     if rank == 1:
@@ -53,28 +51,28 @@ def check_an_error_of_one_rank_reaches_all(rank, world_size):
     else:
         assert type(error) is PeerError
         assert "rank 1 failed" in str(error)
-    with exchange.task(8):
-        assert len(exchange.round(FIRST)) == world_size
+    with pace.task(Kind.FORWARD):
+        assert len(pace.round(FIRST)) == world_size
 
 
 def check_ranks_at_different_stages_are_told(rank, world_size):
-    exchange = Exchange(range(world_size), "the test")
+    pace = OwnPace.of(range(world_size))
 
     def work():
-        with exchange.task(7):
-            exchange.round(SECOND if rank == world_size - 1 else FIRST)
+        with pace.task(Kind.BACKWARD):
+            pace.round(SECOND if rank == world_size - 1 else FIRST)
 
     error = raised(work)
     assert type(error) is PeerError
     assert f"rank {world_size - 1} is in another place" in str(error)
-    assert "every rank has to call the test equally often" in str(error)
+    assert "Every rank has to call the splitter equally often" in str(error)
 
 
 def check_ranks_of_unequally_many_groups_find_each_other(rank, world_size):
     """Connect ranks that ``dist.new_group`` with local synchronization would leave waiting under different names."""
     if rank == 0:
         dist.new_group([0], backend="gloo", use_local_synchronization=True)
-    exchanges = [Exchange(range(world_size), "the test") for _ in range(2)]
-    for number, exchange in enumerate(exchanges):
-        with exchange.task(7):
-            assert exchange.round(FIRST, number) == [[number, 0, 0, 0]] * world_size
+    paces = [OwnPace.of(range(world_size)) for _ in range(2)]
+    for number, pace in enumerate(paces):
+        with pace.task(Kind.BACKWARD):
+            assert pace.round(FIRST, number) == [[number]] * world_size

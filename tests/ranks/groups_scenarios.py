@@ -16,7 +16,7 @@ from torch.optim import Adam
 from torch.utils.data import DataLoader, Dataset
 
 import speedswap
-from speedswap.collectives.connections import connect
+from speedswap.collectives.lane import connect
 
 ROWS, DIM = 30, 3
 

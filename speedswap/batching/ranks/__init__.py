@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from speedswap.batching.elastic import even_sizes
 from speedswap.batching.gradients import keeper_of
-from speedswap.collectives import Exchange, OwnPace, RankGroup, is_distributed
+from speedswap.collectives import OwnPace, RankGroup, is_distributed
 from speedswap.errors import BatchError, PeerError
 
 __all__ = ["AGAIN", "BEGIN", "END", "LOSS", "READY", "TOTAL", "VOTE", "Alone", "Peers", "Ranks", "ranks_of"]
@@ -124,11 +124,11 @@ class Peers(Ranks):
 
     Args:
         ranks: the processes, as torch.distributed numbers them.
-        exchange: where they look up rows that they own together; one is made by default.
+        owners: the same processes, where they own rows together.
     """
 
-    def __init__(self, ranks: Sequence[int], exchange: OwnPace | None = None) -> None:
-        self._exchange: Exchange | OwnPace = exchange or Exchange(ranks, "the splitter")
+    def __init__(self, ranks: Sequence[int], owners: RankGroup | None) -> None:
+        self._exchange = OwnPace.of(ranks) if owners is None else owners.own_pace
         self._samples = 0.0
 
     def _agree(self, stage: int, size: int, batch_size: int) -> tuple[int, float, list[float]]:

@@ -57,7 +57,7 @@ class Replicated(Peers):
                     "two DistributedDataParallel modules, or one and an embedding with process_group=, have different "
                     "ranks; give each its own splitter"
                 )
-        super().__init__(ranks, None if owners is None else owners.own_pace)
+        super().__init__(ranks, owners)
         self._total: float | None = None
         self._buckets: Buckets | None = None
 

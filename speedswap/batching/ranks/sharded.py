@@ -16,7 +16,7 @@ from speedswap.batching.gradients import parameters_and_buffers
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, READY, TOTAL, VOTE, Peers
 from speedswap.batching.recovery import Buffers, RandomState, is_out_of_memory
-from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup, Status
+from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
 from speedswap.errors import BatchError
 
 __all__ = ["Sharded", "shard_roots"]
@@ -53,7 +53,7 @@ class Sharded(Peers):
                 f"fully_shard divides the model over ranks {ranks}, and process_group= of its embeddings has "
                 f"{owners.ranks}; give both the same"
             )
-        super().__init__(ranks, None if owners is None else owners.own_pace)
+        super().__init__(ranks, owners)
         self._batch_size = 0
         self._count = 1
         self._tries_again = False
@@ -153,7 +153,7 @@ class Sharded(Peers):
         self._tries_again = True
         try:
             if is_out_of_memory(error) and not isinstance(error, PeerOutOfMemory):
-                self._exchange.round(VOTE, status=Status.OUT_OF_MEMORY)
+                self._exchange.round(VOTE, is_out_of_memory=True)
         finally:
             self._reset(error)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from speedswap.collectives import Kind, RankGroup, Task, share
+from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.ranks import ShardedStore
 from speedswap.swapping.table_module import TableModule
 
@@ -87,4 +87,4 @@ class Ranks:
         Args:
             data: of this one, as JSON can hold it.
         """
-        return [data] if self._task is None else share(self._task, data)
+        return [data] if self._task is None else self._task.share(data)

@@ -1,0 +1,275 @@
+"""The messages of ranks: lines of numbers, in memory that all know the size of, and letters of rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+
+__all__ = [
+    "ANYWHERE",
+    "FAILED",
+    "OK",
+    "ROOM",
+    "TORN",
+    "Agreed",
+    "Letter",
+    "Line",
+    "Parcel",
+    "Round",
+    "Sheet",
+    "as_bytes",
+    "digest_of",
+    "packed",
+    "unpacked",
+]
+
+_PIECE_BYTES = 8 << 20
+_HASHED_BYTES = 1 << 10  # together: the threads of the CPU loops share a piece's parts
+
+ROOM = 2048  # ids of a round, over all ranks
+OK, FAILED, TORN = range(3)  # statuses
+ANYWHERE = -1  # the stage of a rank that has failed
+
+
+class Line(NamedTuple):
+    """One rank's part of a round.
+
+    Attributes:
+        kind: of the task.
+        about: the number of its object.
+        part: of the task, which is a task's work by itself elsewhere; 0 outside of such.
+        stage: rounds of the task so far.
+        status: whether the rank has failed.
+        step: of the training, as the rank counts: those completed by all, and those that it has begun and left.
+        amount: for the rank that receives the line.
+        note: for all.
+        pending: things that the rank has begun, and that all ranks finish together.
+    """
+
+    kind: int
+    about: int
+    part: int
+    stage: int
+    status: int
+    step: int
+    amount: int
+    note: int
+    pending: int
+
+
+class Round(NamedTuple):
+    """The lines of all ranks, as one of them sees them.
+
+    Attributes:
+        counts: the numbers that each rank has for this one.
+        notes: the note of each rank.
+    """
+
+    counts: list[int]
+    notes: list[int]
+
+
+def digest_of(settings: object) -> int:
+    """Return a note that tells whether ranks have the same settings, or rows: a digest of their text, or bytes.
+
+    Of a tensor no more is copied at once than a piece.
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    if isinstance(settings, Tensor):
+        digest.update(repr((settings.shape, settings.dtype)).encode())
+        row_bytes = settings[:1].nbytes
+        for piece in torch.split(settings.detach(), max(1, _PIECE_BYTES // max(1, row_bytes))):
+            content = as_bytes(piece.cpu().contiguous()).view(-1)
+            ends = torch.arange(0, len(content) + _HASHED_BYTES, _HASHED_BYTES).clamp(max=len(content))
+            digest.update(kernels.hash_texts((content, ends)).numpy().tobytes())
+    else:
+        digest.update(repr(settings).encode())
+    return int.from_bytes(digest.digest(), "little")
+
+
+# ---- the memory of rounds ------------------------------------------------------------------------------------------
+
+_NUMBERS = len(Line._fields)
+_LINE_BYTES = 8 * _NUMBERS
+
+
+class Agreed(NamedTuple):
+    """Rows that go along with the lines of the next round.
+
+    Attributes:
+        row_bytes: of a row.
+        sent: how many go to each rank.
+        received: how many come from each rank.
+    """
+
+    row_bytes: int
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
+class Sheet:
+    """Lines to and from every rank, with room for a few ids beside each, or for rows that the ranks have agreed on.
+
+    All ranks know the size of each message beforehand, whatever they send: a rank that fails sends its line, and
+    meaningless bytes in the room.
+
+    Args:
+        size: the number of ranks.
+
+    Attributes:
+        room: ids that fit beside a line.
+        agreed: rows of the next round, in place of ids; None for the usual room.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.room = ROOM // size
+        self.agreed: Agreed | None = None
+        with torch.inference_mode(False):  # which would make tensors that nothing outside of it may change
+            self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64, device="cpu")
+            self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8, device="cpu")
+
+    @property
+    def line_bytes(self) -> int:
+        """The bytes of a usual line with its room."""
+        return _LINE_BYTES + 8 * self.room
+
+    def reserve(self, row_bytes: int) -> None:
+        """Make room for as many rows as ids."""
+        size = len(self._mine)
+        wanted = size * (_LINE_BYTES + self.room * row_bytes)
+        if wanted > len(self._rows_out):
+            with torch.inference_mode(False):
+                self._rows_out, self._rows_in = torch.empty(2, wanted, dtype=torch.uint8, device="cpu")
+
+    def fill(self, lines: Sequence[Line], ids: Tensor | None = None) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Write each rank's line.
+
+        Args:
+            lines: in the order of the ranks.
+            ids: as many for each rank as its line's amount, those of the first one first; what is more than the room
+                is lost.
+
+        Returns:
+            The memory for what comes, what is sent, and the sizes of the parts of both, none where all are equal.
+        """
+        given = torch.tensor(lines, device="cpu")
+        if self.agreed is not None:
+            sent, received = (_sizes(self.agreed.row_bytes, each) for each in (self.agreed.sent, self.agreed.received))
+            out, into = self._rows_out[: sum(sent)], self._rows_in[: sum(received)]
+            for part, line in zip(torch.split(out, sent), given.view(torch.uint8), strict=True):
+                part[:_LINE_BYTES] = line
+            return into, out, received, sent
+        self._mine[:, :_NUMBERS] = given
+        if ids is not None:
+            parts = torch.split(ids, [line.amount for line in lines])
+            for own, some in zip(self._mine[:, _NUMBERS:], parts, strict=True):
+                own[: len(some)] = some[: self.room]
+        return self._theirs, self._mine, [], []
+
+    def lines(self, agreed: Agreed | None) -> list[Line]:
+        """Return the lines of a round that was run with or without agreed rows."""
+        if agreed is None:
+            came = self._theirs[:, :_NUMBERS]
+        else:
+            received = _sizes(agreed.row_bytes, agreed.received)
+            parts = torch.split(self._rows_in[: sum(received)], received)
+            came = torch.stack([part[:_LINE_BYTES] for part in parts]).view(torch.int64)
+        return [Line(*each) for each in came.tolist()]
+
+    def ids_that_came(self, counts: Sequence[int]) -> Tensor:
+        """Return the ids of the last round, so many of each rank, those of the first one first."""
+        return torch.cat([line[_NUMBERS:][:count] for line, count in zip(self._theirs, counts, strict=True)])
+
+    def rows_out(self, agreed: Agreed) -> list[Tensor]:
+        """Return the room of each rank in the next round, for rows as bytes, shape (n, bytes of a row)."""
+        return _rooms(self._rows_out, agreed.row_bytes, agreed.sent)
+
+    def rows_that_came(self, agreed: Agreed) -> Tensor:
+        """Return the rows of the last round as bytes, shape (n, bytes of a row), those of the first rank first."""
+        return torch.cat(_rooms(self._rows_in, agreed.row_bytes, agreed.received))
+
+
+def _sizes(row_bytes: int, counts: Sequence[int]) -> list[int]:
+    return [_LINE_BYTES + count * row_bytes for count in counts]
+
+
+def _rooms(memory: Tensor, row_bytes: int, counts: Sequence[int]) -> list[Tensor]:
+    sizes = _sizes(row_bytes, counts)
+    parts = torch.split(memory[: sum(sizes)], sizes)
+    return [part[_LINE_BYTES:].view(-1, row_bytes) for part in parts]
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------
+
+
+class Letter(NamedTuple):
+    """Rows to be sent, with the memory for those that come.
+
+    Attributes:
+        into: the rows that come.
+        source, staged, target: the bytes that are sent, those that come, and those of ``into``.
+        sent: how many go to each rank.
+        received: how many come from each rank.
+    """
+
+    into: Tensor
+    source: Tensor
+    staged: Tensor
+    target: Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    """Return contiguous rows as bytes, shape (n, bytes of a row); gloo knows few dtypes."""
+    return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+
+
+class Parcel(NamedTuple):
+    """Rows that may travel beside others in one letter.
+
+    Attributes:
+        rows: shape (n, dim), those for the first rank first.
+        sent: how many go to each rank.
+        received: how many come from each rank.
+    """
+
+    rows: Tensor
+    sent: Sequence[int]
+    received: Sequence[int]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.rows.shape[1] * self.rows.element_size()
+
+
+def packed(parcels: Sequence[Parcel]) -> Parcel:
+    """Return parcels as one: of bytes, shape (n, 1), those for a rank side by side, in the order of the parcels."""
+    if len(parcels) == 1:
+        return parcels[0]
+    sent = [[count * each.row_bytes for count in each.sent] for each in parcels]
+    received = [[count * each.row_bytes for count in each.received] for each in parcels]
+    flat = [as_bytes(each.rows.detach().contiguous()).reshape(-1) for each in parcels]
+    pieces = [torch.split(rows, sizes) for rows, sizes in zip(flat, sent, strict=True)]
+    rows = torch.cat(list(chain.from_iterable(zip(*pieces, strict=True)))).unsqueeze(1)
+    return Parcel(rows, *([sum(sizes) for sizes in zip(*each, strict=True)] for each in (sent, received)))
+
+
+def unpacked(came: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:
+    """Return the rows that have come for each of the parcels that were sent as one, those of the first rank first."""
+    if len(parcels) == 1:
+        return [came]
+    ranks = range(len(parcels[0].received))
+    pieces = torch.split(came.reshape(-1), [each.received[rank] * each.row_bytes for rank in ranks for each in parcels])
+    return [
+        torch.cat(pieces[place :: len(parcels)]).view(each.rows.dtype).view(-1, each.rows.shape[1])
+        for place, each in enumerate(parcels)
+    ]
