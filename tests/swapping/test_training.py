@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import speedswap
 
@@ -18,6 +20,10 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 def sgd(**settings: Any) -> MakeOptimizer:
     return lambda params: torch.optim.SGD(params, **{"lr": 0.05, **settings})
+
+
+def adagrad(**settings: Any) -> MakeOptimizer:
+    return lambda params: torch.optim.Adagrad(params, **{"lr": 0.1, **settings})
 
 
 def make(cls: type[Optimizer], **settings: Any) -> MakeOptimizer:
@@ -44,9 +50,13 @@ def batch(step: int, device: str, *, all_rows: bool = False, size: int = 25) -> 
     return ids.to(device), target.to(device)
 
 
+def squared(out: Tensor, target: Tensor) -> Tensor:
+    return ((out - target) ** 2).sum()
+
+
 def train_step(module: nn.Module, optimizer: Optimizer, ids: Tensor, target: Tensor) -> Tensor:
     optimizer.zero_grad()
-    loss = ((module(ids) - target) ** 2).sum()
+    loss = squared(module(ids), target)
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -75,7 +85,7 @@ class RowsAlone:
                 **{k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars.items()},
                 **{k: v[rows].clone() for k, v in self.columns.items()},
             }
-        ((nn.functional.embedding(local, parameter) - target) ** 2).sum().backward()
+        squared(nn.functional.embedding(local, parameter), target).backward()
         optimizer.step()
         self.weight[rows] = parameter.detach()
         for key, value in optimizer.state[parameter].items():
@@ -99,9 +109,9 @@ class RowsAlone:
         pytest.param(sgd(momentum=0.9, dampening=0.2), True, id="sgd-dampening"),
         pytest.param(sgd(momentum=0.9, nesterov=True), True, id="sgd-nesterov"),
         pytest.param(sgd(momentum=0.9, weight_decay=0.01, foreach=True), True, id="sgd-foreach"),
-        pytest.param(make(torch.optim.Adagrad, lr=0.1), False, id="adagrad"),
-        pytest.param(make(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1), False, id="adagrad-initial"),
-        pytest.param(make(torch.optim.Adagrad, lr=0.1, lr_decay=0.01, foreach=True), False, id="adagrad-foreach"),
+        pytest.param(adagrad(), False, id="adagrad"),
+        pytest.param(adagrad(initial_accumulator_value=0.1), False, id="adagrad-initial"),
+        pytest.param(adagrad(lr_decay=0.01, foreach=True), False, id="adagrad-foreach"),
         pytest.param(make(torch.optim.Adam, lr=0.01), True, id="adam-all-rows"),
     ],
 )
@@ -152,7 +162,7 @@ LAZY = {
     "asgd-foreach": (make(torch.optim.ASGD, lr=0.01, foreach=True), {}),
     "sgd-momentum": (sgd(momentum=0.9), {}),
     "sgd-fused": (sgd(momentum=0.9, fused=True), {}),
-    "adagrad-fused": (make(torch.optim.Adagrad, lr=0.1, fused=True), {}),
+    "adagrad-fused": (adagrad(fused=True), {}),
 }
 
 
@@ -230,17 +240,138 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(value.cpu(), expected[key].cpu(), rtol=1e-12, atol=1e-12)
 
 
-def test_two_embeddings_and_dense_layers_under_one_optimizer(device: str) -> None:
-    models = two_towers(device)
-    for model in models:
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        for step in range(20):
-            users, _ = batch(step, device)
-            items, target = batch(step + 100, device)
-            optimizer.zero_grad()
-            ((model(users, items) - target[:, 0]) ** 2).sum().backward()
-            optimizer.step()
-    assert_same(*models)
+# Steps of a training loop by what they do, and how often, under which optimizer, with which pair of models.
+LOOPS: dict[str, tuple[Callable[..., None], int, MakeOptimizer, Callable[[str], Any]]] = {}
+
+
+def loop(steps: int, make_optimizer: MakeOptimizer, models: Callable[[str], Any] = twins) -> Callable[..., Any]:
+    """Let ours and torch's train by a function, which is given a model, its optimizer, ids and targets."""
+
+    def noted(step: Callable[..., None]) -> Callable[..., None]:
+        LOOPS[step.__name__] = step, steps, make_optimizer, models
+        return step
+
+    return noted
+
+
+def towers_backward(model, ids, target):
+    model.zero_grad()
+    squared(model(ids, ids.flip(0)), target[:, 0]).backward()
+
+
+@loop(20, adagrad(), two_towers)
+def two_embeddings_and_dense_layers(model, optimizer, ids, target):
+    towers_backward(model, ids, target)
+    optimizer.step()
+
+
+@loop(10, sgd(lr=0.1), two_towers)
+def clipping_sees_the_gradient_of_the_batch(model, optimizer, ids, target):
+    towers_backward(model, ids, target)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+
+
+@loop(20, adagrad())
+def two_lookups_in_one_forward(module, optimizer, ids, target):
+    optimizer.zero_grad()
+    squared(module(ids) * module(ids.flip(0) // 2), target).backward()
+    optimizer.step()
+
+
+@loop(1, sgd(lr=0.1))
+def the_same_rows_looked_up_twice(module, optimizer, ids, target):
+    squared(module(ids) + module(ids), target).backward()
+    optimizer.step()
+
+
+@loop(5, sgd(lr=0.01))
+def without_zero_grad_old_gradients_are_applied_again(module, optimizer, ids, target):
+    squared(module(ids), target).backward()
+    optimizer.step()
+
+
+@loop(1, adagrad())
+def a_second_step_with_one_gradient(module, optimizer, ids, target):
+    squared(module(ids), target).backward()
+    optimizer.step()
+    optimizer.step()
+
+
+@loop(1, sgd(lr=0.1))
+def backwards_of_a_retained_graph(module, optimizer, ids, target):
+    loss = squared(module(ids), target)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+
+
+@loop(5, adagrad())
+def evaluation_between_backward_and_step(module, optimizer, ids, target):
+    optimizer.zero_grad()
+    squared(module(ids), target).backward()
+    with torch.no_grad():
+        module(torch.arange(ROWS, device=ids.device))
+    optimizer.step()
+
+
+@loop(1, sgd(lr=0.1))
+def a_checkpointed_forward(module, optimizer, ids, target):
+    scale = torch.ones_like(target[0], requires_grad=True)
+    squared(checkpoint(lambda ids, scale: module(ids) * scale, ids, scale, use_reentrant=False), target).backward()
+    optimizer.step()
+
+
+@loop(3, adagrad())
+def a_batch_of_one_row(module, optimizer, ids, target):
+    optimizer.zero_grad()
+    module(torch.full_like(ids[:2], 7)).square().sum().backward()
+    optimizer.step()
+
+
+def by_closure(by_name, module, optimizer, ids, target):
+    def closure():
+        optimizer.zero_grad()
+        loss = squared(module(ids), target)
+        loss.backward()
+        return loss
+
+    assert (optimizer.step(closure=closure) if by_name else optimizer.step(closure)) > 0
+
+
+def accumulated(set_to_none, module, optimizer, ids, target):
+    for some, wanted in zip(ids.chunk(3), target.chunk(3), strict=True):
+        (squared(module(some), wanted) / 3).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def zeroed_first(set_to_none, module, optimizer, ids, target):
+    optimizer.zero_grad(set_to_none=set_to_none)
+    squared(module(ids), target).backward()
+    optimizer.step()
+
+
+def zeroed_last(set_to_none, module, optimizer, ids, target):
+    squared(module(ids), target).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+
+for step in (by_closure, accumulated, zeroed_first, zeroed_last):
+    for is_so in (True, False):
+        LOOPS[f"{step.__name__}-{is_so}"] = partial(step, is_so), 10, adagrad(), twins
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_as_in_torch(name: str, device: str) -> None:
+    step, steps, make_optimizer, models = LOOPS[name]
+    pair = models(device)
+    for model in pair:
+        optimizer = make_optimizer(model.parameters())
+        for number in range(steps):
+            step(model, optimizer, *batch(number, device))
+    assert_same(*pair)
 
 
 def test_parameter_groups_keep_their_own_learning_rate(device: str) -> None:
@@ -254,66 +385,10 @@ def test_parameter_groups_keep_their_own_learning_rate(device: str) -> None:
         optimizer = torch.optim.SGD(groups, lr=0.001)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
         for step in range(20):
-            users, _ = batch(step, device)
-            items, target = batch(step + 100, device)
-            optimizer.zero_grad()
-            ((model(users, items) - target[:, 0]) ** 2).sum().backward()
+            towers_backward(model, *batch(step, device))
             optimizer.step()
             scheduler.step()
     assert_same(*models)
-
-
-def test_two_lookups_in_one_forward_sum_their_gradients(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
-        for step in range(20):
-            (left, target), (right, _) = batch(step, device), batch(step + 50, device)
-            optimizer.zero_grad()
-            ((module(left) * module(right) - target) ** 2).sum().backward()
-            optimizer.step()
-    assert_same(*models)
-
-
-def test_the_same_rows_looked_up_twice(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        ids, target = batch(0, device)
-        ((module(ids) + module(ids) - target) ** 2).sum().backward()
-        optimizer.step()
-    assert_same(*models)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_accumulate_over_backwards_until_the_step(set_to_none: bool, device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
-        for window in range(8):
-            for part in range(3):
-                ids, target = batch(3 * window + part, device)
-                (((module(ids) - target) ** 2).sum() / 3).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-    assert_same(*models)
-
-
-def test_zero_grad_before_or_after_the_step_and_both_ways(device: str) -> None:
-    for set_to_none in (True, False):
-        for first in (True, False):
-            models = twins(device)
-            for module in models:
-                optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-                for step in range(10):
-                    ids, target = batch(step, device)
-                    if first:
-                        optimizer.zero_grad(set_to_none=set_to_none)
-                    ((module(ids) - target) ** 2).sum().backward()
-                    optimizer.step()
-                    if not first:
-                        optimizer.zero_grad(set_to_none=set_to_none)
-            assert_same(*models)
 
 
 def test_zeroed_gradients_do_not_touch_rows_outside_the_batch() -> None:
@@ -342,54 +417,6 @@ def test_a_gradient_zeroed_in_place_is_no_gradient(make_optimizer: MakeOptimizer
     assert_same(ours, theirs)
 
 
-def test_without_zero_grad_old_gradients_are_applied_again_as_in_torch(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        for step in range(5):
-            ids, target = batch(step, device)
-            ((module(ids) - target) ** 2).sum().backward()
-            optimizer.step()
-    assert_same(*models)
-
-
-def test_a_second_step_with_one_gradient_is_applied_twice(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
-        ids, target = batch(0, device)
-        ((module(ids) - target) ** 2).sum().backward()
-        optimizer.step()
-        optimizer.step()
-    assert_same(*models)
-
-
-def test_clipping_sees_the_gradient_of_the_batch(device: str) -> None:
-    models = two_towers(device)
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(10):
-            users, _ = batch(step, device)
-            items, target = batch(step + 100, device)
-            optimizer.zero_grad()
-            ((model(users, items) - target[:, 0]) ** 2).sum().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-    assert_same(*models)
-
-
-def test_retained_graph_backwards_are_summed(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        ids, target = batch(0, device)
-        loss = ((module(ids) - target) ** 2).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-    assert_same(*models)
-
-
 def test_a_loss_kept_alive_over_steps_of_other_sizes_can_still_go_backward() -> None:
     module, _ = twins("cpu")
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -403,25 +430,6 @@ def test_a_loss_kept_alive_over_steps_of_other_sizes_can_still_go_backward() -> 
     expected = before.clone()
     expected[[1, 2]] -= 0.1
     torch.testing.assert_close(module.table.read(), expected, rtol=1e-12, atol=0)
-
-
-def test_closures_are_evaluated_inside_the_step(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
-        for step in range(10):
-            ids, target = batch(step, device)
-
-            def closure(module=module, optimizer=optimizer, ids=ids, target=target) -> Tensor:  # type: ignore[no-untyped-def]
-                optimizer.zero_grad()
-                loss = ((module(ids) - target) ** 2).sum()
-                loss.backward()
-                return loss
-
-            loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
-            assert loss is not None
-            assert loss.item() > 0
-    assert_same(*models)
 
 
 def test_evaluation_swaps_nothing_out(device: str) -> None:
@@ -439,20 +447,6 @@ def test_evaluation_swaps_nothing_out(device: str) -> None:
         assert torch.equal(module.table.read(column=name), value)
 
 
-def test_evaluation_between_backward_and_step_changes_nothing(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
-        for step in range(5):
-            ids, target = batch(step, device)
-            optimizer.zero_grad()
-            ((module(ids) - target) ** 2).sum().backward()
-            with torch.no_grad():
-                module(torch.arange(ROWS, device=device))
-            optimizer.step()
-    assert_same(*models)
-
-
 def test_gradient_scaling_unscales_and_a_skipped_step_changes_nothing(device: str) -> None:
     models = twins(device, dtype=torch.float32)
     for module in models:
@@ -461,7 +455,7 @@ def test_gradient_scaling_unscales_and_a_skipped_step_changes_nothing(device: st
         for step in range(6):
             ids, target = batch(step, device)
             optimizer.zero_grad()
-            loss = ((module(ids) - target.float()) ** 2).sum()
+            loss = squared(module(ids), target.float())
             if step in (0, 3):
                 loss = loss * float("inf")
             before = module.table.read() if isinstance(module, speedswap.Embedding) else None
@@ -546,28 +540,3 @@ def test_ids_of_any_shape_and_both_integer_dtypes(device: str) -> None:
             assert torch.equal(ours(ids), expected)
             ours(ids).sum().backward()
             ours.weight.grad = None
-
-
-def test_checkpointed_forward_trains_the_same(device: str) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        ids, target = batch(0, device)
-        scale = torch.ones((), dtype=torch.float64, device=device, requires_grad=True)
-        out = checkpoint(lambda ids, scale, module=module: module(ids) * scale, ids, scale, use_reentrant=False)
-        ((out - target) ** 2).sum().backward()
-        optimizer.step()
-    assert_same(*models)
-
-
-def test_a_batch_of_one_row_trains(device: str) -> None:
-    models = twins(device)
-    for module in models:
-        optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(torch.tensor([7, 7], device=device)).square().sum().backward()
-            optimizer.step()
-    assert_same(*models)
