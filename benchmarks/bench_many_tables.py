@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import script
 import torch
-from many_tables.trainers import IDS, Contestant, Ours, Shape, Trainer, contestants, draw, verify
+from many_tables.trainers import Contestant, Ours, contestants
+from several_tables import IDS, ZIPF_EXPONENT, Shape, Trainer, draw, verify
 from torch import Tensor
 
 from speedswap import kernels
@@ -79,13 +81,13 @@ def measure(plan: Plan, device: str = "cpu") -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads(),
         "peers": {name: peer._asdict() for name, peer in peers.items()},
-        "workload": {**plan.shape._asdict(), "zipf_exponent": 1.05},
+        "workload": {**plan.shape._asdict(), "zipf_exponent": ZIPF_EXPONENT},
         "ids": {},
         "acceptance": [],
     }
     for optimizer in OPTIMIZERS:
         for one in _present(optimizer, device, peers):
-            verify(optimizer, one, device)
+            verify(one.name, partial(one.make, optimizer=optimizer, device=device), optimizer, device)
     for ids in plan.ids:
         batches = draw(plan.shape, _LOOPS * plan.steps, ids, device=device)
         unique = sum(len(kernels.unique(some)[0]) for some in batches[0])

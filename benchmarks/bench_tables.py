@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rows is not None:
         if args.rows < 1:
             raise BenchmarkError(f"rows is {args.rows}: give 1 or more")
-        plan = replace(plan, shape=replace(plan.shape, rows=args.rows), exact=True)
+        plan = replace(plan, shape=plan.shape._replace(rows=args.rows), exact=True)
     keep = partial(cli.write, args.json, f"tables-{device}")
     found = measure(device, plan, profile_to=args.profile, engine=args.engine, keep=keep)
     keep(found)

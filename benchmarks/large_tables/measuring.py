@@ -10,22 +10,22 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import step_profile
 import torch
+from several_tables import ZIPF_EXPONENT, Shape, draw
+from torch import Tensor
 
-from large_tables.trainers import KINDS, OURS, Contestant, Kind, Lookups, Shape, contestants, draw, verify
+from large_tables.trainers import KINDS, OURS, Contestant, Kind, check, contestants
 from speedswap.apps.bench.measure import Peer, in_turn, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
 from speedswap.kernels.cuda.pinning import PinnedMemory
 from speedswap.tables.memory.host import available_bytes
 
 __all__ = ["PUBLISHED", "Plan", "measure", "show"]
-
-EXPONENT = 1.05
 
 # Not measured here: others' published figures for the same ids over larger tables.
 PUBLISHED: dict[str, Any] = {
@@ -107,8 +107,8 @@ def measure(
             "tables": shape.tables,
             "rows": shape.rows,
             "dim": shape.dim,
-            "lookups": shape.tables * shape.lookups,
-            "zipf_exponent": EXPONENT,
+            "lookups": shape.tables * shape.batch,
+            "zipf_exponent": ZIPF_EXPONENT,
         },
         "published": PUBLISHED,
         "optimizers": {kind.name: {"trainers": {}} for kind in KINDS},
@@ -168,13 +168,13 @@ class _Bench:
         self._deadline = time.monotonic() + plan.seconds
         self._bytes_per_second, self._made = plan.gib_per_second * 2**30, False
         shape = plan.shape
-        self._batches = draw(shape, 2 * plan.steps, device, exponent=EXPONENT)
-        self._grad = torch.randn(shape.tables, shape.lookups, shape.dim, device=device)
+        self._batches = draw(shape, 2 * plan.steps, device=device)
+        self._grad = torch.randn(shape.batch, shape.tables * shape.dim, device=device)
 
     def ours(self, kind: Kind, everyone: Sequence[Contestant], profile_to: Path | None) -> dict[str, Any]:
         """Verify some of ours in the same tables, then time them in turn, and the floor."""
         for one in everyone:
-            verify(kind, one, self._device)
+            check(kind, one, self._device)
         shape = self._shape_for(kind)
         if isinstance(shape, str):
             return {"trainers": {one.name: {"package": one.package, "skipped": shape} for one in everyone}}
@@ -187,7 +187,7 @@ class _Bench:
             if "GPU" not in how:
                 self._bytes_per_second, self._made = trainer.table_bytes / setup, True
             batches = self._batches_of(shape)
-            unique = sum(len(torch.unique(ids)) for batch in batches[:4] for ids in batch.each) / len(batches[:4])
+            unique = sum(len(torch.unique(ids)) for batch in batches[:4] for ids in batch) / len(batches[:4])
             nbytes = round(unique * trainer.row_bytes)
 
             def loop(depth: int) -> Callable[[int], Iterator[None]]:
@@ -228,7 +228,7 @@ class _Bench:
         """Verify and time one other trainer alone; or return why not."""
         entry: dict[str, Any] = {"package": one.package}
         try:
-            verify(kind, one, self._device)
+            check(kind, one, self._device)
             shape = self._shape_for(kind)
             if isinstance(shape, str):
                 return {**entry, "skipped": shape}
@@ -261,15 +261,15 @@ class _Bench:
         if rows < shape.rows // 10:
             return f"there is {why} for {max(rows, 0):,} of {shape.rows:,} rows per table"
         print(f"there is {why} for {rows:,} of {shape.rows:,} rows per table")
-        return replace(shape, rows=rows)
+        return shape._replace(rows=rows)
 
-    def _batches_of(self, shape: Shape) -> list[Lookups]:
+    def _batches_of(self, shape: Shape) -> list[Tensor]:
         """Return the ids, folded into tables of fewer rows."""
         if shape.rows == self._plan.shape.rows:
             return self._batches
-        return [_folded(batch, self._plan.shape.rows, shape.rows) for batch in self._batches]
+        return [ids % shape.rows for ids in self._batches]
 
-    def _taken(self, batches: Sequence[Lookups], repeat: int) -> Sequence[Lookups]:
+    def _taken(self, batches: Sequence[Tensor], repeat: int) -> Sequence[Tensor]:
         first = repeat % 2 * self._plan.steps
         return batches[first : first + self._plan.steps]
 
@@ -279,11 +279,6 @@ def _profiled(steps: Callable[[int], Iterator[None]], folder: Path, device: str)
         return step_profile.record(steps, folder, "tables", device)
     except Exception as error:  # the figures do not depend on it
         return {"failed": f"{type(error).__name__}: {error}"}
-
-
-def _folded(batch: Lookups, rows_before: int, rows: int) -> Lookups:
-    each = [ids % rows for ids in batch.each]
-    return Lookups(tuple(each), torch.cat([ids + table * rows for table, ids in enumerate(each)]))
 
 
 def bus_floor(nbytes: int, device: str) -> dict[str, float]:
@@ -328,7 +323,7 @@ def _accepted(name: str, result: Mapping[str, Any], asked: float, shape: Shape) 
     most = max((entry["rows"] for entry in ours.values()), default=0)
     reached = {trainer: entry["seconds"] for trainer, entry in ours.items() if entry["rows"] == most}
     best = min(reached, key=reached.__getitem__, default=None)
-    full = replace(shape, rows=most) == Plan.of("cuda", False).shape
+    full = shape._replace(rows=most) == Plan.of("cuda", False).shape
     return {
         "what": f"a step of {name} with lookahead",
         "asked_seconds": asked,

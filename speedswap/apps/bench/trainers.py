@@ -147,24 +147,26 @@ class Fbgemm:
     """FBGEMM's table-batched bags of one id each, summed: its backward pass is the optimizer's step.
 
     Lookups without pooling (``PoolingMode.NONE``) give the same rows and take twice as long on the CPU. On a GPU the
-    rows stay in host memory that the GPU reads and writes.
+    rows stay in host memory that the GPU reads and writes, or if ``near`` on the GPU.
     """
 
-    def __init__(self, num_rows: int, dim: int, optimizer: str, device: str, *, tables: int = 1) -> None:
+    def __init__(
+        self, num_rows: int, dim: int, optimizer: str, device: str, *, tables: int = 1, near: bool = False
+    ) -> None:
         from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
         kinds = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD, "adam": EmbOptimType.ADAM}
-        near = device == "cpu"
-        location = tbe.EmbeddingLocation.HOST if near else tbe.EmbeddingLocation.MANAGED
-        compute = tbe.ComputeDevice.CPU if near else tbe.ComputeDevice.CUDA
+        places = tbe.EmbeddingLocation
+        location = places.HOST if device == "cpu" else places.DEVICE if near else places.MANAGED
+        compute = tbe.ComputeDevice.CPU if device == "cpu" else tbe.ComputeDevice.CUDA
         self.embedding = tbe.SplitTableBatchedEmbeddingBagsCodegen(
             [(num_rows, dim, location, compute)] * tables,
             optimizer=kinds[optimizer],
             learning_rate=LEARNING_RATE[optimizer],
             eps=1e-8 if optimizer == "adam" else 1e-10,  # torch's
             pooling_mode=tbe.PoolingMode.SUM,
-            **({} if near else {"uvm_host_mapped": True}),
+            **({"uvm_host_mapped": True} if location == places.MANAGED else {}),
         )
         for weights in self.tables():
             weights.uniform_(-0.1, 0.1)
