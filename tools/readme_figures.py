@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import readme_disk
 import readme_gpu
 import readme_pictures
 import readme_ranks
@@ -23,6 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = ("README.md", "benchmarks/README.md", readme_ranks.PAGE)
 RANKS = RESULTS / "ranks-cpu.json"
+Figures = dict[str, Any]
+Rows = Iterator[tuple[str, str, str, str]]
 HEAD = ("| What | speedswap | Compared with | Ratio | Source |", "|---|---|---|---|---|")
 
 
@@ -39,7 +41,7 @@ def blocks(page: str) -> dict[str, str]:
 def section(name: str) -> str:
     """Return the table of one benchmark and a line on its machine."""
     source = f"{name}-cpu.json"
-    lines = SECTIONS[name](_read(source)["results"], source)
+    lines = [cells(*row, source) for row in SECTIONS[name](_read(source)["results"])]
     return "\n".join([*HEAD, *lines, "", f"{machines([source])}; no GPU."])
 
 
@@ -47,90 +49,63 @@ def chosen() -> str:
     """Return README's six figures and a line on their machines."""
     names = ("step", "many_tables", "word2vec", "batching")
     step, many, word2vec, batching = (_read(f"{name}-cpu.json")["results"] for name in names)
-    trainers = {
-        kind: {name: entry.get("seconds") for name, entry in found["trainers"].items()}
-        for kind, found in step["optimizers"].items()
-    }
-    work = step["workload"]
-    what = f"training step, {work['lookups']:,} lookups in {work['rows']:,} × {work['dim']}"
-    lines = []
-    tables = many["workload"]
-    merged = many["ids"]["zipf"]["optimizers"]["sgd"]["trainers"]
-    for title, times, peer, whose in (
-        (f"Adam, {what}", trainers["adam"], "torch SparseAdam", "torch SparseAdam"),
-        (
-            f"SGD, training step, {tables['tables']} tables of {tables['rows']:,} × {tables['dim']}, "
-            f"batch of {tables['batch']:,}",
-            {name: entry["seconds"] for name, entry in merged.items()},
-            "torch SGD, sparse",
-            "torch's `EmbeddingBag`s",
-        ),
-    ):
-        ours, theirs = times["speedswap"], times[peer]
-        lines.append(f"| {title} | {1000 * ours:.1f} ms | {whose}: {1000 * theirs:.1f} ms | {theirs / ours:.1f} × |")
+    work, tables = step["workload"], many["workload"]
+    adam = {name: entry.get("seconds") for name, entry in step["optimizers"]["adam"]["trainers"].items()}
+    sgd = {name: entry["seconds"] for name, entry in many["ids"]["zipf"]["optimizers"]["sgd"]["trainers"].items()}
     sizes = next(entry for entry in step["sizes"] if entry["optimizer"] == "adam")
-    small, large = (sizes["tables"][place] for place in (0, -1))
-    lines.append(
-        f"| {large['rows'] / small['rows']:.0f} × the rows: the Adam step on {large['rows']:,} rows of {sizes['dim']} "
-        f"| {1000 * large['seconds']:.1f} ms | on {small['rows']:,} rows: {1000 * small['seconds']:.1f} ms "
-        f"| {large['seconds'] / small['seconds']:.1f} × the time |"
+    (few, short), (most, long) = (
+        (sizes["tables"][place]["rows"], sizes["tables"][place]["seconds"]) for place in (0, -1)
     )
     overlap = step["overlap"][1]["seconds"]
-    ms = {name: 1000 * seconds for name, seconds in overlap.items()}
-    lines.append(
-        f"| step with `lookahead`, {ms['compute']:.1f} ms of compute and {ms['swap']:.1f} ms of swap "
-        f"| {ms['lookahead']:.1f} ms | one after the other: {ms['compute'] + ms['swap']:.1f} ms "
-        f"| {(ms['compute'] + ms['swap']) / ms['lookahead']:.1f} × |"
-    )
-    ours, theirs = (
+    both = overlap["compute"] + overlap["swap"]
+    words, their_words = (
         statistics.median(run["words_per_second"] for run in word2vec[name]) for name in ("speedswap", "gensim")
-    )
-    lines.append(
-        f"| word2vec, {word2vec['speedswap'][0]['corpus_words']:,} words | {ours:,.0f} words/s "
-        f"| gensim: {theirs:,.0f} words/s | {ours / theirs:.1f} × |"
     )
     last = batching["activations"]["points"][-1]
     split, whole = (last[name]["live_bytes"] / 2**20 for name in ("split", "whole"))
-    lines.append(
-        f"| peak memory of a batch of {last['batch']:,} in micro-batches of "
-        f"{batching['activations']['micro_batch_size']} "
-        f"| {split:.1f} MiB | unsplit: {whole:.1f} MiB | {whole / split:.0f} × |"
-    )
-    sources = [f"{name}-cpu.json" for name in names]
-    return "\n".join(
-        [
-            "| What | speedswap | Compared with | Ratio |",
-            "|---|---|---|---|",
-            *lines,
-            "",
-            f"{machines(sources)}; no GPU.",
-        ]
-    )
-
-
-def rows_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows of the table for gather and scatter, in both kinds of pages and over the widths."""
-    pairs = (("gather_rows", "torch.index_select"), ("scatter_rows", "torch.index_copy_"))
-    lines = []
-    for pages, title in (("ordinary_pages", ""), ("huge_pages", ", huge pages")):
-        point = found[pages]
-        for ours, peer in pairs:
-            ms = {name: 1000 * point["seconds"][name] for name in (ours, peer)}
-            lines.append(
-                f"| `{ours}`, {point['rows']:,} random rows of {point['row_bytes']} B "
-                f"out of {point['table_rows']:,}{title} "
-                f"| {ms[ours]:.2f} ms | `{peer}` {ms[peer]:.2f} ms | {point['times_faster'][ours][peer]:.2f} "
-                f"| {source} |"
-            )
-    sweep = found["sweep_of_ordinary_pages"]
-    for ours, peer in pairs:
-        ratios = [entry["times_faster"][ours][peer] for entry in sweep]
-        widths = [entry["row_bytes"] for entry in sweep]
-        lines.append(
-            f"| `{ours}`, rows of {min(widths)} to {max(widths):,} B | | `{peer}` "
-            f"| {min(ratios):.2f} to {max(ratios):.2f} | {source} |"
-        )
-    return lines
+    table = [
+        (
+            f"Adam, training step, {work['lookups']:,} lookups in {work['rows']:,} × {work['dim']}",
+            ms(adam["speedswap"]),
+            f"torch SparseAdam: {ms(adam['torch SparseAdam'])}",
+            f"{adam['torch SparseAdam'] / adam['speedswap']:.1f} ×",
+        ),
+        (
+            f"SGD, training step, {tables['tables']} tables of {tables['rows']:,} × {tables['dim']}, "
+            f"batch of {tables['batch']:,}",
+            ms(sgd["speedswap"]),
+            f"torch's `EmbeddingBag`s: {ms(sgd['torch SGD, sparse'])}",
+            f"{sgd['torch SGD, sparse'] / sgd['speedswap']:.1f} ×",
+        ),
+        (
+            f"{most / few:.0f} × the rows: the Adam step on {most:,} rows of {sizes['dim']}",
+            ms(long),
+            f"on {few:,} rows: {ms(short)}",
+            f"{long / short:.1f} × the time",
+        ),
+        (
+            f"step with `lookahead`, {ms(overlap['compute'])} of compute and {ms(overlap['swap'])} of swap",
+            ms(overlap["lookahead"]),
+            f"one after the other: {ms(both)}",
+            f"{both / overlap['lookahead']:.1f} ×",
+        ),
+        (
+            f"word2vec, {word2vec['speedswap'][0]['corpus_words']:,} words",
+            f"{words:,.0f} words/s",
+            f"gensim: {their_words:,.0f} words/s",
+            f"{words / their_words:.1f} ×",
+        ),
+        (
+            f"peak memory of a batch of {last['batch']:,} in micro-batches of "
+            f"{batching['activations']['micro_batch_size']}",
+            f"{split:.1f} MiB",
+            f"unsplit: {whole:.1f} MiB",
+            f"{whole / split:.0f} ×",
+        ),
+    ]
+    on = machines([f"{name}-cpu.json" for name in names])
+    head = ["| What | speedswap | Compared with | Ratio |", "|---|---|---|---|"]
+    return "\n".join([*head, *(cells(*line) for line in table), "", f"{on}; no GPU."])
 
 
 def machines(sources: list[str]) -> str:
@@ -146,245 +121,292 @@ def machines(sources: list[str]) -> str:
     return "; ".join(f"{words} ({', '.join(names)})" for words, names in found.items())
 
 
-def transfer_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for transfers to the device and back, each storage beside its fastest peer."""
+def cells(*words: str) -> str:
+    """Return a line of a table."""
+    return "|" + "|".join(f" {each} " if each else " " for each in words) + "|"
+
+
+def ms(seconds: float, digits: int = 1) -> str:
+    return f"{1000 * seconds:.{digits}f} ms"
+
+
+# ---------------------------------------------------------------------- each benchmark: what, ours, theirs, the ratio
+
+
+def rows(found: Figures) -> Rows:
+    """Compare gather and scatter, in both kinds of pages and over the widths."""
+    pairs = (("gather_rows", "torch.index_select"), ("scatter_rows", "torch.index_copy_"))
+    for pages, title in (("ordinary_pages", ""), ("huge_pages", ", huge pages")):
+        point = found[pages]
+        sizes = f"{point['rows']:,} random rows of {point['row_bytes']} B out of {point['table_rows']:,}{title}"
+        for ours, peer in pairs:
+            took = point["seconds"]
+            ratio = point["times_faster"][ours][peer]
+            yield f"`{ours}`, {sizes}", ms(took[ours], 2), f"`{peer}` {ms(took[peer], 2)}", f"{ratio:.2f}"
+    sweep = found["sweep_of_ordinary_pages"]
+    widths = [entry["row_bytes"] for entry in sweep]
+    for ours, peer in pairs:
+        ratios = [entry["times_faster"][ours][peer] for entry in sweep]
+        what = f"`{ours}`, rows of {min(widths)} to {max(widths):,} B"
+        yield what, "", f"`{peer}`", f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def transfer(found: Figures) -> Rows:
+    """Compare transfers to the device and back, each storage with its fastest peer."""
     point = found["table"]
-    lines = []
+    size = f"{point['batch_rows']:,} random rows of {point['row_bytes']} B"
     for storage, theirs in (("pageable", ("torch, pageable", "numpy, pageable")), ("disk", ("numpy, memmap",))):
+        place = "table on disk" if storage == "disk" else f"{storage} table"
         for way in ("to_device", "from_device"):
             ours = point["stores"][f"speedswap, {storage}"][way]
-            peers = {name: point["stores"][name][way]["seconds"] for name in theirs}
-            peer = min(peers, key=peers.__getitem__)
-            place = "table on disk" if storage == "disk" else f"{storage} table"
-            lines.append(
-                f"| {place}, {point['batch_rows']:,} random rows of {point['row_bytes']} B "
-                f"{way.replace('_', ' the ')}: {ours['achieved_over_floor']:.0%} of a contiguous copy's speed "
-                f"| {1000 * ours['seconds']:.2f} ms | {peer} {1000 * peers[peer]:.2f} ms "
-                f"| {peers[peer] / ours['seconds']:.2f} | {source} |"
-            )
-    return lines
+            took, peer = min((point["stores"][name][way]["seconds"], name) for name in theirs)
+            share = f"{ours['achieved_over_floor']:.0%} of a contiguous copy's speed"
+            what = f"{place}, {size} {way.replace('_', ' the ')}: {share}"
+            yield what, ms(ours["seconds"], 2), f"{peer} {ms(took, 2)}", f"{took / ours['seconds']:.2f}"
 
 
-def step_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for training steps beside each peer, over table sizes, and with lookahead."""
+def step(found: Figures) -> Rows:
+    """Compare training steps with each peer, over table sizes, and with lookahead."""
     work = found["workload"]
-    lines = []
+    size = f"{work['lookups']:,} lookups in {work['rows']:,} × {work['dim']}"
     for optimizer, result in found["optimizers"].items():
         seconds = {name: entry.get("seconds") for name, entry in result["trainers"].items()}
         ours = seconds["speedswap"]
         for peer in result["time_over"]["speedswap"]:
-            lines.append(
-                f"| training step, {optimizer}, {work['lookups']:,} lookups in {work['rows']:,} × {work['dim']} "
-                f"| {1000 * ours:.1f} ms | {peer} {1000 * seconds[peer]:.1f} ms | {seconds[peer] / ours:.2f} "
-                f"| {source} |"
-            )
+            theirs = seconds[peer]
+            yield f"training step, {optimizer}, {size}", ms(ours), f"{peer} {ms(theirs)}", f"{theirs / ours:.2f}"
     for sizes in found["sizes"]:
         timed = [entry for entry in sizes["tables"] if "seconds" in entry]
         if len(timed) > 1:
-            lines.append(
-                f"| the step on {timed[-1]['rows']:,} rows of {sizes['dim']}, {sizes['optimizer']} "
-                f"| {1000 * timed[-1]['seconds']:.1f} ms "
-                f"| on {timed[0]['rows']:,} rows {1000 * timed[0]['seconds']:.1f} ms "
-                f"| {timed[0]['seconds'] / timed[-1]['seconds']:.2f} | {source} |"
-            )
+            (few, short), (many, long) = ((timed[place]["rows"], timed[place]["seconds"]) for place in (0, -1))
+            what = f"the step on {many:,} rows of {sizes['dim']}, {sizes['optimizer']}"
+            yield what, ms(long), f"on {few:,} rows {ms(short)}", f"{short / long:.2f}"
     for entry in found["overlap"]:
-        took = {name: 1000 * seconds for name, seconds in entry["seconds"].items()}
+        took = entry["seconds"]
         larger = max(took["compute"], took["swap"])
-        lines.append(
-            f"| step with lookahead; compute alone {took['compute']:.1f} ms, swap alone {took['swap']:.1f} ms "
-            f"| {took['lookahead']:.1f} ms | the larger of the two {larger:.1f} ms "
-            f"| {larger / took['lookahead']:.2f} | {source} |"
-        )
-    return lines
+        what = f"step with lookahead; compute alone {ms(took['compute'])}, swap alone {ms(took['swap'])}"
+        yield what, ms(took["lookahead"]), f"the larger of the two {ms(larger)}", f"{larger / took['lookahead']:.2f}"
 
 
-def many_tables_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for steps over many tables beside each peer, and over the number of tables."""
+def many_tables(found: Figures) -> Rows:
+    """Compare steps over many tables with each peer, and over the number of tables."""
     work = found["workload"]
-    lines = []
+    size = f"{work['tables']} tables of {work['rows']:,} × {work['dim']}, batches of {work['batch']:,}"
+    modules = {
+        "FBGEMM": lambda name: "FBGEMM",
+        "torch": lambda name: f"{work['tables']} × `nn.EmbeddingBag`, {name.removeprefix('torch ')}",
+        "speedswap": lambda name: f"{work['tables']} × `EmbeddingBag`",
+    }
     for ids, results in found["ids"].items():
         for optimizer, result in results["optimizers"].items():
-            ms = {name: 1000 * entry["seconds"] for name, entry in result["trainers"].items()}
+            ours = result["trainers"]["speedswap"]["seconds"]
             for peer, entry in result["trainers"].items():
                 if peer not in ("speedswap", "speedswap, fused"):
-                    lines.append(
-                        f"| training step, {optimizer}, {work['tables']} tables of {work['rows']:,} × {work['dim']}, "
-                        f"batches of {work['batch']:,}, {ids} ids | {ms['speedswap']:.1f} ms "
-                        f"| {_each(work['tables'], peer, entry['package'])} {ms[peer]:.1f} ms "
-                        f"| {ms[peer] / ms['speedswap']:.2f} | {source} |"
-                    )
+                    took, name = entry["seconds"], modules[entry["package"]](peer)
+                    what = f"training step, {optimizer}, {size}, {ids} ids"
+                    yield what, ms(ours), f"{name} {ms(took)}", f"{took / ours:.2f}"
     many = found["tables"]
     first, last = (many["numbers"][place] for place in (0, -1))
-    lines.append(
-        f"| {many['lookups']:,} lookups with {many['optimizer']} in {last['tables']:,} tables "
-        f"| {1000 * last['seconds']:.1f} ms | in {first['tables']} table {1000 * first['seconds']:.1f} ms "
-        f"| {first['seconds'] / last['seconds']:.2f} | {source} |"
-    )
-    return lines
+    what = f"{many['lookups']:,} lookups with {many['optimizer']} in {last['tables']:,} tables"
+    ratio = first["seconds"] / last["seconds"]
+    yield what, ms(last["seconds"]), f"in {first['tables']} table {ms(first['seconds'])}", f"{ratio:.2f}"
 
 
-def id_map_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for keys to rows beside each peer, and for the memory per key."""
+def id_map(found: Figures) -> Rows:
+    """Compare the lookup of keys with each peer, and say the memory per key."""
     work, maps = found["workload"], found["maps"]
     keys = f"{work['keys']:,} Zipf keys, {work['distinct']:,} of them distinct, in batches of {work['batch']:,}"
-    lines = []
     for goal in found["acceptance"]:
         if "peer" in goal:
             ours, peer = maps[goal["ours"]]["ns_per_key"], maps[goal["peer"]]["ns_per_key"]
             what = "`IdMap`" if maps[goal["ours"]]["job"] == "number" else f"`IdMap` of {work['rows']:,} rows, evicting"
-            lines.append(
-                f"| {what}, {keys} | {ours:.0f} ns per key | {goal['peer']} {peer:.0f} ns "
-                f"| {peer / ours:.1f} | {source} |"
-            )
+            yield f"{what}, {keys}", f"{ours:.0f} ns per key", f"{goal['peer']} {peer:.0f} ns", f"{peer / ours:.1f}"
     memory = [f"{size:.1f} B ({name.removeprefix('speedswap, ')})" for name, size in found["bytes_per_key"].items()]
-    lines.append(f"| memory per key | {', '.join(memory).replace('speedswap', 'no eviction')} | | | {source} |")
-    return lines
+    yield "memory per key", ", ".join(memory).replace("speedswap", "no eviction"), "", ""
 
 
-def dlrm_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for samples per second beside plain torch with each of its optimizers."""
+def disk(found: Figures) -> Rows:
+    """Compare steps on disk with each store, in a cache and behind compute, and say what else has a goal."""
+    work, cold, cached, pauses = (found[name] for name in ("workload", "cold", "cached", "pauses"))
+    table = f"{work['rows']:,} rows of {work['row_bytes']:,} B"
+    ours = cold["rows_per_second"]
+    if "reads_per_second" in cold:
+        reads = cold["reads_per_second"]
+        what = f"random rows of a table on disk that is in no cache, {table}"
+        yield what, f"{ours:,.0f} rows/s", f"random 4K reads by 64 threads {reads:,.0f}/s", f"{ours / reads:.2f}"
+    memory = f"{found['limits']['memory'] / 2**20:.0f} MiB of memory"
+    for kind, result in found["ids"].items():
+        rate = result["stores"]["speedswap"]["rows_per_second"]
+        for peer, ratio in result["times_faster"].items():
+            what = f"steps with {kind} ids, {table}, {memory}"
+            yield what, f"{rate:,.0f} rows/s", f"{peer} {rate / ratio:,.0f} rows/s", f"{ratio:.1f}"
+    on_disk, in_memory = (cached["seconds"][name] for name in ("disk", "pageable"))
+    what = (
+        f"step with Adam, {cached['lookups']:,} lookups in {cached['rows']:,} × {cached['dim']}, all in the cache, a "
+        f"commit every {cached['commit_seconds']:.0f} s"
+    )
+    yield what, ms(on_disk), f"pageable {ms(in_memory)}", f"{in_memory / on_disk:.2f}"
+    for entry in found["overlap"]:
+        took = entry["seconds"]
+        larger = max(took["compute"], took["swap"])
+        what = f"step on disk with lookahead; compute alone {ms(took['compute'], 0)}, swap alone {ms(took['swap'], 0)}"
+        ratio = larger / took["lookahead"]
+        yield what, ms(took["lookahead"], 0), f"the larger of the two {ms(larger, 0)}", f"{ratio:.2f}"
+    ids, keyed = found["ids"], found["keyed"]
+    keys = max(one["keys"] for one in keyed.values())
+    commits = f"a commit every {found['turns']['pause_commits']:g} s"
+    alone = {
+        "bytes written over the rows' bytes": ", ".join(
+            f"{result['written_over_rows']:.2f} ({kind} ids)" for kind, result in ids.items()
+        ),
+        "bytes on the disk over the rows' bytes": f"{found['disk_over_rows']:.2f}",
+        f"99% of steps with {commits} are beyond the median by": ", ".join(
+            f"{ms(pauses[kind]['p99'], 0)} ({kind} ids)" for kind in ids
+        ),
+        f"the same, with commits of an id map of {keys:,} keys": ", ".join(
+            f"{ms(one['pause']['p99'], 0)} ({how})" for how, one in keyed.items()
+        ),
+        "opening after a kill, per 10 million rows": f"{found['kill']['seconds_per_10m_rows']:.2f} s",
+        "memory beside what cache, index and buffers are allowed": (
+            f"{pauses['resident_bytes'] / 2**20:.0f} of {pauses['allowed_bytes'] / 2**20:.0f} MiB"
+        ),
+        "creation of 1,000,000,000 × 128 with Adam's state": f"{found['created_seconds']:.2f} s",
+    }
+    for what, reached in alone.items():
+        yield what, reached, "", ""
+
+
+def ranks(found: Figures) -> Rows:
+    """Compare steps over ranks with as many independent processes and with TorchRec."""
+    for entry in found["shapes"].values():
+        shape = entry["shape"]
+        sizes = f"{shape['lookups']:,} lookups a rank in {shape['rows']:,} × {shape['dim']}"
+        for what, by_kind in entry.items():
+            if not what.startswith(("embedding alone", "and ")):
+                continue
+            for ahead in ("", ", lookahead"):
+                for number, timed in by_kind[f"ranks{ahead}"].items():
+                    if number == "1":
+                        continue
+                    peers = {f"{number} independent processes": by_kind[f"independent{ahead}"][number]}
+                    if "TorchRec" in by_kind and not ahead:
+                        peers["TorchRec, row-wise"] = by_kind["TorchRec"][number]
+                    took = timed["seconds"]
+                    for name, peer in peers.items():
+                        theirs = peer["seconds"]
+                        title = f"{what}{ahead}, {number} ranks, {sizes}"
+                        yield title, ms(took), f"{name} {ms(theirs)}", f"{theirs / took:.2f}"
+
+
+def dlrm(found: Figures) -> Rows:
+    """Compare samples per second with plain torch with each of its optimizers."""
     settings, rates = found["settings"], found["samples_per_second"]
     sizes = f"batches of {settings['batch']:,}, {settings['dim']} wide"
     what = f"`speedswap dlrm`, {settings['optimizer']}, with id maps, {sizes}"
-    return [
-        f"| {what} | {rates['speedswap']:,} samples/s | the model in plain torch, {name} {rates[name]:,} samples/s "
-        f"| {ratio:.2f} | {source} |"
-        for name, ratio in found["ratios"].items()
-    ]
+    for name, ratio in found["ratios"].items():
+        theirs = f"the model in plain torch, {name} {rates[name]:,} samples/s"
+        yield what, f"{rates['speedswap']:,} samples/s", theirs, f"{ratio:.2f}"
 
 
-def _each(tables: int, trainer: str, package: str) -> str:
-    """Return a trainer's name as the figures have it, with the number of modules where there are several."""
-    if package == "FBGEMM":
-        return "FBGEMM"
-    if package == "torch":
-        return f"{tables} × `nn.EmbeddingBag`, {trainer.removeprefix('torch ')}"
-    return f"{tables} × `EmbeddingBag`"
-
-
-def retry_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for the overhead of ``retry`` without an out-of-memory, beside toma."""
-    cost = found["no_work"]["overhead_seconds_a_chunk"]
-    pairs = {"`retry.chunked`": "speedswap.retry", "`compat.toma`": "speedswap.compat.toma: toma"}
-    theirs = cost["toma: toma"]
-    return [
-        f"| {name}, overhead per chunk over a plain loop | {1e6 * cost[ours]:.1f} µs | toma {1e6 * theirs:,.0f} µs "
-        f"| {theirs / cost[ours]:,.0f} | {source} |"
-        for name, ours in pairs.items()
-    ]
-
-
-def batching_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for the cost, the savings and the exactness of splitting."""
+def batching(found: Figures) -> Rows:
+    """Say the cost, the savings and the exactness of splitting."""
     small = found["overhead"][0]
-    extra, ours = small["overhead_microseconds"], "speedswap, auto"
-    lines = []
+    extra = small["overhead_microseconds"]
+    ours = extra["speedswap, auto"]
+    what = (
+        f"`BatchSplitter`, overhead per micro-batch over a manual loop ({small['micro_batches']} of a small "
+        f"model; the limit is {small['limit_microseconds']} µs)"
+    )
     for peer, took in extra.items():
         if not peer.startswith("speedswap"):
-            lines.append(
-                f"| `BatchSplitter`, overhead per micro-batch over a manual loop ({small['micro_batches']} of a small "
-                f"model; the limit is {small['limit_microseconds']} µs) | {extra[ours]:.0f} µs | {peer} {took:,.0f} µs "
-                f"| {took / max(extra[ours], 1):,.0f} | {source} |"
-            )
-    cost = found["recovery"]["cost_seconds"]
-    for peer, seconds in cost.items():
-        if peer != "speedswap":
-            lines.append(
-                f"| one out-of-memory error in a batch | {1000 * cost['speedswap']:.0f} ms "
-                f"| {peer} {1000 * seconds:.0f} ms "
-                f"| {seconds / cost['speedswap']:.1f} | {source} |"
-            )
-    first, last = (found["activations"]["points"][place] for place in (0, -1))
-    split, whole = (
-        {end["batch"]: end[how]["live_bytes"] / 2**20 for end in (first, last)} for how in ("split", "whole")
+            yield what, f"{ours:.0f} µs", f"{peer} {took:,.0f} µs", f"{took / max(ours, 1):,.0f}"
+    cost = dict(found["recovery"]["cost_seconds"])
+    ours = cost.pop("speedswap")
+    for peer, took in cost.items():
+        yield "one out-of-memory error in a batch", ms(ours, 0), f"{peer} {ms(took, 0)}", f"{took / ours:.1f}"
+    ends = [found["activations"]["points"][place] for place in (0, -1)]
+    split, whole = ([end[how]["live_bytes"] / 2**20 for end in ends] for how in ("split", "whole"))
+    what = (
+        f"peak memory, batches of {ends[0]['batch']:,} and {ends[1]['batch']:,}, micro-batches of "
+        f"{found['activations']['micro_batch_size']}"
     )
-    lines.append(
-        f"| peak memory, batches of {first['batch']:,} and {last['batch']:,}, micro-batches of "
-        f"{found['activations']['micro_batch_size']} | {split[first['batch']]:.1f} and {split[last['batch']]:.1f} MiB "
-        f"| unsplit {whole[first['batch']]:.1f} and {whole[last['batch']]:.1f} MiB "
-        f"| {whole[last['batch']] / split[last['batch']]:.0f} | {source} |"
-    )
+    mib, theirs = (f"{small:.1f} and {large:.1f} MiB" for small, large in (split, whole))
+    yield what, mib, f"unsplit {theirs}", f"{whole[1] / split[1]:.0f}"
     pairs = found["contrastive"]
-    error = pairs["relative_error"]
-    lines.append(
-        f"| gradient of a contrastive loss over {pairs['pairs']:,} pairs, relative error in float64 and float32 "
-        f"| {error['backward_coupled, float64']:.0e} and {error['backward_coupled, float32']:.0e} "
-        f"| accumulated {error['plain accumulation, float64']:.0%}; unsplit float32 "
-        f"{error['whole batch, float32']:.0e} | | {source} |"
+    error, took = pairs["relative_error"], pairs["seconds"]
+    yield (
+        f"gradient of a contrastive loss over {pairs['pairs']:,} pairs, relative error in float64 and float32",
+        f"{error['backward_coupled, float64']:.0e} and {error['backward_coupled, float32']:.0e}",
+        f"accumulated {error['plain accumulation, float64']:.0%}; unsplit float32 {error['whole batch, float32']:.0e}",
+        "",
     )
-    ms = {name: 1000 * seconds for name, seconds in pairs["seconds"].items()}
-    lines.append(
-        f"| its time, including the second pass | {ms['coupled']:.0f} ms | accumulated {ms['plain']:.0f} ms "
-        f"| {ms['plain'] / ms['coupled']:.2f} | {source} |"
-    )
+    ratio = took["plain"] / took["coupled"]
+    what = "its time, including the second pass"
+    yield what, ms(took["coupled"], 0), f"accumulated {ms(took['plain'], 0)}", f"{ratio:.2f}"
     limits, many = found["limits"], found["limits"]["recoveries"]
     kept = many["over_time"][-1]["live_bytes"] - many["over_time"][0]["live_bytes"]
-    lines.append(
-        f"| {many['count']} out-of-memory errors in a row, one per batch "
-        f"| {1000 * many['median_seconds']:.0f} ms per batch, {kept} bytes more alive at the end "
-        f"| | | {source} |"
-    )
-    lines.append(
-        f"| a batch of {limits['beyond']['batch']:,} where {limits['fits']:,} fit, relative error of the gradient "
-        f"| {limits['beyond']['relative_error']:.0e} | | | {source} |"
-    )
-    return lines
+    reached = f"{ms(many['median_seconds'], 0)} per batch, {kept} bytes more alive at the end"
+    yield f"{many['count']} out-of-memory errors in a row, one per batch", reached, "", ""
+    beyond = limits["beyond"]
+    what = f"a batch of {beyond['batch']:,} where {limits['fits']:,} fit, relative error of the gradient"
+    yield what, f"{beyond['relative_error']:.0e}", "", ""
 
 
-def word2vec_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for word2vec's speed and vectors beside gensim's."""
+def retry(found: Figures) -> Rows:
+    """Compare the overhead of ``retry`` without an out-of-memory with toma's."""
+    cost = found["no_work"]["overhead_seconds_a_chunk"]
+    theirs = cost["toma: toma"]
+    for name, key in {"retry.chunked": "speedswap.retry", "compat.toma": "speedswap.compat.toma: toma"}.items():
+        ours = cost[key]
+        what = f"`{name}`, overhead per chunk over a plain loop"
+        yield what, f"{1e6 * ours:.1f} µs", f"toma {1e6 * theirs:,.0f} µs", f"{theirs / ours:,.0f}"
+
+
+def word2vec(found: Figures) -> Rows:
+    """Compare word2vec's speed and vectors with gensim's."""
     ours, peers = found["speedswap"], found["gensim"]
-    speed, peer_speed = (statistics.median(run["words_per_second"] for run in runs) for runs in (ours, peers))
-    lines = [
-        f"| word2vec, {ours[0]['corpus_words']:,} words, {ours[0]['settings']['epochs']} epochs, "
-        f"medians of {len(ours)} seeds "
-        f"| {speed:,.0f} words/s | gensim, alpha {peers[0]['alpha']}: {peer_speed:,.0f} words/s "
-        f"| {speed / peer_speed:.2f} | {source} |"
-    ]
+    speed, theirs = (statistics.median(run["words_per_second"] for run in runs) for runs in (ours, peers))
+    epochs = f"{ours[0]['settings']['epochs']} epochs, medians of {len(ours)} seeds"
+    what = f"word2vec, {ours[0]['corpus_words']:,} words, {epochs}"
+    gensim = f"gensim, alpha {peers[0]['alpha']}: {theirs:,.0f} words/s"
+    yield what, f"{speed:,.0f} words/s", gensim, f"{speed / theirs:.2f}"
     for i, pairs in enumerate(peers[0]["similarity"]):
-        mean, peer_mean = (statistics.mean(run["similarity"][i]["spearman"] for run in runs) for runs in (ours, peers))
-        lines.append(
-            f"| its vectors on {pairs['name']}, Spearman, means of {len(ours)} seeds | {mean:.3f} "
-            f"| gensim {peer_mean:.3f} | | {source} |"
+        mean, their_mean = (
+            f"{statistics.mean(run['similarity'][i]['spearman'] for run in runs):.3f}" for runs in (ours, peers)
         )
-    return lines
+        what = f"its vectors on {pairs['name']}, Spearman, means of {len(ours)} seeds"
+        yield what, mean, f"gensim {their_mean}", ""
 
 
-def ncf_lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for NeuMF's ranking quality and its speed on large tables."""
+def ncf(found: Figures) -> Rows:
+    """Say NeuMF's ranking quality and its speed on large tables."""
     ours, dense, scale = found["speedswap_mean"], found["torch_dense_adam_mean"], found["scale"]
+    yield (
+        f"NeuMF on {found['ratings']}, best of the epochs, mean of {len(found['speedswap'])} seeds",
+        f"HR@10 {ours['hr']:.3f}, NDCG@10 {ours['ndcg']:.3f}",
+        f"torch, dense Adam: {dense['hr']:.3f}, {dense['ndcg']:.3f}",
+        "",
+    )
+    what = (
+        f"NeuMF, {scale['users']:,} users × {scale['items']:,} items × {scale['width']}, {scale['optimizer']}, "
+        f"{scale['storage'].replace('memmap', 'disk')}, {scale['table_gib']:.1f} GiB of tables"
+    )
     by_tenth = scale["steps_per_second_by_tenth"]
-    memory, beside = f", {scale['resident_gib']['most']:.1f} GiB peak resident memory", "|"
+    speed = (
+        f"{scale['steps_per_second']:.1f} steps/s of {scale['scores_a_step']:,} scores "
+        f"({min(by_tenth):.1f} to {max(by_tenth):.1f} by tenth of the run)"
+    )
     if "beside" in scale:  # whose memory is in the same process
         other = scale["beside"]
-        memory, beside = (
-            "",
-            f"{other['storage']} {other['steps_per_second']:.1f} steps/s | {1 / other['step_over']:.2f}",
-        )
-    return [
-        f"| NeuMF on {found['ratings']}, best of the epochs, mean of {len(found['speedswap'])} seeds "
-        f"| HR@10 {ours['hr']:.3f}, NDCG@10 {ours['ndcg']:.3f} "
-        f"| torch, dense Adam: {dense['hr']:.3f}, {dense['ndcg']:.3f} | | {source} |",
-        f"| NeuMF, {scale['users']:,} users × {scale['items']:,} items × {scale['width']}, {scale['optimizer']}, "
-        f"{scale['storage'].replace('memmap', 'disk')}, {scale['table_gib']:.1f} GiB of tables "
-        f"| {scale['steps_per_second']:.1f} steps/s of {scale['scores_a_step']:,} scores "
-        f"({min(by_tenth):.1f} to {max(by_tenth):.1f} by tenth of the run){memory} | {beside} | {source} |",
-    ]
+        theirs = f"{other['storage']} {other['steps_per_second']:.1f} steps/s"
+        yield what, speed, theirs, f"{1 / other['step_over']:.2f}"
+    else:
+        yield what, f"{speed}, {scale['resident_gib']['most']:.1f} GiB peak resident memory", "", ""
 
 
-SECTIONS = {
-    "rows": rows_lines,
-    "transfer": transfer_lines,
-    "step": step_lines,
-    "many_tables": many_tables_lines,
-    "id_map": id_map_lines,
-    "disk": readme_disk.lines,
-    "ranks": readme_ranks.lines,
-    "dlrm": dlrm_lines,
-    "batching": batching_lines,
-    "retry": retry_lines,
-    "word2vec": word2vec_lines,
-    "ncf": ncf_lines,
+SECTIONS: dict[str, Callable[[Figures], Rows]] = {
+    each.__name__: each
+    for each in (rows, transfer, step, many_tables, id_map, disk, ranks, dlrm, batching, retry, word2vec, ncf)
 }
 
 

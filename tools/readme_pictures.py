@@ -186,71 +186,64 @@ BAR_X, BAR_END, BAR, GROUP_GAP = 108.0, 690.0, 20.0, 20.0
 
 def steps(colors: dict[str, str], found: dict[str, Any]) -> str:
     """Draw the milliseconds of a training step, by optimizer and library; bars far beyond the others are cut."""
-    groups = []
+    groups = {}
     for kind, (title, peers) in CHART.items():
         trainers = found["optimizers"][kind]["trainers"]
-        bars = [("speedswap", 1000 * trainers["speedswap"]["seconds"])]
-        bars += [(name, 1000 * trainers[key]["seconds"]) for key, name in peers.items() if "seconds" in trainers[key]]
-        groups.append((title, bars))
-    times = sorted(ms for _, bars in groups for _, ms in bars)
+        names = {"speedswap": "speedswap", **peers}
+        groups[title] = [
+            (name, 1000 * trainers[key]["seconds"]) for key, name in names.items() if "seconds" in trainers[key]
+        ]
+    times = sorted(ms for bars in groups.values() for _, ms in bars)
     longest = max(ms for ms in times if ms <= 4 * times[len(times) // 2])
     work = found["workload"]
     words = (
         f"{work['lookups']:,} lookups in a table of {work['rows']:,} × {work['dim']}; {found['threads']} CPU threads"
     )
-    parts = [
-        _text(BAR_X, 20, "One training step, in milliseconds (shorter is better)", colors["text"], size=16, bold=True),
-        _text(BAR_X, 41, words, colors["muted"], size=13),
-    ]
-    y = 62.0
-    for title, bars in groups:
-        parts.append(_text(BAR_X - 16, y + 15, title, colors["text"], bold=True, anchor="end"))
-        for name, ms in bars:
-            ours = name == "speedswap"
-            width = (BAR_END - BAR_X) * min(ms / longest, 1)
-            parts.append(_box(BAR_X, y, width, BAR - 4, colors["in" if ours else "weight"]))
-            if ms > longest:
-                parts.append(_cut(BAR_X + width - 40, y, colors["page"]))
-            color = colors["in" if ours else "text"]
-            parts.append(_text(BAR_X + width + 8, y + 13, f"{ms:.1f}", color, size=13, bold=ours))
-            shift = 8 + 8 * len(f"{ms:.1f}") + 4
-            parts.append(_text(BAR_X + width + shift, y + 13, name, colors["muted"], size=13))
-            y += BAR
-        y += GROUP_GAP
-    return _svg(round(y - GROUP_GAP + 6), "A training step of speedswap beside torch and FBGEMM", parts)
+    head = _head("One training step, in milliseconds (shorter is better)", [words], colors)
+    return _bars("A training step of speedswap beside torch and FBGEMM", head, groups, longest, colors)
 
 
 def disks(colors: dict[str, str], found: dict[str, Any]) -> str:
     """Draw thousands of rows per second that come cold from a disk, and that steps swap, by store."""
     cold, work = found["cold"], found["workload"]
-    reads = [("random 4K reads of the disk", cold["reads_per_second"])] if "reads_per_second" in cold else []
-    groups = [("Cold", [("speedswap", cold["rows_per_second"]), *reads])]
+    groups = {"Cold": [("speedswap", cold["rows_per_second"] / 1000)]}
+    if "reads_per_second" in cold:
+        groups["Cold"].append(("random 4K reads of the disk", cold["reads_per_second"] / 1000))
     for kind, title in (("uniform", "Uniform"), ("zipf", "Zipf")):
         stores = found["ids"][kind]["stores"]
-        groups.append((title, [(name, entry["rows_per_second"]) for name, entry in stores.items()]))
-    most = max(rate for _, bars in groups for _, rate in bars)
+        groups[title] = [(name, entry["rows_per_second"] / 1000) for name, entry in stores.items()]
+    most = max(rate for bars in groups.values() for _, rate in bars)
     size = work["rows"] * work["row_bytes"] / found["limits"]["memory"]
     words = f"{work['rows']:,} rows of {work['row_bytes']:,} bytes: {size:.0f} times the memory that each store may use"
     legend = "Cold: reads of rows that are in no cache. Uniform, Zipf: steps with ids drawn evenly, or by Zipf's law"
-    parts = [
-        _text(BAR_X, 20, "Training on disk, thousands of rows per second", colors["text"], size=16, bold=True),
-        _text(BAR_X, 41, words, colors["muted"], size=13),
-        _text(BAR_X, 59, legend, colors["muted"], size=13),
-    ]
-    y = 80.0
-    for title, bars in groups:
-        parts.append(_text(BAR_X - 16, y + 15, title, colors["text"], bold=True, anchor="end"))
-        for name, rate in bars:
-            ours, said = name == "speedswap", f"{rate / 1000:.1f}"
-            width = (BAR_END - BAR_X) * rate / most
-            parts += [
-                _box(BAR_X, y, width, BAR - 4, colors["in" if ours else "weight"]),
-                _text(BAR_X + width + 8, y + 13, said, colors["in" if ours else "text"], size=13, bold=ours),
-                _text(BAR_X + width + 20 + 8 * len(said), y + 13, name, colors["muted"], size=13),
-            ]
+    head = _head("Training on disk, thousands of rows per second", [words, legend], colors)
+    return _bars("Steps of tables larger than memory, speedswap beside other stores", head, groups, most, colors)
+
+
+def _head(title: str, words: list[str], colors: dict[str, str]) -> list[str]:
+    lines = [_text(BAR_X, 41 + 18 * i, line, colors["muted"], size=13) for i, line in enumerate(words)]
+    return [_text(BAR_X, 20, title, colors["text"], size=16, bold=True), *lines]
+
+
+def _bars(
+    title: str, head: list[str], groups: dict[str, list[tuple[str, float]]], longest: float, colors: dict[str, str]
+) -> str:
+    """Draw groups of named bars; one beyond the longest that fits is cut."""
+    parts = [*head]
+    y = 26.0 + 18 * len(head)
+    for group, bars in groups.items():
+        parts.append(_text(BAR_X - 16, y + 15, group, colors["text"], bold=True, anchor="end"))
+        for name, value in bars:
+            ours, said = name == "speedswap", f"{value:.1f}"
+            end = BAR_X + (BAR_END - BAR_X) * min(value / longest, 1)
+            parts.append(_box(BAR_X, y, end - BAR_X, BAR - 4, colors["in" if ours else "weight"]))
+            if value > longest:
+                parts.append(_cut(end - 40, y, colors["page"]))
+            parts.append(_text(end + 8, y + 13, said, colors["in" if ours else "text"], size=13, bold=ours))
+            parts.append(_text(end + 12 + 8 * (1 + len(said)), y + 13, name, colors["muted"], size=13))
             y += BAR
         y += GROUP_GAP
-    return _svg(round(y - GROUP_GAP + 6), "Steps of tables larger than memory, speedswap beside other stores", parts)
+    return _svg(round(y - GROUP_GAP + 6), title, parts)
 
 
 def _cut(x: float, y: float, page: str) -> str:

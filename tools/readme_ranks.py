@@ -1,4 +1,4 @@
-"""Figures of tables owned by ranks: lines of benchmarks/README.md, blocks and picture of docs/design/sharding-costs.md.
+"""Figures of tables owned by ranks: the tables and the picture of docs/design/sharding-costs.md.
 
 A part of ``readme_figures.py``.
 """
@@ -9,34 +9,11 @@ import math
 from html import escape
 from typing import Any
 
-__all__ = ["PAGE", "PICTURE", "blocks", "lines", "picture"]
+__all__ = ["PAGE", "PICTURE", "blocks", "picture"]
 
 PAGE = "docs/design/sharding-costs.md"
 PICTURE = "docs/design/sharding-costs.svg"
 _STAGES = ("rounds", "payload", "ids", "gather", "sums", "scatter", "rest")
-
-
-def lines(found: dict[str, Any], source: str) -> list[str]:
-    """Return the rows for steps over ranks beside as many independent processes, one process and TorchRec."""
-    told = []
-    for entry in found["shapes"].values():
-        shape = entry["shape"]
-        sizes = f"{shape['lookups']:,} lookups a rank in {shape['rows']:,} × {shape['dim']}"
-        for what, by_kind in _measured(entry):
-            for kind in ("ranks", "ranks, lookahead"):
-                for ranks, took in by_kind[kind].items():
-                    if ranks == "1":
-                        continue
-                    ahead = kind.removeprefix("ranks")
-                    peers = {f"{ranks} independent processes": by_kind[f"independent{ahead}"][ranks]}
-                    if "TorchRec" in by_kind and not ahead:
-                        peers["TorchRec, row-wise"] = by_kind["TorchRec"][ranks]
-                    told += [
-                        f"| {what}{ahead}, {ranks} ranks, {sizes} | {_ms(took)} | {name} {_ms(peer)} "
-                        f"| {peer['seconds'] / took['seconds']:.2f} | {source} |"
-                        for name, peer in peers.items()
-                    ]
-    return told
 
 
 def blocks(found: dict[str, Any]) -> dict[str, str]:
@@ -49,10 +26,6 @@ def blocks(found: dict[str, Any]) -> dict[str, str]:
         "ranks widths": _widths(found["prediction"]["widest"]),
         "ranks balance": _balance(found["balance"]),
     }
-
-
-def _measured(entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, found) for name, found in entry.items() if name.startswith(("embedding alone", "and "))]
 
 
 def _ms(took: dict[str, float]) -> str:
