@@ -17,6 +17,7 @@ import speedswap
 from disk.workload import Shape
 from speedswap._install import pip_install
 from speedswap.apps.bench.measure import Peer, find_peer
+from speedswap.tables import Block
 
 __all__ = ["CONTESTANTS", "Contestant", "Limits", "OnDisk", "Ours", "present"]
 
@@ -73,6 +74,7 @@ class Ours:
         self.table = speedswap.Table.open(
             folder / "table", cache_bytes=limits.cache, commit_seconds=limits.commit_seconds
         )
+        self._block = Block(torch.empty(0, dtype=torch.int64), {})
         self._step = int(self.table.attributes.get("step", 0))
         self.table.live_attributes["step"] = lambda: self._step
 
@@ -85,11 +87,13 @@ class Ours:
                 start += len(block)
 
     def gather(self, rows: Tensor, out: Tensor) -> Tensor:
-        return self.table.gather(rows, out={"weight": out[: len(rows)]}, checked=True).weight
+        self._block = self.table.lease(rows)
+        return self._block.weight
 
     def scatter(self, rows: Tensor, values: Tensor, step: int) -> None:
         self._step = step
-        self.table.scatter(rows, {"weight": values}, checked=True)
+        block = self._block if self._block.rows is rows else Block(rows, {})
+        self.table.give_back(block, {"weight": values})
         self.table.commit()
 
     def close(self) -> None:

@@ -131,7 +131,7 @@ class Part(NamedTuple):
     @property
     def block_row_bytes(self) -> int:
         """Bytes per row of the block."""
-        return self.block.nbytes // len(self.block)
+        return self.block.nbytes // self.block.shape[0]
 
     @property
     def width(self) -> int:
@@ -181,12 +181,13 @@ def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> Non
 
 
 def _move(what: Literal["gather", "scatter"], records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
-    if len(ids) == 0 or not parts:
+    count = ids.numel()
+    if not count or not parts:
         return
     if records.device.type == "cpu" and parts[0].block.device.type == "cpu":
         ids = as_ids(ids)
         loop = _C.gather if what == "gather" else _C.scatter
-        loop(records.pointer, records.stride, ids.data_ptr(), len(ids), cpu_parts(parts), get_num_threads())
+        loop(records.pointer, records.stride, ids.data_ptr(), count, cpu_parts(parts), get_num_threads())
         return
     from speedswap.kernels.cuda import engines
 

@@ -117,7 +117,7 @@ class RowsAhead(Prefetched):
         self.route = Route.asked(store.owners, store.group.rank, self.wanted, received, ids)
         with store.own.lock:
             store.watch(self)
-            self.block = store.own.gather(self.route.union, device=_CPU, checked=True)
+            self.block = store.own.lease(self.route.union, device=_CPU)
         return self.route.parcel(self.block.weight)
 
     def receive(self, weights: Tensor) -> None:
@@ -161,7 +161,7 @@ class RowsAhead(Prefetched):
             self._store.unwatch(self)
             places = _among(route.union, changed or [])
             if len(places):
-                fresh = own.gather(route.union[places], device=_CPU, checked=True)
+                fresh = own.lease(route.union[places], device=_CPU)
                 for name, values in fresh.columns.items():
                     self.block.columns[name].index_copy_(0, places, values)
             return Renewal.of(route, self.block.weight, places, self._weights), own.version

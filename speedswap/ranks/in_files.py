@@ -200,7 +200,7 @@ class ShardsInFiles(RowStore):
             found[name] = into.copy_(found[name])
         return Block(rows, {name: found[name].to(device) for name in names})
 
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         self.check(writing=True)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:

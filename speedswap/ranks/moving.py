@@ -11,6 +11,7 @@ from torch import Tensor
 from speedswap.ranks.owned import whole_columns
 from speedswap.ranks.owners import InOrder, Owners
 from speedswap.ranks.sharded import ShardedStore
+from speedswap.tables.block import Block
 from speedswap.tables.table import Table
 
 __all__ = ["Shard", "own_shard", "place_rows", "take_shards"]
@@ -57,7 +58,7 @@ def take_shards(target: Shard, sources: Sequence[Shard], columns: Sequence[str])
     """
     for source in sources:
         for there, values in _pieces(source, target, columns):
-            target.table.scatter(there, values, checked=True)
+            target.table.give_back(Block(there, {}), values)
 
 
 def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
@@ -68,7 +69,7 @@ def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[tu
             owned, there = place_rows(places, source, target)
             places = places[owned]
             if len(places):
-                yield there, table.gather(places, columns=columns, checked=True).columns
+                yield there, table.lease(places, columns=columns).columns
         return
     shared = source.owners.places_shared(source.rank, target.owners, target.rank)
     step = max(1, _PIECE_BYTES // max(1, sum(column.row_bytes for column in table.columns.values())))
@@ -77,7 +78,7 @@ def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[tu
         owned, there = place_rows(places, source, target)
         places = places[owned]
         if len(places):
-            yield there, table.gather(places, columns=columns, device="cpu", checked=True).columns
+            yield there, table.lease(places, columns=columns, device=torch.device("cpu")).columns
 
 
 def _begins_as(target: Shard, source: Shard, columns: Sequence[str]) -> bool:

@@ -17,6 +17,7 @@ from speedswap import kernels
 from speedswap.collectives import RankGroup
 from speedswap.ranks.owned import owned_column, whole_columns
 from speedswap.ranks.owners import Owners
+from speedswap.tables.block import Block
 from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
@@ -119,7 +120,7 @@ class OwnedStore(RowStore):
             values = values.to(held.stored_dtype).to(held.dtype)  # which no rounding changes
         order, writes = places.argsort(), self.own.writes
         if len(places):
-            self.own.scatter(places[order], {column: values[order.to(values.device)]}, checked=True)
+            self.own.give_back(Block(places[order], {}), {column: values[order.to(values.device)]})
             self.continue_writes(writes)
 
     def reserve(self, columns: Collection[str]) -> None:
@@ -206,14 +207,14 @@ class _OwnRows(WrappedStore):
         self.inner.return_to(commit)
         self.note_change(None)
 
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         rounded: dict[str, Tensor] = {}
         for name, tensor in values.items():
             column = self.columns[name]
             if column.compact and column.rounding == "stochastic":
                 tensor = tensor.clone()
                 key = kernels.rounding_key(self.seed, column.key, self.writes)
-                ids = self._owners.ids(rows.cpu(), self._rank).to(tensor.device)
+                ids = self._owners.ids(block.rows.cpu(), self._rank).to(tensor.device)
                 kernels.round_rows(tensor, ids, kernels.Stored(column.stored_dtype, key))
             rounded[name] = tensor
-        self.inner.scatter(rows, rounded, transfers)
+        self.inner.scatter(block, rounded, transfers)

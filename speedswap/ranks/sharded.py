@@ -118,7 +118,7 @@ class ShardedStore(OwnedStore):
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
             routes, version = self.ask(task, wanted, device), self.own.version
             (route,) = routes.each
-            block = self.own.gather(route.union, columns=None if training else ["weight"], device=device, checked=True)
+            block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
             (weights,) = routes.bring(task, [block.weight])
             task.finish()
         return weights, local, Lent(route, block, version)
@@ -183,7 +183,7 @@ class ShardedStore(OwnedStore):
         asked, device = torch.empty(0, dtype=torch.int64) if rows is None else rows, torch.device("cpu")
         wanted, places = Wanted.of(self.owners, asked)
         routes = self.ask(task, wanted, device)
-        block = self.own.gather(routes.each[0].union, columns=["weight"], device=device, checked=True)
+        block = self.own.lease(routes.each[0].union, columns=["weight"], device=device)
         (came,) = routes.bring(task, [block.weight])
         return None if rows is None else came.index_select(0, places)
 
@@ -206,7 +206,7 @@ class ShardedStore(OwnedStore):
         with self.task(Kind.GATHER) as task:
             wanted, places = Wanted.of(self.owners, rows)
             routes = self.ask(task, wanted, columns=self.columns if columns is None else columns)
-            block = self.own.gather(routes.each[0].union, columns=columns, device=device, checked=True)
+            block = self.own.lease(routes.each[0].union, columns=columns, device=device)
             came = {
                 name: routes.bring(task, [block[name]])[0].index_select(0, places.to(device))
                 for name in self.columns
@@ -217,9 +217,9 @@ class ShardedStore(OwnedStore):
             came[name] = into.copy_(came[name])
         return Block(rows, came)
 
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         """Send rows to their owners; every rank calls this, with rows that no other one writes."""
-        self._scatter(rows, values, keeps_last=False)
+        self._scatter(block.rows, values, keeps_last=False)
 
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
         """Send rows to their owners; every rank calls this, and of a row that several write the last rank's stays.
@@ -249,7 +249,7 @@ class ShardedStore(OwnedStore):
                 sent = task.send(ordered, wanted.sent, route.received)
                 came[name] = sent.index_select(0, last.to(sent.device))
             task.round()
-            self.own.scatter(route.union, came, checked=True)
+            self.own.give_back(Block(route.union, {}), came)
             self._count_write(route.union)
             task.finish()
         return twice

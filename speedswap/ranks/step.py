@@ -13,6 +13,7 @@ gradients stay here until all of them have come through.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,14 +26,15 @@ from torch.optim import Optimizer
 
 from speedswap import kernels
 from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task
-from speedswap.errors import RanksError
-from speedswap.ranks import Route, ShardedStore, Wanted
+from speedswap.errors import LostUpdateError, RanksError
+from speedswap.ranks import Route, RowsAhead, ShardedStore, Wanted
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.optimizers import settings_of
 from speedswap.swapping.padding import Padding
+from speedswap.swapping.request import Request
 from speedswap.swapping.row_step import Leaving, RowStep, drop, every_step, step_of
 from speedswap.swapping.weight import as_plain
 from speedswap.tables import Block, Column, Commit
@@ -90,7 +92,7 @@ class TableGradients:
     def find(self, route: Route) -> None:
         """Gather the rows that the ranks send gradients of here."""
         table = self.step.table
-        self.way = route, table.gather(route.union, device=self.grad.device, checked=True), table.version
+        self.way = route, table.lease(route.union, device=self.grad.device), table.version
 
     def parcel(self) -> Parcel:
         assert self.way is not None
@@ -132,6 +134,55 @@ class ShardedStep(RowStep):
         self._has_rows = False  # any rank's gradient
         self._gradients = JointGradients.of(self.group)
         self.number = self._gradients.add(self)
+
+    # ------------------------------------------------------------------ lookups
+
+    def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:
+        """Bring a lookup's rows from the ranks that own them; see :meth:`RowStep.look_up`."""
+        at_own_pace = self.group.own_pace.is_active
+        if not trains:
+            if at_own_pace:
+                return super().look_up(request, trains=False)
+            ahead = self._rows_ahead(request)
+            return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead)[:2]
+        self.settle_missed()
+        with nullcontext() if at_own_pace else self.store.task(Kind.LOOK_UP) as task:
+            try:
+                self.before_forward()
+            except LostUpdateError:
+                if task is not None:
+                    task.give_up(drops=True)
+                raise
+            if task is None:
+                asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.store.name!r}")
+                rows, local = kernels.find_rows(asked)
+                weights, lent = self.store.look_up_at_own_pace(rows.cpu()).to(request.device), Lent(rows)
+            else:
+                ahead = self._rows_ahead(request)
+                weights, local, way = self.store.look_up(request.ids_of, request.device, training=True, ahead=ahead)
+                lent = Lent(way.rows, way)
+                self.lend(lent, is_ahead=ahead is not None)
+            leaf = self._leaf(weights)
+            self.begin(lent, leaf)
+        leaf.register_post_accumulate_grad_hook(functools.partial(self.receive_asked, lent))  # type: ignore[no-untyped-call]
+        return leaf, local
+
+    def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
+        whole = self.state.whole
+        rows, local = kernels.find_rows(kernels.Asked(ids, whole.num_embeddings, f"table {whole.name!r}"))
+        return whole.lease(rows, columns=columns, device=ids.device), local
+
+    def _rows_ahead(self, request: Request) -> RowsAhead | None:
+        """Return what a lookahead has brought for a lookup from the ranks that own the rows."""
+        lookups = [each for each in self.announced or () if each.rows_ahead is not None]
+        return next((each.rows_ahead for each in lookups if each.matches(request.given, request.device)), None)
+
+    def begin_lookahead(self, depth: int) -> None:
+        self.group.ahead.begin(depth)
+        super().begin_lookahead(depth)
+
+    def end_announcements(self, *, failed: bool) -> None:
+        self.group.ahead.announce_end(failed=failed)
 
     # ------------------------------------------------------------------ forward and backward
 

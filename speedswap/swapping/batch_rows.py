@@ -106,7 +106,7 @@ class BatchRows:
         self._adopt(self._gather(self.block.rows, grad.device), grad)
 
     def _gather(self, rows: Tensor, device: torch.device) -> Block:
-        return self._table.gather(rows, device=device, checked=True)
+        return self._table.lease(rows, device=device)
 
     def _adopt(self, block: Block, grad: Tensor) -> None:
         """Let the weight stand for these rows."""

@@ -181,5 +181,6 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         Raises:
             IdError, LostUpdateError, RanksError: as for the class.
         """
-        weight, local = self._of_one_commit(lambda: self._gather(self._rows_of(input)))
-        return look_up(weight, local)
+        if self._keyed is None:
+            return look_up(*self._look_up(input))
+        return look_up(*self._of_one_commit(lambda: self._look_up(self._rows_of(input))))

@@ -170,7 +170,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             )
 
     def _pooled(self, bags: Bags, features: int) -> Tensor:
-        weight, local = self._gather(bags.ids)
+        weight, local = self._look_up(bags.ids)
         local, offsets, factors = local.reshape(-1), bags.offsets, bags.weights
         if self.padding_idx is not None:
             counts = bags.ids.reshape(-1) != self.padding_idx

@@ -178,7 +178,7 @@ class KeyedRows:
             return
         try:
             with Commit() as commit:
-                self._table.reset_rows(rows, device=device, pending=commit if self.step.lookaheads else None)
+                self._table.reset_rows(rows, device=device, commit=commit if self.step.lookaheads else None)
         except BaseException:
             self.id_map.renew_later(rows)
             raise

@@ -136,9 +136,9 @@ class Lookahead(Generic[Batch]):
             return
         with ExitStack() as rest:  # of every module, also where a pending write has failed
             for module in modules:
-                module.begin_lookahead(self.depth)
+                module._step.begin_lookahead(self.depth)
                 rest.callback(module.table.drain)
-                rest.callback(module.end_lookahead)
+                rest.callback(module._end_lookahead)
             yield from self._turns(modules)
 
     def _turns(self, modules: Sequence[TableModule]) -> Iterator[Batch]:
@@ -158,7 +158,7 @@ class Lookahead(Generic[Batch]):
                     raise turn.error
                 finally:
                     del turn, error  # its traceback has this frame: with them the caller's objects would outlive it
-            has_turn = [module.begin_turn(turn.prefetched[module]) for module in modules]
+            has_turn = [module._begin_turn(turn.prefetched[module]) for module in modules]
             if not all(has_turn):
                 return  # another rank has no more batches
             self._begin_step(modules)
@@ -185,9 +185,9 @@ class Lookahead(Generic[Batch]):
     @staticmethod
     def _begin_step(modules: Sequence[TableModule]) -> None:
         for module in modules:
-            module.begin_step()
+            module._step.begin_step("a batch")
 
     @staticmethod
     def _end_announcements(modules: Sequence[TableModule], *, failed: bool) -> None:
         for module in modules:
-            module.end_announcements(failed=failed)
+            module._step.end_announcements(failed=failed)

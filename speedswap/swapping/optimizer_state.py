@@ -100,7 +100,7 @@ class OptimizerState:
         whole: Table | None = None,
     ) -> None:
         self.table = table
-        self._whole = whole or table
+        self.whole = whole or table
         self.weight = weight
         self._stored_as = state_dtype, rounding
         self._trainable = table.columns["weight"].stored_dtype != torch.int8
@@ -362,7 +362,7 @@ class OptimizerState:
     def _is_whole(self, state: dict[str, Any]) -> bool:
         """Return whether a parameter's state has every column for the whole table."""
         for column in self._row_state.columns:
-            value, wanted = state.get(column.name), (self._whole.num_embeddings, *column.row_shape)
+            value, wanted = state.get(column.name), (self.whole.num_embeddings, *column.row_shape)
             if not isinstance(value, Tensor) or tuple(value.shape) != wanted or _is_made_of_weight(value):
                 return False
         return True
@@ -381,7 +381,7 @@ class OptimizerState:
         if self._is_initial and not initial:
             return {}
         with says_checkpoint():
-            columns = {column.name: read_all(self._whole, column.name) for column in self._row_state.columns}
+            columns = {column.name: read_all(self.whole, column.name) for column in self._row_state.columns}
         scalars = {key: _copy(value) for key, value in self._row_state.scalars.items()} if self._is_initial else {}
         return {**scalars, **columns}
 
@@ -469,7 +469,7 @@ class OptimizerState:
         self.table.reserve([column.name for column in found])
         self._forget_scalars()
         for column, value in found.items():
-            write_all(self._whole, value, column.name)
+            write_all(self.whole, value, column.name)
             del state[column.name]
         self._is_initial = False
         self._warning = None
@@ -488,7 +488,7 @@ class OptimizerState:
         """
         found = {column: state[column.name] for column in row_state.columns if column.name in state}
         for column, value in found.items():
-            wanted = (self._whole.num_embeddings, *column.row_shape)
+            wanted = (self.whole.num_embeddings, *column.row_shape)
             if not isinstance(value, Tensor) or tuple(value.shape) != wanted:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(

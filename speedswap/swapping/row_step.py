@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from torch.optim import Optimizer
 
 from speedswap import kernels
 from speedswap._locks import Locked
+from speedswap._warnings import warn_once
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
@@ -39,6 +41,8 @@ from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, parameters_of, steps_under_way
 from speedswap.swapping.padding import Padding
+from speedswap.swapping.prefetched import PrefetchedLookup
+from speedswap.swapping.request import Request
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit
 
@@ -74,6 +78,7 @@ class RowStep(Locked):
 
     Attributes:
         lookaheads: under way; while there are any, rows may be written behind the next step.
+        announced: the lookups of the current batch, inside a lookahead.
     """
 
     is_sharded = False
@@ -86,6 +91,7 @@ class RowStep(Locked):
         self.weight = state.weight
         self.padding = padding
         self.lookaheads = 0
+        self.announced: list[PrefetchedLookup] | None = None
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
         self._in_closure = False
@@ -110,6 +116,74 @@ class RowStep(Locked):
             memo |= {id(self): twin, id(self.weight): twin.weight}
         found: RowStep = memo[id(self)]
         return found
+
+    # ------------------------------------------------------------------ lookups
+
+    def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:
+        """Bring the distinct rows of a lookup to the device where they are needed.
+
+        Args:
+            request: the lookup.
+            trains: whether the rows get a gradient.
+
+        Returns:
+            The rows' weights, shape (n, embedding_dim), which are a fresh leaf if they are trained: its gradient comes
+            back here; and each id's place among them, int64, of the ids' shape; or of the shape in which they were
+            announced.
+
+        Raises:
+            IdError: an id is outside the table. Nothing was read.
+            OptimizerError, LostUpdateError, ThreadError: as :meth:`before_forward` does.
+        """
+        if not trains:
+            block, local = self._lease(request, ["weight"])
+            return block.weight, local
+        self.before_forward()
+        block, local = self._lease(request, None)
+        leaf = self._leaf(block.weight.detach())  # its hook would keep the block's own tensor alive for ever
+        leaf.register_post_accumulate_grad_hook(functools.partial(self.receive, block, self.table.version))  # type: ignore[no-untyped-call]
+        return leaf, local
+
+    def _leaf(self, weight: Tensor) -> Tensor:
+        """Let rows get a gradient, which belongs to this step."""
+        leaf = weight.requires_grad_()
+        leaf.gradient_keeper = self  # type: ignore[attr-defined]
+        return leaf
+
+    def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
+        """Lease the distinct rows of ids from the table; return them and each id's place among them."""
+        table = self.table
+        rows, local = kernels.find_rows(kernels.Asked(ids, table.num_embeddings, f"table {table.name!r}"))
+        return table.lease(rows, columns=columns, device=ids.device), local
+
+    def _lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
+        """Return the rows that a lookahead has gathered for a lookup, if they are current; or gather them now.
+
+        The ids of an announced lookup are not asked for again.
+        """
+        if self.announced is None or not request.given:
+            return self.lease(request.ids_of(), columns)
+        for lookup in self.announced:
+            if lookup.matches(request.given, request.device):
+                return lookup.take() or self.lease(lookup.ids.to(request.device), columns)
+        if columns is None:
+            warn_once(
+                f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
+                "which is slower; let its function return the ids of every lookup, on the lookup's device"
+            )
+        return self.lease(request.ids_of(), columns)
+
+    def begin_lookahead(self, depth: int) -> None:
+        """Let rows be written behind the next step, and lookups be announced ``depth`` batches ahead."""
+        self.lookaheads += 1
+
+    def end_announcements(self, *, failed: bool) -> None:
+        """Note that there are no more lookups to be announced; ``failed``: because of an error."""
+
+    def end_lookahead(self) -> None:
+        """Forget the lookups of batches that have not had their turn."""
+        self.lookaheads -= 1
+        self.announced = None
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -363,8 +437,7 @@ class RowStep(Locked):
             block = self._rows.block
             assert block is not None
             try:
-                pending = commit if self.lookaheads > 0 else None
-                self.table.scatter(block.rows, leaving.values, checked=True, pending=pending)
+                self.table.give_back(block, leaving.values, commit if self.lookaheads > 0 else None)
                 self.state.keep_scalars(optimizer, leaving.values, commit)
                 self._rows.drop_state()
                 self._status = _Status.STEPPED

@@ -54,7 +54,7 @@ def read_rows(table: Table, ids: Tensor | int | None) -> Tensor:
     kernels.require_memory(ids, "ids")
     wide = ids.long()
     kernels.check_ids(wide, table.num_embeddings, f"table {table.name!r}")
-    rows = table.gather(wide.reshape(-1), columns=["weight"], device=ids.device, checked=True).weight
+    rows = table.lease(wide.reshape(-1), columns=["weight"], device=ids.device).weight
     return rows.view(*ids.shape, table.embedding_dim)
 
 

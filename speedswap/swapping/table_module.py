@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
-from speedswap._warnings import warn_once
 from speedswap._words import a_kind
-from speedswap.collectives import Kind, RankGroup, of_all_ranks
-from speedswap.errors import LostUpdateError, WeightError
-from speedswap.ranks import RowsAhead, ShardedStore, create_sharded
+from speedswap.collectives import RankGroup, of_all_ranks
+from speedswap.errors import WeightError
+from speedswap.ranks import ShardedStore, create_sharded
 from speedswap.ranks.scoring import top_rows_of_ranks
-from speedswap.ranks.step import Lent, ShardedStep
+from speedswap.ranks.step import ShardedStep
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
@@ -31,12 +30,13 @@ from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup
+from speedswap.swapping.request import Request
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Scored, read_rows, top_rows
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
 from speedswap.swapping.whole_rows import HandedOut, MapBytes, is_divided, read_all, write_all
 from speedswap.swapping.wrappers import is_in_job, require_own_table
-from speedswap.tables import Block, IdMap, Table, is_single_key
+from speedswap.tables import IdMap, Table, is_single_key
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskArguments
 from speedswap.tables.record import ROUNDINGS, count
@@ -144,7 +144,6 @@ class TableModule(nn.Module):
         self._init: initializers.Initializer | None = None
         self._trained_as = reduction, state_dtype, rounding
         self._map_to_keep = id_map
-        self._lookups: list[PrefetchedLookup] | None = None  # of the current batch, inside a lookahead
         if table is None:
             first_values = self._init = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
@@ -414,42 +413,26 @@ class TableModule(nn.Module):
             ids = self._keyed.rows(given, device, adds=False)
         return Announced(self.table, (ids,), device, ids, asked)
 
-    def begin_lookahead(self, depth: int) -> None:
-        """Let rows be written behind the next step, and lookups be announced, so many batches ahead."""
-        if isinstance(self._step, ShardedStep):
-            self._step.group.ahead.begin(depth)
-        self._step.lookaheads += 1
+    # ------------------------------------------------------------------ inside a lookahead
 
-    def end_announcements(self, *, failed: bool) -> None:
-        """Note that there are no more lookups to be announced; ranks that own the rows together tell each other.
-
-        Args:
-            failed: because of an error.
-        """
-        if isinstance(self._step, ShardedStep):
-            self._step.group.ahead.announce_end(failed=failed)
-
-    def begin_step(self) -> None:
-        """Note that the training loop gets another batch."""
-        self._step.begin_step("a batch")
-
-    def begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
+    def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
         """Let a batch have its turn, whose lookups were announced and prefetched.
 
         Returns:
             Whether it has its turn: not where the rows are owned by ranks, one of which has no batch any more.
         """
-        self._lookups = lookups
+        self._step.announced = lookups
         if self._keyed is not None:
             self._keyed.begin([each.asked for each in lookups if each.asked is not None])
         return all(each.has_turn() for each in lookups)
 
-    def end_lookahead(self) -> None:
+    def _end_lookahead(self) -> None:
         """Forget the lookups of batches that have not had their turn."""
-        self._step.lookaheads -= 1
-        self._lookups = None
+        self._step.end_lookahead()
         if self._keyed is not None:
             self._keyed.end()
+
+    # ------------------------------------------------------------------ a lookup
 
     def _is_one(self, given: Any) -> bool:
         """Return whether ids or keys are those of one lookup, not of several."""
@@ -478,28 +461,16 @@ class TableModule(nn.Module):
         device = keys.device if isinstance(keys, Tensor) else self.weight.device
         return self._keyed.rows(keys, device, adds=self._adds())
 
-    def _gather(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a batch's distinct rows to the device of its ids; as :meth:`_gather_given`."""
+    def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Look up ids where they are; as :meth:`_looked_up`, with positions of the ids' shape."""
         if not isinstance(ids, Tensor):
             kernels.require_dense(ids, "ids")
         given = (ids,) if ids.numel() or self._step.is_sharded else ()
-        weight, local = self._gather_given(given, ids.device, lambda: ids)
-        return weight, local.view(ids.shape)
+        weight, local = self._looked_up(Request(given, ids.device, lambda: ids))
+        return weight, local if local.shape == ids.shape else local.view(ids.shape)
 
-    def _gather_given(
-        self, given: tuple[Tensor, ...], device: torch.device, ids_of: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Gather a batch's distinct rows.
-
-        Args:
-            given: the tensors that a lookahead may have announced for this lookup; empty where there are no ids.
-            device: where the rows are needed.
-            ids_of: returns the ids, on that device; called where no lookahead has announced them.
-
-        Returns:
-            The rows' weights, shape (n, embedding_dim), which are a fresh leaf if they are trained: its gradient goes
-            to this module's step; and each id's place among them, int64, of the ids' shape; or of the shape in which
-            they were announced.
+    def _looked_up(self, request: Request) -> tuple[Tensor, Tensor]:
+        """Return a lookup's rows and each id's place among them, as :meth:`RowStep.look_up` does.
 
         Raises:
             IdError: an id is outside the table. Nothing was read.
@@ -508,35 +479,21 @@ class TableModule(nn.Module):
             WeightError: the weight was replaced by a tensor that does not fit; or rows are trained inside of
                 ``torch.func``.
         """
-        weight = self.weight
-        if weight is not self._step.weight and self._is_replacement(weight):
-            return self._in_place_of_table(weight, ids_of())
-        is_trained = weight.requires_grad and torch.is_grad_enabled()
+        weight, step = self.weight, self._step
+        if weight is not step.weight and self._is_replacement(weight):
+            return self._in_place_of_table(weight, request.ids_of())
+        trains = torch.is_grad_enabled() and weight.requires_grad
         if in_transform():
-            if is_trained:
+            if trains:
                 refuse_training(self.table.name)
-            return constant_rows(ids_of(), functools.partial(self._gather_now, columns=["weight"]))
+            return constant_rows(request.ids_of(), functools.partial(step.lease, columns=["weight"]))
         if self._handed_out is not None:
             self._handed_out.warn_if_changed(self.table)
-        if isinstance(self._step, ShardedStep) and not is_trained and not self._step.group.own_pace.is_active:
-            ahead = self._rows_ahead(given, device)
-            return self._step.store.look_up(ids_of, device, training=False, ahead=ahead)[:2]
-        if not is_trained:
-            block, local = self._gather_ahead(given, device, ids_of, ["weight"])
-            return block.weight, local
-        if self._assigned is not None:
-            self._require_untied()
-        require_own_table(self.table.name, weight, self._step.weight, self.local_to_rank or self._step.is_sharded)
-        if isinstance(self._step, ShardedStep):
-            return self._borrow(self._step, given, device, ids_of)
-        self._step.before_forward()
-        block, local = self._gather_ahead(given, device, ids_of, None)
-        # A tensor of its own: a hook that led back to its leaf would keep both alive for ever.
-        leaf = block.weight.detach().requires_grad_()
-        receive = functools.partial(self._step.receive, block, self.table.version)
-        leaf.register_post_accumulate_grad_hook(receive)  # type: ignore[no-untyped-call]
-        leaf.gradient_keeper = self._step  # type: ignore[attr-defined]
-        return leaf, local
+        if trains:
+            if self._assigned is not None:
+                self._require_untied()
+            require_own_table(self.table.name, weight, step.weight, self.local_to_rank or step.is_sharded)
+        return step.look_up(request, trains=trains)
 
     def _require_untied(self) -> None:
         """Raise WeightError if the parameter that gave the rows is still held, and would be trained beside them."""
@@ -546,39 +503,6 @@ class TableModule(nn.Module):
                 "else holds it still: it cannot be tied to another module's; drop it, or give that module a copy"
             )
         self._assigned = None
-
-    def _borrow(
-        self, step: ShardedStep, given: tuple[Tensor, ...], device: torch.device, ids_of: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Bring a training lookup's rows from the ranks that own them, as :meth:`_gather_given`."""
-        step.settle_missed()
-        is_alone = step.group.own_pace.is_active
-        with nullcontext() if is_alone else step.store.task(Kind.LOOK_UP) as task:
-            try:
-                step.before_forward()
-            except LostUpdateError:
-                if task is not None:
-                    task.give_up(drops=True)
-                raise
-            if task is None:
-                asked = kernels.Asked(ids_of(), self.num_embeddings, f"table {self.table.name!r}")
-                rows, local = kernels.find_rows(asked)
-                weights, lent = step.store.look_up_at_own_pace(rows.cpu()).to(device), Lent(rows)
-            else:
-                ahead = self._rows_ahead(given, device)
-                weights, local, way = step.store.look_up(ids_of, device, training=True, ahead=ahead)
-                lent = Lent(way.rows, way)
-                step.lend(lent, is_ahead=ahead is not None)
-            leaf = weights.requires_grad_()
-            step.begin(lent, leaf)
-        leaf.register_post_accumulate_grad_hook(functools.partial(step.receive_asked, lent))  # type: ignore[no-untyped-call]
-        leaf.gradient_keeper = step  # type: ignore[attr-defined]
-        return leaf, local
-
-    def _rows_ahead(self, given: tuple[Tensor, ...], device: torch.device) -> RowsAhead | None:
-        """Return what a lookahead has brought for these tensors from the ranks that own the rows."""
-        lookups = [each for each in self._lookups or () if each.rows_ahead is not None]
-        return next((each.rows_ahead for each in lookups if each.matches(given, device)), None)
 
     def _is_replacement(self, weight: Tensor) -> bool:
         """Return whether to look up in a tensor that ``torch.func.functional_call`` has put in the weight's place."""
@@ -604,33 +528,6 @@ class TableModule(nn.Module):
             is_padding = self._step.padding.among(torch.arange(self.num_embeddings, device=weight.device))
             weight = torch.where(is_padding.unsqueeze(1), weight.detach(), weight)
         return weight, ids.long().contiguous()
-
-    def _gather_now(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
-        """Gather the distinct rows of ids from the table; return them and each id's place among them."""
-        rows, local = kernels.find_rows(kernels.Asked(ids, self.num_embeddings, f"table {self.table.name!r}"))
-        return self.table.gather(rows, columns=columns, device=ids.device, checked=True), local
-
-    def _gather_ahead(
-        self,
-        given: tuple[Tensor, ...],
-        device: torch.device,
-        ids_of: Callable[[], Tensor],
-        columns: Sequence[str] | None,
-    ) -> tuple[Block, Tensor]:
-        """Return the rows that a lookahead has gathered for these tensors, if they are current; or gather them now.
-
-        The ids of an announced lookup are not asked for again.
-        """
-        lookups = self._lookups if given and self._lookups is not None else []
-        lookup = next((each for each in lookups if each.matches(given, device)), None)
-        if lookup is not None:
-            return lookup.take() or self._gather_now(lookup.ids.to(device), columns)
-        if given and self._lookups is not None and columns is None:
-            warn_once(
-                f"rows of table {self.table.name!r} are looked up for training that the lookahead was not told of, "
-                "which is slower; let its function return the ids of every lookup, on the lookup's device"
-            )
-        return self._gather_now(ids_of(), columns)
 
     @classmethod
     @of_all_ranks
@@ -677,7 +574,7 @@ class TableModule(nn.Module):
             return twin
         step = self._step.copied(memo)
         module = memo[id(self)] = type(self).__new__(type(self))
-        module.__dict__ |= copy.deepcopy({**self.__dict__, "_lookups": None, "_keyed": None, "_handed_out": None}, memo)
+        module.__dict__ |= copy.deepcopy({**self.__dict__, "_keyed": None, "_handed_out": None}, memo)
         module._keyed = module._keyed_by(step.table.id_map)
         return module
 

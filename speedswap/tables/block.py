@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -14,17 +14,23 @@ from speedswap.tables.record import Column
 __all__ = ["Block", "fitting"]
 
 
-@dataclass(frozen=True)
 class Block:
     """A batch's rows on the compute device: one contiguous tensor for each column, in the order of ``rows``.
 
-    Attributes:
-        rows: int64, shape (n,).
+    A block of :meth:`speedswap.Table.lease` is a lease: its table takes the same block back.
+
+    Args:
+        rows: ids, shape (n,).
         columns: by name, tensors of shape (n, ...).
+        place: what the store notes of where the rows lie; nobody else looks at it.
     """
 
-    rows: Tensor
-    columns: dict[str, Tensor]
+    __slots__ = ("columns", "place", "rows")
+
+    def __init__(self, rows: Tensor, columns: dict[str, Tensor], place: Any = None) -> None:
+        self.rows = rows
+        self.columns = columns
+        self.place = place
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]

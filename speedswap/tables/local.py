@@ -206,7 +206,7 @@ class LocalStore(RowStore):
                 kernels.gather_records(group.records()._replace(ahead=True), to_read, parts)
         return Block(rows, {name: blocks[name] for name in names})
 
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         groups = self._groups.fields(values)
         blocks = {name: kernels.as_read(value.detach()) for name, value in values.items()}
         forms = {name: self._form(name, field) for _, fields in groups for name, field in fields.items()}
@@ -216,7 +216,7 @@ class LocalStore(RowStore):
         ]
         if transfers is not None:
             self._mark_written()
-            write = PendingWrite(rows.to(torch.int64).contiguous(), blocks, forms)  # as they are forwarded
+            write = PendingWrite(block, blocks, forms)
             self._scatter_later(write, moves, transfers)
             self._groups.writes += 1
             self._pending.add_write(write)
@@ -228,7 +228,7 @@ class LocalStore(RowStore):
             for group, parts in moves:
                 if parts[0].block.device.type == "cpu":
                     group.memory.settle()
-                kernels.scatter_records(group.records(), rows, parts)
+                kernels.scatter_records(group.records(), block.rows, parts)
         except BaseException:
             self._pending.make_stale()
             raise
@@ -294,15 +294,17 @@ class LocalStore(RowStore):
         def begin() -> Callable[[], Gathered]:
             assert lookup.found is not None
             rows, local = lookup.found
-            expected = previous.rows_so_far() if previous is not None else None
-            others = [write.rows for write in writes if write.has(self._groups.columns)]
+            expected = previous.block_so_far() if previous is not None else None
+            others = [(write.block, write.rows) for write in writes if write.has(self._groups.columns)]
+            if expected is not None:
+                others.append((expected, expected.rows))
             to_read, known = rows, []
-            for other in [*others, expected] if self._in_host_memory(_CPU) and rows.is_cuda else []:
-                if other is not None and len(other) and len(rows):
+            for block, other in others if self._in_host_memory(_CPU) and rows.is_cuda else []:
+                if len(other) and len(rows):
                     kernels.used_here([other])  # of a lookup without prefetch they were made on another stream
                     places = kernels.places_among(other.to(rows.device), rows)
                     to_read = torch.where(places < 0, to_read, -1)
-                    known.append((other, places))
+                    known.append((block, places))
 
             def gather() -> Gathered:
                 kernels.used_here([rows, to_read])

@@ -109,8 +109,8 @@ class PartStore(WrappedStore):
         block = self.inner.gather(self._there(rows), columns, device, out)
         return Block(rows, block.columns)
 
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        self.inner.scatter(self._there(rows), values, transfers)
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        self.inner.scatter(Block(self._there(block.rows), {}), values, transfers)
 
     def _there(self, rows: Tensor) -> Tensor:
         """Return the rows' numbers in the other store."""

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from speedswap import kernels
@@ -26,31 +27,32 @@ class Gathered(NamedTuple):
 
     Attributes:
         found: the rows.
-        expected: the rows of the prefetch before, if those that both have were left to its write.
-        places: of the rows among those of some writes, by the tensors of the latter's rows.
+        expected: the block of the prefetch before, if the rows that both have were left to its write.
+        places: of the rows among those of some blocks.
     """
 
     found: Found
-    expected: Tensor | None = None
-    places: Sequence[tuple[Tensor, Tensor]] = ()
+    expected: Block | None = None
+    places: Sequence[tuple[Block, Tensor]] = ()
 
-    def places_among(self, rows: Tensor) -> Tensor | None:
-        """Return each row's place among the rows of a write, or None if it is not known."""
-        return next((places for others, places in self.places if others is rows), None)
+    def places_among(self, block: Block) -> Tensor | None:
+        """Return each row's place among the rows of a block that is written, or None if it is not known."""
+        return next((places for other, places in self.places if other is block), None)
 
 
 class PendingWrite(Transfer[None]):
     """A step's rows on their way into the store.
 
     Args:
-        rows: int64, ascending, shape (n,).
+        block: the lease that is written; its rows are ascending.
         values: the columns' blocks, which nothing changes until they have arrived.
         forms: how the store holds the columns, and so what it makes of the values; None for as they are.
     """
 
-    def __init__(self, rows: Tensor, values: Mapping[str, Tensor], forms: Mapping[str, kernels.Stored | None]) -> None:
+    def __init__(self, block: Block, values: Mapping[str, Tensor], forms: Mapping[str, kernels.Stored | None]) -> None:
         super().__init__()
-        self.rows = rows
+        self.block = block
+        self.rows = block.rows.to(torch.int64).contiguous()  # as they are forwarded
         self._values = values
         self._forms = forms
 
@@ -93,7 +95,7 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         self.is_taken = False
         self.writes = list(writes)
         self._pending = pending
-        self._taken: tuple[Tensor, list[str]] | None = None
+        self._taken: Block | None = None
 
     def take(self) -> Found | None:
         was_taken, self.is_taken = self.is_taken, True
@@ -105,22 +107,22 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
             return None
         (block, local), expected, places = result
         kernels.used_here([local, block.rows, *block.columns.values(), *(each for _, each in places)])
-        if expected is not None and not any(write.rows is expected and write.has(block.columns) for write in writes):
+        if expected is not None and not any(write.block is expected and write.has(block.columns) for write in writes):
             self._pending.steps_write_what_they_read = False
             return None
         for write in writes:
-            write.forward(block, result.places_among(write.rows))
-        self._taken = block.rows, list(block.columns)
+            write.forward(block, result.places_among(write.block))
+        self._taken = block
         return block, local
 
-    def rows_so_far(self) -> Tensor | None:
-        """Return the rows, for a prefetch that was given to the same thread later; None where there are none."""
+    def block_so_far(self) -> Block | None:
+        """Return the block, for a prefetch that was given to the same thread later; None where there are none."""
         result = self.result_so_far()
-        return None if result is None else result.found[0].rows
+        return None if result is None else result.found[0]
 
     def is_written_by(self, write: PendingWrite) -> bool:
-        """Return whether a step has written the very rows that were taken, in every column."""
-        return self._taken is not None and self._taken[0] is write.rows and write.has(self._taken[1])
+        """Return whether a step has written the block that was taken, in every column."""
+        return self._taken is write.block and write.has(write.block.columns)
 
 
 class PendingTransfers:

@@ -212,11 +212,12 @@ class RowStore(ABC):
         """
 
     @abstractmethod
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         """Copy rows into the store.
 
         Args:
-            rows: int64 or int32, shape (n,), n > 0, on any device.
+            block: of which ``rows`` are written: int64 or int32, shape (n,), n > 0, on any device. It may be one that
+                this store has returned, with the ``place`` that was noted then, or a new one.
             values: tensors by column name.
             transfers: allow the store to return before the rows are written, and let a transfer that is added here
                 write them. Then the rows are ascending, nothing changes ``values`` any more, and the caller starts the

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import speedswap
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.prefetched import Announced
+from speedswap.swapping.request import Request
 
 Batch = tuple[Tensor, Tensor]
 
@@ -37,7 +38,7 @@ class Pairs(nn.Module):
         return [(each, Announced(each.table, given, ids.device, ids)) for each in self.tables()]
 
     def forward(self, given: Batch) -> Tensor:
-        found = [each._gather_given(given, given[0].device, lambda: self.merge(given)) for each in self.tables()]
+        found = [each._looked_up(Request(given, given[0].device, lambda: self.merge(given))) for each in self.tables()]
         return sum((look_up(weight, local).square().sum() for weight, local in found), start=torch.zeros(()))
 
 

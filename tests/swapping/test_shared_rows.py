@@ -133,7 +133,7 @@ def test_columns_that_the_optimizer_does_not_write(gpu: str):
         one.table.add_columns([Column("seen", (1,), torch.float32, speedswap.init.uniform())])
         optimizer = torch.optim.Adagrad(one.parameters(), lr=0.1)
         for ids in batches(gpu) if one is plain else ahead(one, batches(gpu)):
-            found = one._lookups[0].take() if one._lookups else None
+            found = one._step.announced[0].take() if one._step.announced else None
             if found is not None:
                 seen = one.table.read(column="seen")[found[0].rows.cpu()]
                 assert torch.equal(found[0]["seen"].cpu(), seen)

@@ -54,7 +54,7 @@ def test_rows_are_looked_up_again_after_an_interrupted_take(
         with pytest.raises(KeyboardInterrupt):
             take(table, prefetched)
     with Commit() as commit:
-        table.scatter(ids, torch.ones(10, DIM, device=device), pending=commit)
+        table.scatter(ids, torch.ones(10, DIM, device=device), commit=commit)
     assert take(table, prefetched) is None
     assert bool((table.gather(ids).weight == 1).all())
 
@@ -66,7 +66,7 @@ def test_a_pending_write_of_any_ids_is_forwarded(dtype: torch.dtype, step: int, 
     prefetched = begin(table, ids)
     rows = torch.arange(1, 31, device=device, dtype=dtype)[::step]
     with Commit() as commit:
-        table.scatter(rows, torch.full((len(rows), DIM), 7.0, device=device), pending=commit)
+        table.scatter(rows, torch.full((len(rows), DIM), 7.0, device=device), commit=commit)
     assert torch.equal(take(table, prefetched), table.gather(ids).weight)  # type: ignore[arg-type]
 
 
@@ -74,7 +74,7 @@ def test_rows_of_a_pending_write_must_ascend(device: str) -> None:
     with table_of() as table:
         before, rows = table.read(), torch.tensor([3, 1], device=device)
         with Commit() as commit, pytest.raises(ValueError, match="rows are not ascending"):
-            table.scatter(rows, torch.ones(2, DIM, device=device), pending=commit)
+            table.scatter(rows, torch.ones(2, DIM, device=device), commit=commit)
         assert torch.equal(table.read(), before)
         table.scatter(rows, torch.ones(2, DIM, device=device))
 
@@ -98,7 +98,7 @@ def test_a_table_may_be_freed_before_its_rows_are_written(storage: str, way: str
         table, rows = table_of(storage), torch.arange(0, ROWS, 2, device=device)
         begin(table, rows)
         with Commit() as commit:
-            table.scatter(rows, torch.ones(len(rows), DIM, device=device), pending=commit)
+            table.scatter(rows, torch.ones(len(rows), DIM, device=device), commit=commit)
         del table
         gc.collect()
         others = [torch.zeros(ROWS * DIM, device=device) for _ in range(8)]
@@ -138,4 +138,4 @@ def test_a_lookahead_drains_every_table_though_one_has_failed(broken: int, devic
     with pytest.raises(BrokenError):
         train()
     assert [items._step.lookaheads for items in both] == [0, 0]
-    assert sound._lookups is None
+    assert sound._step.announced is None

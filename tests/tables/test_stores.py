@@ -271,10 +271,10 @@ class Cached(WrappedStore):
         }
         return speedswap.tables.Block(rows, found)
 
-    def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
-        for row in rows.tolist():
+    def scatter(self, block: speedswap.tables.Block, values: Any, transfers: Any = None) -> None:
+        for row in block.rows.tolist():
             self.kept.pop(row, None)
-        self.inner.scatter(rows, values, transfers)
+        self.inner.scatter(block, values, transfers)
 
     def add_columns(self, columns: Any) -> None:
         self.kept.clear()
@@ -327,9 +327,9 @@ class Plain(RowStore):
             found[name] = tensor.copy_(found[name])
         return speedswap.tables.Block(rows, found)
 
-    def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
+    def scatter(self, block: speedswap.tables.Block, values: Any, transfers: Any = None) -> None:
         for name, tensor in values.items():
-            self.kept[name][1][rows.cpu()] = tensor.detach().cpu()
+            self.kept[name][1][block.rows.cpu()] = tensor.detach().cpu()
         self.scatters += 1
 
     def read(self, column: str, start: int, stop: int, device: Any = None) -> Tensor:
@@ -415,10 +415,10 @@ class Sharded(RowStore):
                 found[name][mask.to(target)] = part[name]
         return speedswap.tables.Block(rows, found)
 
-    def scatter(self, rows: Tensor, values: Any, transfers: Any = None) -> None:
-        for shard, _, mask in self.split(rows):
+    def scatter(self, block: speedswap.tables.Block, values: Any, transfers: Any = None) -> None:
+        for shard, _, mask in self.split(block.rows):
             some = {name: tensor[mask.to(tensor.device)] for name, tensor in values.items()}
-            shard.scatter(rows[mask] // len(self.shards), some, transfers)
+            shard.scatter(speedswap.tables.Block(block.rows[mask] // len(self.shards), {}), some, transfers)
         self.scatters += 1
 
     def prefetch(self, lookup: Any, transfers: Any) -> Prefetched:

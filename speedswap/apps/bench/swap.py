@@ -206,9 +206,9 @@ def _swap(trainer: Ours, batch: Batch) -> tuple[float, float, float]:
     begin = _now()
     rows, _ = kernels.unique(batch.near)
     unique = _now()
-    block = table.gather(rows, device=batch.near.device, checked=True)
+    block = table.lease(rows, device=batch.near.device)
     gathered = _now()
-    table.scatter(rows, block.columns, checked=True)
+    table.give_back(block, block.columns)
     return unique - begin, gathered - unique, _now() - gathered
 
 
@@ -217,7 +217,8 @@ def swaps(trainer: Ours, batches: Sequence[Batch]) -> Iterator[None]:
     table = trainer.embedding.table
     for batch in batches:
         rows, _ = kernels.unique(batch.near)
-        table.scatter(rows, table.gather(rows, device=batch.near.device, checked=True).columns, checked=True)
+        block = table.lease(rows, device=batch.near.device)
+        table.give_back(block, block.columns)
         yield
 
 

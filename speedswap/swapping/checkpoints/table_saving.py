@@ -183,7 +183,7 @@ class Saving:
         with self._files.new_tensors(name, {ROWS: (torch.int64, rows.shape), **shapes}) as writer:
             for start in range(0, len(rows), step):
                 some = rows[start : start + step]
-                values = table.gather(some, device="cpu", checked=True).columns
+                values = table.lease(some, device=torch.device("cpu")).columns
                 for key, value in {ROWS: some, **values}.items():
                     value = value.to(writer.places[key].dtype).contiguous()
                     writer.write(key, value, first_row=start)

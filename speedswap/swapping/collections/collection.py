@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -27,6 +28,7 @@ from speedswap.swapping.collections.unfinished import require_finished, unfinish
 from speedswap.swapping.graphs import outside_transforms
 from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced
+from speedswap.swapping.request import Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Table
 
@@ -323,13 +325,14 @@ class TableCollection(nn.Module, Generic[Config]):
                 )
         return lookups
 
-    def _gather(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
-        """Gather the distinct rows of one group; see :meth:`TableModule._gather_given`."""
+    def _look_up(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
+        """Look up the rows of one group; see :meth:`TableModule._looked_up`."""
         group = self.groups[index]
         assert isinstance(group, TableGroup)
         device = found.device
         try:
-            return group._gather_given(found.tensors(index, device), device, lambda: found.rows(index, checked=True))
+            ids_of = functools.partial(found.rows, index, checked=True)
+            return group._looked_up(Request(found.tensors(index, device), device, ids_of))
         except IdError as error:
             raise found.outside(error) from None
 

@@ -139,7 +139,7 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
 
     def _pooled(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
         found = self._given(features)
-        gathered = [self._gather(found, index) for index in range(len(self.groups))]
+        gathered = [self._look_up(found, index) for index in range(len(self.groups))]
         layout = self._layout
         pooled = [each.pooled(found, *gathered[each.group]) for each in layout.passes]
         return KeyedTensor(layout.keys, layout.widths, layout.joined(pooled))

@@ -125,7 +125,7 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         lengths = found.offsets.diff().view(len(slots), stride).unbind(0)
         results: dict[int, JaggedTensor] = {}
         for index, some in enumerate(slots.of_group):
-            weight, local = self._gather(found, index)
+            weight, local = self._look_up(found, index)
             vectors = torch.split(look_up(weight, local), counts[some.start : some.stop])
             for own, slot in zip(vectors, some, strict=True):
                 results[slot] = JaggedTensor(own, lengths=lengths[slot])

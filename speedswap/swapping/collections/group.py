@@ -177,14 +177,14 @@ class TableGroup(TableModule):
         """True if ranks own the keys of a table, so that its lookups are made when their turn comes."""
         return any(keyed.is_over_ranks for keyed in self.keyed.values())
 
-    def begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
+    def _begin_turn(self, lookups: list[PrefetchedLookup]) -> bool:
         asked = [each for lookup in lookups for each in lookup.asked or ()]
         for keyed in self.keyed.values():
             keyed.begin([each.asked for each in asked if each.keyed is keyed])
-        return super().begin_turn(lookups)
+        return super()._begin_turn(lookups)
 
-    def end_lookahead(self) -> None:
-        super().end_lookahead()
+    def _end_lookahead(self) -> None:
+        super()._end_lookahead()
         for keyed in self.keyed.values():
             keyed.end()
 

@@ -23,7 +23,13 @@ from speedswap.tables.store import Found, Prefetched
 __all__ = ["RowsAheadOfStep", "RowsHeld"]
 
 _CPU = torch.device("cpu")
-_NONE = torch.empty(0)  # nobody's rows
+
+
+class HeldRows(NamedTuple):
+    """A block's rows in the cache: the work that holds them there, and their places."""
+
+    bringing: kernels.Bringing
+    places: Tensor
 
 
 class _Brought(NamedTuple):
@@ -78,11 +84,12 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
             for name, field in fields.items()
         }
         if found.bringing is None or found.places is None:
+            held = None
             self._cache.gather(found.rows.to(_CPU), fields, blocks)
         else:
             self._cache.gather_places(found.places, fields, blocks)
-            self._held.keep(found.rows, found.bringing, found.places)
-        return Block(found.rows, blocks), found.local
+            held = self._held.keep(found.bringing, found.places)
+        return Block(found.rows, blocks, held), found.local
 
     def abandon(self) -> None:
         """Let the rows be asked for again, and leave the cache."""
@@ -99,30 +106,21 @@ class RowsHeld:
 
     def __init__(self) -> None:
         self._waiting: list[weakref.ref[RowsAheadOfStep]] = []
-        self._last: tuple[Tensor, Tensor | None, kernels.Bringing, Tensor] | None = None
+        self._last: HeldRows | None = None
 
-    def keep(self, rows: Tensor, bringing: kernels.Bringing, places: Tensor) -> None:
-        """Hold the rows that a step has gathered, which it can be expected to scatter, in place of those before."""
-        ids = rows.clone() if rows.device.type == "cpu" else None
-        last, self._last = self._last, (rows, ids, bringing, places)
+    def keep(self, bringing: kernels.Bringing, places: Tensor) -> HeldRows:
+        """Hold the rows that a step has gathered, which it can be expected to scatter, instead of the last ones."""
+        last, self._last = self._last, HeldRows(bringing, places)
         if last is not None:
-            last[2].release()
+            last.bringing.release()
+        return self._last
 
-    def taken(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor] | None:
-        """Return the last bringing and its places, if it is of these very rows; it is not held here any more.
-
-        Args:
-            rows: the tensor that was gathered. On the CPU its ids may have changed meanwhile; elsewhere they must not,
-                since to look would be to wait.
-        """
+    def taken(self, place: HeldRows | None) -> HeldRows | None:
+        """Return a block's rows if they are still held; nothing is held here any more."""
         last, self._last = self._last, None
-        if last is None:
-            return None
-        gathered, ids, bringing, places = last
-        if gathered is rows and (ids is None or torch.equal(ids, rows)):
-            return bringing, places
-        bringing.release()
-        return None
+        if last is not None and last is not place:
+            last.bringing.release()
+        return last if last is place else None
 
     def add(self, cache: LogCache, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:
         """Begin to bring a lookup's rows, with the other transfers of its batch."""
@@ -134,7 +132,7 @@ class RowsHeld:
 
     def stop(self) -> None:
         """Return when nothing uses the cache any more; the rows of every prefetch are to be asked for again."""
-        self.taken(_NONE)
+        self.taken(None)
         if any(each() is not None for each in self._waiting):
             kernels.finish_transfers()
         for each in self._waiting:

@@ -62,17 +62,19 @@ class LogStore(LogColumns):
         if columns is None and not self._reads and self._cache.is_one_piece(here):  # as a step does
             bringing, places = self._cache.bring(here)
             self._cache.gather_places(places, fields, blocks)
-            self._held.keep(rows, bringing, places)
+            held = self._held.keep(bringing, places)
         else:
+            held = None
             self._cache.gather(here, fields, blocks)
-        return Block(rows, {name: blocks[name] for name in fields})
+        return Block(rows, {name: blocks[name] for name in fields}, held)
 
-    def scatter(self, rows: Tensor, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        rows = block.rows
         blocks = {
             name: self._rounded(self.columns[name], rows, kernels.as_read(value.detach()))
             for name, value in values.items()
         }
-        held, fields = self._held.taken(rows), self._cache.fields(tuple(values))
+        held, fields = self._held.taken(block.place), self._cache.fields(tuple(values))
         here = None if held is not None else kernels.as_ids(rows.to(_CPU))
 
         def change() -> None:
@@ -81,8 +83,8 @@ class LogStore(LogColumns):
                 self._cache.scatter(kernels.as_ids(rows.to(_CPU)) if here is None else here, fields, blocks)
                 return
             last, held = held, None
-            with last[0]:
-                self._cache.scatter_places(last[1], fields, blocks)
+            with last.bringing:
+                self._cache.scatter_places(last.places, fields, blocks)
 
         if here is None or self._cache.is_one_piece(here):
             self._with_room(change, len(rows))

@@ -81,6 +81,8 @@ class Table:
     from_file = classmethod(making.from_file)
     salvage = staticmethod(salvage)
 
+    lease = batches.lease
+    give_back = batches.give_back
     gather = of_all_ranks(batches.gather)
     scatter = of_all_ranks(batches.scatter)
     reset_rows = of_all_ranks(batches.reset_rows)

@@ -23,6 +23,8 @@ __all__ = [
     "commit",
     "drain",
     "gather",
+    "give_back",
+    "lease",
     "reserve_rows",
     "reset_rows",
     "scatter",
@@ -36,7 +38,6 @@ def gather(
     columns: Sequence[str] | None = None,
     device: torch.device | str | None = None,
     out: Mapping[str, Tensor] | None = None,
-    checked: bool = False,
 ) -> Block:
     """Copy rows out of the table onto the compute device.
 
@@ -45,7 +46,6 @@ def gather(
         columns: names; all columns by default.
         device: where the block goes; by default the device of ``out``, of a table on a GPU, or of ``rows``.
         out: contiguous tensors (n, ...) on ``device``, by name, that take some of the columns.
-        checked: True if the ids are known to be rows of the table, and ``out`` to fit.
 
     Returns:
         A block: one contiguous tensor (n, ...) for each column, in the order of ``rows``. A copy to the GPU is
@@ -59,10 +59,9 @@ def gather(
     target = None if device is None else torch.device(device)
     if out:
         target = target or next(iter(out.values())).device
-    if not checked:
-        table.check_rows(rows)
-        if out and target is not None:
-            _require_out(table, out, rows, target)
+    table.check_rows(rows)
+    if out and target is not None:
+        _require_out(table, out, rows, target)
     with table.lock:
         table.check_open()
         block = table.store.gather(rows, columns, target, out)
@@ -70,6 +69,41 @@ def gather(
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)  # autograd must notice a write that bypassed it
     return block
+
+
+def lease(
+    table: Table, rows: Tensor, *, columns: Sequence[str] | None = None, device: torch.device | None = None
+) -> Block:
+    """Gather rows that :func:`speedswap.kernels.find_rows` has found, for :meth:`give_back` or to be read.
+
+    Args:
+        rows: int64, shape (n,), of the table; unique and ascending for :meth:`give_back`.
+        columns, device: as for :meth:`gather`.
+    """
+    store = table.store
+    with store.locked.lock:
+        table.check_open()
+        return store.gather(rows, columns, device)
+
+
+def give_back(table: Table, block: Block, values: Mapping[str, Tensor], commit: Commit | None = None) -> None:
+    """Write a leased block's rows, as one scatter.
+
+    Args:
+        block: the one that :meth:`lease` has returned; or a new one with such rows.
+        values: tensors by column name, which are known to fit.
+        commit: allow the table to return before the rows are written, by the end of this commit or after it. Then
+            nothing changes ``values`` any more.
+
+    Raises:
+        TableFullError: the disk has no room. Nothing was written.
+    """
+    store = table.store
+    with store.locked.lock:
+        table.check_open(writing=True)
+        if block.rows.shape[0] or table.ranks is not None:
+            store.note_change(block.rows)
+            store.scatter(block, values, None if commit is None else commit.transfers)
 
 
 def _require_out(table: Table, out: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> None:
@@ -88,8 +122,7 @@ def scatter(
     rows: Tensor,
     values: Block | Tensor | Mapping[str, Tensor],
     *,
-    checked: bool = False,
-    pending: Commit | None = None,
+    commit: Commit | None = None,
 ) -> None:
     """Copy rows into the table.
 
@@ -99,8 +132,7 @@ def scatter(
         rows: unique ids, int64 or int32, shape (n,), on any device.
         values: a block, or a tensor of weights (n, embedding_dim), or tensors by column name; each of the column's
             dtype and row shape, on any device.
-        checked: True if the ids are known to be unique rows of the table, and the values, by column name, to fit.
-        pending: allow the table to return before the rows are written, by the end of this commit or after it. Then
+        commit: allow the table to return before the rows are written, by the end of this commit or after it. Then
             the rows are ascending, and nothing changes ``values`` any more.
 
     Raises:
@@ -109,27 +141,20 @@ def scatter(
         ValueError, TypeError: a tensor's shape, dtype or column does not fit.
         TableFullError: the disk has no room. In all cases nothing was written.
     """
-    if not checked:
-        table.check_open(writing=True)
-        table.check_rows(rows)
-        require_unique(table, rows)
-        if pending is not None and not bool((rows[1:] > rows[:-1]).all()):
-            raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
-        values = fitting(values, table.columns, len(rows), table.name)
-        if rows.device.type != "cpu":
-            rows = rows.view_as(rows)  # else a store takes them for those of a gather, without a look at the ids
-    assert isinstance(values, Mapping)
+    table.check_open(writing=True)
+    table.check_rows(rows)
+    require_unique(table, rows)
+    if commit is not None and not bool((rows[1:] > rows[:-1]).all()):
+        raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
+    values = fitting(values, table.columns, len(rows), table.name)
     with table.lock:
-        table.check_open(writing=True)
-        if len(rows) or table.ranks is not None:
-            table.store.note_change(rows)
-            table.store.scatter(rows, values, None if pending is None else pending.transfers)
-            if not checked and pending is None:
-                table.store.commit()  # a step of its own
+        table.give_back(Block(rows, {}), values, commit)
+        if commit is None and (len(rows) or table.ranks is not None):
+            table.store.commit()  # it is a whole step
 
 
 def reset_rows(
-    table: Table, rows: Tensor, *, device: torch.device | str | None = None, pending: Commit | None = None
+    table: Table, rows: Tensor, *, device: torch.device | str | None = None, commit: Commit | None = None
 ) -> None:
     """Give some rows their initial values again, in every column: weight and optimizer state, as one scatter.
 
@@ -141,7 +166,7 @@ def reset_rows(
         rows: unique ids, int64 or int32, shape (n,), on any device.
         device: where the values are written from; by default the rows'. For a pending write that of the steps'
             blocks.
-        pending: as for :meth:`scatter`.
+        commit: as for :meth:`scatter`.
 
     Raises:
         IdError, DuplicateIdError: as for :meth:`scatter`.
@@ -166,7 +191,7 @@ def reset_rows(
             table.check_open(writing=True)
             initial = table.store.initial_rows(ordered)
             values = {name: column.to(place) for name, column in initial.items()}
-            table.scatter(ordered.to(place), values, checked=True, pending=pending)
+            table.give_back(Block(ordered.to(place), {}), values, commit)
 
 
 def check_resettable(table: Table) -> None:
