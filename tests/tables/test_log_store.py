@@ -329,13 +329,12 @@ def test_ids_that_change_between_gather_and_scatter_are_taken_as_they_are_then(t
         assert table.read()[:, 0].nonzero().flatten().tolist() == [50, 51, 52, 53, 54]
 
 
-def test_ids_that_stay_are_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_lease_are_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with speedswap.Table.create(1000, 64, path=tmp_path / "t") as table:
-        rows = torch.arange(5)
-        block = table.gather(rows)
+        block = table.lease(torch.arange(5))
         with monkeypatch.context() as refused:
             refused.delattr(LogCache, "scatter")
-            table.scatter(rows, block.weight + 1)
+            table.give_back(block, {"weight": block.weight + 1})
         assert table.read()[:, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
 
 
