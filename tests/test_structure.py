@@ -15,6 +15,7 @@ import torch
 import speedswap
 from speedswap.kernels import _C
 from speedswap.kernels.cuda.launch import launch_kernel
+from speedswap.tables import Block
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "speedswap"
@@ -166,13 +167,15 @@ def documented_walk(section: str) -> list[str]:
 
 
 def files_entered(call: Callable[[], object], end: Callable[..., object]) -> list[str]:
-    """Return the files whose functions are called with integer tensors, in order, until ``end`` is called."""
+    """Return the files whose functions are called with ids or blocks, in order, until ``end`` is called."""
     entered: list[str] = []
     ended = False
 
     def are_ids(value: object) -> bool:
         if isinstance(value, tuple):
             return any(map(are_ids, value))
+        if isinstance(value, Block):
+            return True
         return isinstance(value, torch.Tensor) and value.dtype == torch.int64
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a module asks its training step for."""
+"""A lookup as a module asks its training step for it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Block:
     Args:
         rows: ids, shape (n,).
         columns: by name, tensors of shape (n, ...).
-        place: what the store notes of where the rows lie; nobody else looks at it.
+        place: what the store notes of where the rows lie, for itself alone.
     """
 
     __slots__ = ("columns", "place", "rows")
