@@ -25,7 +25,7 @@ OPEN_TO_ALL = {"errors", "_install", "_interrupts", "_locks", "_threads", "_warn
 BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "collectives": {"kernels"},
-    "tables": {"collectives", "kernels", "ranks"},
+    "tables": {"collectives", "kernels"},
     "swapping": {"collectives", "kernels", "ranks", "tables"},
     "ranks": {"collectives", "kernels", "swapping", "tables"},
     "optim": set(),

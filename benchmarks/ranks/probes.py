@@ -13,7 +13,7 @@ from torch import Tensor
 from ranks.processes import Here
 from ranks.stages import Sent, recorded, timed_stages
 from ranks.trainers import Dense, Made
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 __all__ = ["Step", "floor", "record", "rounds", "stages"]
 

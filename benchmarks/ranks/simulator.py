@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ranks.balance import asked
 from ranks.stages import Sent
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 __all__ = ["Costs", "Load", "Message", "Protocol", "Protocols", "expected_load", "features", "load_of", "payload"]
 

@@ -13,8 +13,8 @@ from unittest import mock
 from ranks.trainers import Dense
 from speedswap import kernels
 from speedswap.collectives import Lane
-from speedswap.ranks import Owners
 from speedswap.tables import Table
+from speedswap.tables.shards import Owners
 
 __all__ = ["Sent", "recorded", "timed_stages"]
 
@@ -23,9 +23,9 @@ _STAGES: dict[str, list[tuple[Any, str]]] = {
     "rounds": [(Lane, "exchange_lines")],
     "payload": [(Lane, "exchange_rows")],
     "ids": [(Owners, "of"), (Owners, "places"), (kernels, "unique"), (kernels, "find_rows")],
-    "gather": [(Table, "gather")],
+    "gather": [(Table, "gather"), (Table, "lease")],
     "sums": [(kernels, "sum_rows")],
-    "scatter": [(Table, "scatter")],
+    "scatter": [(Table, "scatter"), (Table, "give_back")],
     "dense": [(Dense, "run")],
 }
 

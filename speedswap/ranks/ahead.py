@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import ANYTHING, Ended, Errand, Parcel, RankGroup, Task
-from speedswap.errors import PeerError
+from speedswap._warnings import users_level
+from speedswap.collectives import ANYTHING, Errand, Parcel, RankGroup, Task
+from speedswap.errors import PeerError, SpeedswapWarning
 from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables.block import Block
 from speedswap.tables.store import Prefetched
@@ -133,13 +135,21 @@ class RowsAhead(Prefetched):
         elif self._changed is not None:
             self._changed.append(torch.arange(rows.start, rows.stop) if isinstance(rows, range) else rows.cpu().long())
 
-    def ended(self) -> Ended | None:
-        """Wait for the rows; return the rank that has announced the end in their place, to one lookup of the batch."""
+    def has_turn(self) -> bool:
         self._errand.wait()
-        if self._errand.ended is None or self.place:
-            return None
+        ended = self._errand.ended
+        if self.is_taken or ended is None or self.place:  # one lookup of the batch says so
+            return True
         self._store.group.ahead.note_end(self._errand)
-        return self._errand.ended
+        if ended.failed:
+            raise PeerError(f"rank {ended.rank} failed when it took a batch ahead of its turn; its own error says why")
+        warnings.warn(
+            f"the batches of rank {ended.rank} have come to their end before those of this rank, whose others are left "
+            "out; give all ranks equally many, of which some may be empty",
+            SpeedswapWarning,
+            stacklevel=users_level(),
+        )
+        return False
 
     def is_there(self) -> bool:
         """Return whether the rows have come, can be brought up to date, and have not been taken."""

@@ -16,7 +16,7 @@ from speedswap.tables.store import RowStore, WrappedStore
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
 
-__all__ = ["alone", "joint_store"]
+__all__ = ["alone"]
 
 _DONE = 0
 
@@ -62,19 +62,19 @@ class _Alone(WrappedStore):
 
 
 @contextmanager
-def alone(store: RowStore) -> Iterator[RowStore | None]:
+def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
     """Provide the first rank with a store that it reads by itself, and the others, which serve it, with None.
 
     Args:
-        store: of rows that ranks own, or a part of one. Every rank calls this.
+        joint: the rows that ranks own. Every rank calls this.
+        outer: the same, or a store in front of it, which is to be read.
 
     Raises:
         PeerError: the first rank has failed.
     """
-    joint = joint_store(store)[0]
     with joint.group.main.task(Kind.ALONE, joint.number) as task:
         if joint.group.rank == 0:
-            yield _Alone(store, task)
+            yield _Alone(outer, task)
             task.round(note=_DONE)
         else:
             while (wanted := task.round().notes[0]) != _DONE:
@@ -85,16 +85,3 @@ def alone(store: RowStore) -> Iterator[RowStore | None]:
                     joint.gather(torch.empty(0, dtype=torch.int64), [column], torch.device("cpu"))
             yield None
         task.finish()
-
-
-def joint_store(store: RowStore) -> tuple[ShardedStore, int]:
-    """Return the store of all ranks' rows that some rows lie in, and the first of these there."""
-    from speedswap.ranks.sharded import ShardedStore
-    from speedswap.tables.part import PartStore
-
-    first_row = 0
-    while isinstance(store, WrappedStore):
-        first_row += store.first_row if isinstance(store, PartStore) else 0
-        store = store.inner
-    assert isinstance(store, ShardedStore)
-    return store, first_row

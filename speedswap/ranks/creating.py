@@ -12,8 +12,6 @@ import torch
 
 from speedswap.collectives import Kind, RankGroup, digest_of
 from speedswap.ranks.on_disk import on_disk
-from speedswap.ranks.owned import OwnedRows, whole_columns
-from speedswap.ranks.owners import Owners
 from speedswap.ranks.sharded import ShardedStore
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.options import DiskOptions
@@ -21,6 +19,8 @@ from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.memory.host import resolve_storage
 from speedswap.tables.opening import create_store
 from speedswap.tables.record import Column, count, require_name, seed_of
+from speedswap.tables.shards.owned import OwnedRows, whole_columns
+from speedswap.tables.shards.owners import Owners
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:

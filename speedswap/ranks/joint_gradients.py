@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from speedswap._warnings import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import RanksError
-from speedswap.ranks import Routes
+from speedswap.ranks.route import Routes
 
 if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep

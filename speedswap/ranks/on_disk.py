@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from speedswap.collectives import RankGroup, Task
 from speedswap.errors import TableFormatError
-from speedswap.ranks.in_files import different_steps, open_shard, read_manifest
-from speedswap.ranks.moving import Shard, take_shards
-from speedswap.ranks.owned import owned_column, whole_columns
 from speedswap.ranks.owned_keys import part_of
-from speedswap.ranks.owners import Owners
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.files.manifest_file import ManifestFile
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
-from speedswap.tables.files.shards_manifest import SHARD, ShardsManifest, shard_name
+from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.opening import create_store, open_store
 from speedswap.tables.record import Column
+from speedswap.tables.shards.in_files import different_steps, open_shard, read_manifest
+from speedswap.tables.shards.moving import Shard, remove_former, take_shards
+from speedswap.tables.shards.owned import owned_column, whole_columns
+from speedswap.tables.shards.owners import Owners
 from speedswap.tables.table import Table
 
 __all__ = ["OnDisk", "on_disk", "remove_former"]
@@ -188,22 +187,3 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
                 parts = [store.store.id_maps[each] for store in stores]
                 mine.store.id_maps[each] = part_of(parts, target.owners.world_size, target.rank)
     return problem
-
-
-def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool]) -> None:
-    """Remove the rows of other numbers of ranks.
-
-    Args:
-        path: of the table of all ranks.
-        world_size: their present number.
-        is_needed: whether a checkpoint may refer to such rows, given as a table.
-    """
-    for place in sorted(path.iterdir()):
-        if SHARD.fullmatch(place.name) and not place.name.endswith(f"-of-{world_size}") and not place.is_symlink():
-            with suppress(OSError, TableFormatError):  # another process has it
-                table = Table(open_store(place, disk=DiskOptions(cache_bytes=_CACHE_BYTES)))
-                if is_needed(table):
-                    table.close()
-                else:
-                    table.remove()
-                    _log.info("removed %s, whose rows other ranks have now", place)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import RankGroup
-from speedswap.ranks.owned import owned_column, whole_columns
-from speedswap.ranks.owners import Owners
 from speedswap.tables.block import Block
 from speedswap.tables.files.manifest import MANIFEST
 from speedswap.tables.files.shards_manifest import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.record import Column
+from speedswap.tables.shards.owned import owned_column, whole_columns
+from speedswap.tables.shards.owners import Owners
 from speedswap.tables.store import RowStore, WrappedStore
 from speedswap.tables.table import Table
 

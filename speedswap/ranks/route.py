@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import mul
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, packed, unpacked
-from speedswap.ranks.owners import Owners
+from speedswap.tables.block import Block
+from speedswap.tables.shards.owners import Owners
 
-__all__ = ["Route", "Routes", "Wanted", "ids_of_tables", "starts_of", "tables_of_ids"]
+__all__ = ["Route", "Routes", "Wanted", "Way", "ids_of_tables", "starts_of", "tables_of_ids"]
 
 # A note of a lookup: the number of rows; a digest of their columns, 0 for the weight alone; their bytes; and whether
 # some line has no room for the ids.
@@ -119,6 +121,25 @@ class Route:
             Shape (m, dim).
         """
         return kernels.sum_rows(came, self.positions.to(came.device), len(self.union))
+
+
+class Way(NamedTuple):
+    """The way of a lookup's rows, with those that this rank has lent to others in it.
+
+    Attributes:
+        route: of the rows that it has got itself.
+        block: columns of the rows that were asked for here, whose numbers are places in the own table.
+        version: of the own table, when they were gathered.
+    """
+
+    route: Route
+    block: Block
+    version: int
+
+    @property
+    def rows(self) -> Tensor:
+        """The ids that this rank has asked for, each once, on the CPU."""
+        return self.route.wanted.rows
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.manifest_file import ManifestFile
 from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.files.place import Place
-from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
+from speedswap.tables.files.shards_manifest import ShardsManifest, require_shared, shard_name
 
 if TYPE_CHECKING:
     from speedswap.collectives import Task
     from speedswap.ranks.sharded import ShardedStore
 
-__all__ = ["manifest_of", "require_shared", "salt_of", "save_shards"]
+__all__ = ["manifest_of", "salt_of", "save_shards"]
 
 
 def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool) -> None:
@@ -56,17 +56,3 @@ def salt_of(place: Path) -> int:
     manifest = ManifestFile.load(OpenDirectory(place))[1]
     assert isinstance(manifest, LogManifest)
     return manifest.salt
-
-
-def require_shared(directory: Path, path: Path) -> Path:
-    """Return a directory that the first rank has made.
-
-    Raises:
-        FileNotFoundError: it is not there for this rank.
-    """
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"path is {str(path)!r}, where this rank does not find what the first rank has made; give all ranks a path "
-            "on a file system that they share"
-        )
-    return directory

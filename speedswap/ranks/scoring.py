@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from speedswap.collectives import Kind, Task
-from speedswap.ranks import ShardedStore, joint_store
 from speedswap.swapping.excluded import Exclude, Exclusions, Pieces, exclusions_of
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.scoring import Scored, as_matrix, best_rows
-from speedswap.tables import Table, WrappedStore
+from speedswap.tables import RowStore, Table, WrappedStore
+from speedswap.tables.part import PartStore
 from speedswap.tables.record import count
+
+if TYPE_CHECKING:
+    from speedswap.ranks.sharded import ShardedStore
 
 __all__ = ["top_rows_of_ranks"]
 
@@ -66,7 +69,7 @@ def top_rows_of_ranks(
     A group of every rank's queries goes to all ranks, each of which finds the best of its own rows for them; the asker
     merges what comes back. Arguments and errors are those of :meth:`TableModule.score`.
     """
-    store, first_row = joint_store(table.store)
+    store, first_row = _joint_store(table.store)
     with store.group.main.task(Kind.SCORE, store.number) as task, table.lock:
         many, k = as_matrix(table, queries).cpu(), count("k", k)
         if k > table.num_embeddings:
@@ -87,6 +90,16 @@ def top_rows_of_ranks(
     ids = torch.cat([part.ids[:, :k] for part in parts]) if parts else torch.empty(0, k, dtype=torch.int64)
     best = Scored(values.to(queries.device), ids.to(queries.device))
     return best if queries.dim() == 2 else Scored(best.values[0], best.ids[0])
+
+
+def _joint_store(store: RowStore) -> tuple[ShardedStore, int]:
+    """Return the store of all ranks' rows that some rows lie in, and the first of these there."""
+    first_row = 0
+    while isinstance(store, WrappedStore):
+        first_row += store.first_row if isinstance(store, PartStore) else 0
+        store = store.inner
+    assert store.joint is not None
+    return cast("ShardedStore", store.joint), first_row
 
 
 class _Asked(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,43 +17,29 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
+from speedswap.ranks.alone import alone
 from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.owned_store import OwnedStore
-from speedswap.ranks.owners import Owners
-from speedswap.ranks.route import Route, Routes, Wanted
+from speedswap.ranks.parts import read_part, write_part
+from speedswap.ranks.route import Routes, Wanted, Way
 from speedswap.ranks.saving import save_shards
+from speedswap.ranks.step import ShardedStep
 from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS
+from speedswap.tables.joint import JointRows
 from speedswap.tables.record import Column
+from speedswap.tables.shards.owners import Owners
 from speedswap.tables.store import Prefetched, RowStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
+    from speedswap.tables.table import Table
 
-__all__ = ["Lent", "ShardedStore"]
-
-
-class Lent(NamedTuple):
-    """The rows that this rank has lent to others in a lookup.
-
-    Attributes:
-        route: of the rows that it has got itself.
-        block: columns of the rows that were asked for here, whose numbers are places in the own table.
-        version: of the own table, when they were gathered.
-    """
-
-    route: Route
-    block: Block
-    version: int
-
-    @property
-    def rows(self) -> Tensor:
-        """The ids that this rank has asked for, each once, on the CPU."""
-        return self.route.wanted.rows
+__all__ = ["ShardedStore"]
 
 
-class ShardedStore(OwnedStore):
+class ShardedStore(OwnedStore, JointRows):
     """Rows owned by the ranks of a process group, as one table on every one of them.
 
     Calls that read or write rows are made by all ranks at once, in one order, each with rows of its own: ids go to
@@ -65,7 +51,6 @@ class ShardedStore(OwnedStore):
 
     Attributes:
         number: of this table among those of the group, the same on every rank.
-        torn: why the ranks' rows are not those of one step, until they are replaced; None if they are.
     """
 
     reads_copies = True
@@ -73,10 +58,17 @@ class ShardedStore(OwnedStore):
     def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
         super().__init__(own, owners, group, name=name, weight=weight)
         self.number = group.add(self)
-        self.torn: str | None = None
         for each, found in self.id_maps.items():
             if found.part is not None:  # in files
                 self.id_maps[each] = ShardedIdMap.reopened(found, group)
+
+    @property
+    def joint(self) -> ShardedStore:  # type: ignore[override]
+        """The store itself."""
+        return self
+
+    def make_step(self, table: Table, *arguments: Any) -> ShardedStep:
+        return ShardedStep.over(self, table, *arguments)
 
     # ------------------------------------------------------------------ what the ranks do together
 
@@ -93,7 +85,7 @@ class ShardedStore(OwnedStore):
         *,
         training: bool,
         ahead: RowsAhead | None = None,
-    ) -> tuple[Tensor, Tensor, Lent]:
+    ) -> tuple[Tensor, Tensor, Way]:
         """Bring the weights of a lookup's rows from their owners. Every rank calls this.
 
         Args:
@@ -113,7 +105,7 @@ class ShardedStore(OwnedStore):
                 weights = ahead.renew(task, renewal)
                 if weights is not None:
                     task.finish()
-                    return weights, local, Lent(ahead.route, ahead.block, version)
+                    return weights, local, Way(ahead.route, ahead.block, version)
             else:
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
             routes, version = self.ask(task, wanted, device), self.own.version
@@ -121,7 +113,7 @@ class ShardedStore(OwnedStore):
             block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
             (weights,) = routes.bring(task, [block.weight])
             task.finish()
-        return weights, local, Lent(route, block, version)
+        return weights, local, Way(route, block, version)
 
     def ask(
         self,
@@ -222,15 +214,6 @@ class ShardedStore(OwnedStore):
         self._scatter(block.rows, values, keeps_last=False)
 
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
-        """Send rows to their owners; every rank calls this, and of a row that several write the last rank's stays.
-
-        Args:
-            rows: unique ids, shape (n,).
-            values: tensors by column name.
-
-        Returns:
-            Whether rows were written by several ranks.
-        """
         return self._scatter(rows, values, keeps_last=True)
 
     def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, keeps_last: bool) -> bool:
@@ -276,6 +259,21 @@ class ShardedStore(OwnedStore):
             came = task.send(ordered, wanted.sent, route.received)
             self._put(column, route.union[route.positions], came)
             task.finish()
+
+    def read_part(self, column: str) -> Tensor:
+        return read_part(self, column)
+
+    def write_part(self, column: str, values: Any) -> None:
+        write_part(self, column, values)
+
+    def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
+        return alone(self, outer or self)
+
+    @contextmanager
+    def saving(self) -> Iterator[bool]:
+        with self.task(Kind.SAVE) as task:
+            yield self.group.rank == 0
+            task.round()  # it is there
 
     # ------------------------------------------------------------------ lifetime
 

@@ -16,9 +16,9 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -27,37 +27,44 @@ from torch.optim import Optimizer
 from speedswap import kernels
 from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task
 from speedswap.errors import LostUpdateError, RanksError
-from speedswap.ranks import Route, RowsAhead, ShardedStore, Wanted
+from speedswap.ranks.ahead import RowsAhead
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing
+from speedswap.ranks.keyed import ShardedKeys
+from speedswap.ranks.route import Route, Wanted, Way
+from speedswap.ranks.scoring import top_rows_of_ranks
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.optimizers import settings_of
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.request import Request
 from speedswap.swapping.row_step import Leaving, RowStep, drop, every_step, step_of
-from speedswap.swapping.weight import as_plain
-from speedswap.tables import Block, Column, Commit
+from speedswap.swapping.weight import TableWeight, as_plain
+from speedswap.tables import Block, Column, Commit, IdMap, Table
 
-__all__ = ["Lent", "ShardedStep", "call_of_ranks", "joint_step"]
+if TYPE_CHECKING:
+    from speedswap.ranks.sharded import ShardedStore
+    from speedswap.swapping.keyed import KeyedRows
+
+__all__ = ["ShardedStep", "TrainedLookup"]
 
 _tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
 
 
-class Lent:
+class TrainedLookup:
     """A training lookup: the rows that it has brought here, and those that this rank has lent to others in it.
 
     Args:
         rows: the ids that were asked for, unique.
-        way: their route, the rows that were asked for here, and the version of the own table when they were gathered.
+        way: of the rows, where ranks have met for them.
 
     Attributes:
         renewals: how often rows had started anew before.
         leaf: the weights that were brought, which their graph keeps alive.
     """
 
-    def __init__(self, rows: Tensor, way: tuple[Route, Block, int] | None = None) -> None:
+    def __init__(self, rows: Tensor, way: Way | None = None) -> None:
         self.rows = rows
         self.way = way
         self.renewals = 0
@@ -79,24 +86,24 @@ class TableGradients:
         lookups: that no gradient comes from any more.
         wanted: the rows that this rank sends them for.
         grad: in their order.
-        way: of these rows, as for :class:`Lent`; None until :meth:`find`.
+        way: of these rows; None until :meth:`find`.
     """
 
     step: ShardedStep
     standings: Sequence[Standing]
-    lookups: set[Lent]
+    lookups: set[TrainedLookup]
     wanted: Wanted
     grad: Tensor
-    way: tuple[Route, Block, int] | None
+    way: Way | None
 
     def find(self, route: Route) -> None:
         """Gather the rows that the ranks send gradients of here."""
         table = self.step.table
-        self.way = route, table.lease(route.union, device=self.grad.device), table.version
+        self.way = Way(route, table.lease(route.union, device=self.grad.device), table.version)
 
     def parcel(self) -> Parcel:
         assert self.way is not None
-        return Parcel(self.grad, self.wanted.sent, self.way[0].received)
+        return Parcel(self.grad, self.wanted.sent, self.way.route.received)
 
     def take(self, came: Tensor, *, average: bool = True) -> None:
         """Take what the ranks have sent for the rows that this rank owns.
@@ -120,14 +127,28 @@ class ShardedStep(RowStep):
 
     is_sharded = True
 
+    @classmethod
+    def over(
+        cls,
+        store: ShardedStore,
+        table: Table,
+        weight: TableWeight,
+        padding: Padding,
+        reduction: str,
+        state_dtype: torch.dtype | None,
+        rounding: str | None,
+    ) -> ShardedStep:
+        """Return the training step of a table over a store."""
+        return cls(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding, store, reduction)
+
     def __init__(self, state: OptimizerState, padding: Padding, store: ShardedStore, reduction: str) -> None:
         super().__init__(state, padding)
         self.store = store
         self.group: RankGroup = store.group
         self.reduction = reduction
-        self._lent: list[Lent] = []  # lookups whose gradient was not sent yet, and may still come
+        self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent yet, and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and their gradient, to be sent to the owners
-        self._answered: set[Lent] = set()  # lookups whose gradient is in it
+        self._answered: set[TrainedLookup] = set()  # lookups whose gradient is in it
         self._renewals = 0
         self._anew: list[tuple[int, Tensor]] = []  # rows that have started anew since the last step, each time
         self._optimizer_steps = 0  # of any optimizer, at the first of these lookups
@@ -156,11 +177,11 @@ class ShardedStep(RowStep):
             if task is None:
                 asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.store.name!r}")
                 rows, local = kernels.find_rows(asked)
-                weights, lent = self.store.look_up_at_own_pace(rows.cpu()).to(request.device), Lent(rows)
+                weights, lent = self.store.look_up_at_own_pace(rows.cpu()).to(request.device), TrainedLookup(rows)
             else:
                 ahead = self._rows_ahead(request)
                 weights, local, way = self.store.look_up(request.ids_of, request.device, training=True, ahead=ahead)
-                lent = Lent(way.rows, way)
+                lent = TrainedLookup(way.rows, way)
                 self.lend(lent, is_ahead=ahead is not None)
             leaf = self._leaf(weights)
             self.begin(lent, leaf)
@@ -174,8 +195,12 @@ class ShardedStep(RowStep):
 
     def _rows_ahead(self, request: Request) -> RowsAhead | None:
         """Return what a lookahead has brought for a lookup from the ranks that own the rows."""
-        lookups = [each for each in self.announced or () if each.rows_ahead is not None]
-        return next((each.rows_ahead for each in lookups if each.matches(request.given, request.device)), None)
+        for each in self.announced or ():
+            transfer = each.transfer
+            is_there = isinstance(transfer, RowsAhead) and not transfer.is_taken
+            if is_there and each.matches(request.given, request.device):
+                return cast(RowsAhead, transfer)
+        return None
 
     def begin_lookahead(self, depth: int) -> None:
         self.group.ahead.begin(depth)
@@ -186,7 +211,7 @@ class ShardedStep(RowStep):
 
     # ------------------------------------------------------------------ forward and backward
 
-    def begin(self, lent: Lent, leaf: Tensor) -> None:
+    def begin(self, lent: TrainedLookup, leaf: Tensor) -> None:
         """Note the time of a lookup, and where its gradient comes."""
         lent.renewals, lent.leaf = self._renewals, weakref.ref(leaf)
 
@@ -196,7 +221,7 @@ class ShardedStep(RowStep):
             self.settle()
             self._optimizer_steps = LostUpdates.steps_anywhere
 
-    def lend(self, lent: Lent, *, is_ahead: bool) -> None:
+    def lend(self, lent: TrainedLookup, *, is_ahead: bool) -> None:
         """Note a lookup, whose gradient may come.
 
         Args:
@@ -213,7 +238,7 @@ class ShardedStep(RowStep):
             for each in self._lent:
                 each.way = None  # their union has another one
 
-    def receive_asked(self, lent: Lent, leaf: Tensor) -> None:
+    def receive_asked(self, lent: TrainedLookup, leaf: Tensor) -> None:
         """Take the gradient that a backward pass has left in a lookup's leaf."""
         with nullcontext() if self.group.own_pace.is_active else self._gradients.task():
             grad, leaf.grad = leaf.grad, None
@@ -336,7 +361,7 @@ class ShardedStep(RowStep):
             wanted, places = Wanted.of(self.store.owners, rows)
             grad = torch.empty_like(grad).index_copy_(0, places.to(grad.device), grad)
         else:
-            wanted = way[0].wanted
+            wanted = way.route.wanted
         return TableGradients(self, standings, lookups, wanted, grad, way)
 
     @torch.no_grad()
@@ -353,7 +378,7 @@ class ShardedStep(RowStep):
         self._asked, self._answered = None, set()
         self._adopt(block, version, total, keeps=keeps)
 
-    def _with_zeros(self, others: Iterable[Lent]) -> tuple[Tensor, Tensor]:
+    def _with_zeros(self, others: Iterable[TrainedLookup]) -> tuple[Tensor, Tensor]:
         """Return the ids that have a gradient, and it; with zeros for those of other lookups."""
         asked = self._asked
         for lent in others:
@@ -379,7 +404,25 @@ class ShardedStep(RowStep):
                 self._rows.updates.accept_gradient(self._optimizer_steps)
                 self._is_ready()
 
+    def own_gradient(self, grad: Tensor) -> Tensor:
+        own = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, self.group)
+        own.table = self.number
+        return own
+
     # ------------------------------------------------------------------ the optimizer's step
+
+    def joint_step(
+        self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[Callable[[], None]]:
+        return _joint_step(steps, optimizer)
+
+    def call_of_ranks(self, steps: Sequence[RowStep]) -> AbstractContextManager[bool]:
+        return _call_of_ranks(steps)
+
+    def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
+        return ShardedKeys(id_map, table, self, first_row)
+
+    top_rows = staticmethod(top_rows_of_ranks)
 
     def _is_zeroed(self, grad: Tensor) -> bool:
         return self._gradients.is_zeroed(self.number)
@@ -427,30 +470,21 @@ def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tupl
     return union, total
 
 
+def _groups_of(steps: Iterable[RowStep]) -> list[RankGroup]:
+    return [*dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))]
+
+
 @contextmanager
-def call_of_ranks(steps: Iterable[RowStep]) -> Iterator[bool]:
-    """Surround a call about some embeddings, as :meth:`RankGroup.call` does; yield whether ranks own their rows."""
-    groups = dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))
+def _call_of_ranks(steps: Iterable[RowStep]) -> Iterator[bool]:
     with ExitStack() as stack:
-        for group in groups:
+        for group in _groups_of(steps):
             stack.enter_context(group.call())
-        yield bool(groups)
+        yield True
 
 
 @contextmanager
-def joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None = None) -> Iterator[Callable[[], None]]:
-    """Surround what a rank does for an optimizer's step, before and after it, so that all ranks write or none.
-
-    Args:
-        steps: of all embeddings that the optimizer trains.
-        optimizer: the one that has stepped; it is not looked at before its step.
-
-    Yields:
-        A function to be called when nothing can fail any more but the writing. It raises PeerError if another rank has
-        failed, and RanksError if their optimizers have other settings. What fails after it leaves the ranks' tables at
-        different steps, and ends their work together.
-    """
-    groups = dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))
+def _joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None) -> Iterator[Callable[[], None]]:
+    groups = _groups_of(steps)
     for group in groups:
         JointGradients.of(group).begin_step()
     with ExitStack() as stack:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,6 @@ from speedswap._interrupts import deferred_interrupts
 from speedswap._warnings import warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
-from speedswap.ranks.step import call_of_ranks, joint_step
 from speedswap.swapping.apart import rows_are_apart
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found
@@ -155,6 +155,20 @@ def _steps_of(optimizer: Optimizer) -> Iterator[tuple[int, RowStep]]:
             yield place, step
 
 
+def _together(
+    steps: Sequence[RowStep], optimizer: Optimizer | None = None
+) -> AbstractContextManager[Callable[[], None]]:
+    """Surround what is done for an optimizer's step, as :meth:`RowStep.joint_step`."""
+    return next((step for step in steps if step.is_sharded), steps[0]).joint_step(steps, optimizer)
+
+
+def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
+    """Surround a call about an optimizer, as :meth:`RowStep.call_of_ranks`."""
+    steps = [step for _, step in _steps_of(optimizer)]
+    sharded = next((step for step in steps if step.is_sharded), None)
+    return nullcontext(False) if sharded is None else sharded.call_of_ranks(steps)
+
+
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_probing():
         return None
@@ -165,7 +179,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     # With a closure, gradients are still to come. A weight that was frozen after its backward pass is stepped too.
     steps = [step for step in held if (closure is not None and step.weight.requires_grad) or step.takes_part()]
     if steps:
-        with joint_step(steps):
+        with _together(steps):
             _attach(optimizer, steps)
         for step in steps:
             step.state.warn()
@@ -177,7 +191,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if closure is None:
         begun: list[RowStep] = []
         try:
-            with joint_step(steps):
+            with _together(steps):
                 for step in steps:
                     step.swap_in(optimizer)
                     begun.append(step)
@@ -227,7 +241,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     LostUpdates.steps_anywhere += 1
     steps = [step for _, step in _steps_of(optimizer)]
     if steps:
-        with deferred_interrupts(), joint_step(steps, optimizer) as agree, Commit() as commit:
+        with deferred_interrupts(), _together(steps, optimizer) as agree, Commit() as commit:
             try:
                 # First all, on all ranks, so that one that does not fit keeps every table as it is.
                 leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]
@@ -246,7 +260,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Put the state of whole tables into an optimizer's state_dict."""
-    with call_of_ranks(step for _, step in _steps_of(optimizer)):
+    with _call_of_ranks(optimizer):
         _put_state(optimizer, state_dict)
 
 
@@ -268,7 +282,7 @@ def _put_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Write the tables' part of a state_dict that an optimizer loads, and return the rest of it."""
-    with call_of_ranks(step for _, step in _steps_of(optimizer)) as is_of_ranks:
+    with _call_of_ranks(optimizer) as is_of_ranks:
         return _without_tables(optimizer, state_dict, is_of_ranks)
 
 

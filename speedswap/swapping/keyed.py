@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableBusyError
-from speedswap.ranks import ShardedIdMap
-from speedswap.ranks.step import ShardedStep
 from speedswap.swapping.prefetched import Given
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
 
@@ -74,24 +71,21 @@ class KeyedRows:
         table: its rows.
         step: the module's training step, which rows that start anew leave.
         first_row: of the table, among those of the step.
+
+    Attributes:
+        is_over_ranks: whether ranks own the keys; these are not asked for ahead of their turn.
     """
+
+    is_over_ranks = False
 
     def __init__(self, id_map: IdMap, table: Table, step: RowStep, first_row: int = 0) -> None:
         self.id_map = id_map
         self.first_row = first_row
         self.step = step
         self._table = table
-        if isinstance(id_map, ShardedIdMap):
-            renew = weakref.WeakMethod(self._start_anew)
-            id_map.renew = lambda rows: (found := renew()) and found(rows)
         # Lookups that have not been made, inside a lookahead: of any batch, and of the present one.
         self._asked: list[AskedAhead] = []
         self._turn: list[AskedLookup] = []
-
-    @property
-    def is_over_ranks(self) -> bool:
-        """True if ranks own the keys; these are not asked for ahead of their turn."""
-        return isinstance(self.id_map, ShardedIdMap)
 
     @property
     def is_followed(self) -> bool:
@@ -163,13 +157,33 @@ class KeyedRows:
         self._asked = [each for each in self._asked if each not in gone]
         self.id_map.take_back(gone)
 
-    def _start_anew(self, rows: Tensor) -> None:
-        """Let rows start anew that no training lookup of this rank has asked for; every rank calls this."""
-        assert isinstance(self.step, ShardedStep)
+    @staticmethod
+    def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+        """Return the rows of lookups in tables of this kind; see :func:`find_all`."""
+        for each in lookups:
+            if each.table.id_map.frozen:
+                each.table.follow()
+        return [each.table.id_map.lookup(each.given).to(each.device) for each in lookups]
+
+    @staticmethod
+    def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+        """Return the rows of training lookups in tables of this kind; see :func:`take_all`."""
+        takes: dict[int, Callable[[], Tensor]] = {}
+        for place, (table, given, device, in_turn, _) in enumerate(lookups):
+            if in_turn is not None:
+                takes[place] = functools.partial(table._take_turn, in_turn, device)
+            elif table.id_map.waits:
+                # What is looked up out of turn counts before the batches that wait: it cannot wait as well.
+                takes[place] = functools.partial(table._add, as_keys(given, table.id_map.keys), device)
+        others = [place for place in range(len(lookups)) if place not in takes]
+        asked = IdMap.ask_all([lookups[n].table.id_map for n in others], [lookups[n].given for n in others])
+        for place, own in zip(others, asked, strict=True):
+            takes[place] = functools.partial(lookups[place].table._take_asked, own, lookups[place].device)
         try:
-            self.step.start_anew(rows + self.first_row)
+            return [takes[place]() for place in range(len(lookups))]
         except BaseException:
-            self.id_map.renew_later(rows)
+            for place, own in zip(others, asked, strict=True):
+                lookups[place].table.id_map.take_back([own])
             raise
 
     def renew(self, rows: Tensor, device: torch.device) -> None:
@@ -223,14 +237,7 @@ def ask_all(lookups: Sequence[KeyedLookup]) -> list[AskedLookup]:
 
 def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
     """Return the rows of lookups in several tables that give no key a row."""
-    if over_ranks := _over_ranks(lookups):
-        found = ShardedIdMap.look_up_all(over_ranks, [each.given for each in lookups])
-    else:
-        for each in lookups:
-            if each.table.id_map.frozen:
-                each.table.follow()
-        found = [each.table.id_map.lookup(each.given) for each in lookups]
-    return [rows.to(each.device) for rows, each in zip(found, lookups, strict=True)]
+    return lookups[0].table.find_all(lookups) if lookups else []
 
 
 def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
@@ -240,48 +247,7 @@ def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
         IdMapFullError, IdMapError, TypeError, ValueError: as :meth:`speedswap.IdMap.add` does; then no map has changed,
             but one in which batches wait for their turn may have keys that were looked up out of turn.
     """
-    if over_ranks := _over_ranks(lookups):
-        return _take_over_ranks(over_ranks, lookups)
-    takes: dict[int, Callable[[], Tensor]] = {}
-    for place, (table, given, device, in_turn, _) in enumerate(lookups):
-        if in_turn is not None:
-            takes[place] = functools.partial(table._take_turn, in_turn, device)
-        elif table.id_map.waits:
-            # What is looked up out of turn counts before the batches that wait: it cannot wait as well.
-            takes[place] = functools.partial(table._add, as_keys(given, table.id_map.keys), device)
-    others = [place for place in range(len(lookups)) if place not in takes]
-    asked = IdMap.ask_all([lookups[n].table.id_map for n in others], [lookups[n].given for n in others])
-    for place, own in zip(others, asked, strict=True):
-        takes[place] = functools.partial(lookups[place].table._take_asked, own, lookups[place].device)
-    try:
-        return [takes[place]() for place in range(len(lookups))]
-    except BaseException:
-        for place, own in zip(others, asked, strict=True):
-            lookups[place].table.id_map.take_back([own])
-        raise
-
-
-def _over_ranks(lookups: Sequence[KeyedLookup]) -> list[ShardedIdMap]:
-    """Return the maps of lookups if their keys are owned by ranks, as those of a collection all are or none."""
-    return [each.table.id_map for each in lookups if isinstance(each.table.id_map, ShardedIdMap)]
-
-
-def _take_over_ranks(maps: Sequence[ShardedIdMap], lookups: Sequence[KeyedLookup]) -> list[Tensor]:
-    """Return the rows of training lookups of keys that are owned by ranks, by one exchange."""
-    added = ShardedIdMap.add_all(maps, [each.given for each in lookups], [each.parts for each in lookups])
-    if any(each.is_any_renewed for each in added):
-        renewed: dict[ShardedStep, list[Tensor]] = {}
-        for each, own in zip(lookups, added, strict=True):
-            assert isinstance(each.table.step, ShardedStep)
-            renewed.setdefault(each.table.step, []).append(own.renewed + each.table.first_row)
-        try:
-            for step, rows in renewed.items():
-                step.start_anew(torch.cat(rows))
-        except BaseException:
-            for id_map, own in zip(maps, added, strict=True):
-                id_map.renew_later(own.renewed)
-            raise
-    return [own.rows.to(each.device) for each, own in zip(lookups, added, strict=True)]
+    return lookups[0].table.take_all(lookups) if lookups else []
 
 
 def of_one_commit(tables: Iterable[KeyedRows], look_up: Callable[[], _Found]) -> _Found:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap._warnings import users_level
-from speedswap.errors import PeerError, SpeedswapWarning
-from speedswap.ranks import RowsAhead
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
 __all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
@@ -37,9 +33,13 @@ class Announced(NamedTuple):
 
 
 class PrefetchedLookup:
-    """A lookup that is to come, with its rows on their way. :func:`prefetch_lookups` makes it."""
+    """A lookup that is to come, with its rows on their way. :func:`prefetch_lookups` makes it.
 
-    _transfer: Prefetched
+    Attributes:
+        transfer: of the rows.
+    """
+
+    transfer: Prefetched
 
     def __init__(self, lookup: Announced, given: Sequence[Given]) -> None:
         self.table = lookup.table
@@ -52,32 +52,13 @@ class PrefetchedLookup:
         self._found_version = -1
         self._rows_version = 0
 
-    @property
-    def rows_ahead(self) -> RowsAhead | None:
-        """The rows on their way from the ranks that own them, if the table is theirs, and the rows not taken yet."""
-        transfer = self._transfer
-        return transfer if isinstance(transfer, RowsAhead) and not transfer.is_taken else None
-
     def has_turn(self) -> bool:
         """Wait for the other ranks that own the table; return False if one of them has no batch for this turn.
 
         Raises:
             PeerError: since one has failed.
         """
-        if self.rows_ahead is None:
-            return True
-        ended = self.rows_ahead.ended()
-        if ended is None:
-            return True
-        if ended.failed:
-            raise PeerError(f"rank {ended.rank} failed when it took a batch ahead of its turn; its own error says why")
-        warnings.warn(
-            f"the batches of rank {ended.rank} have come to their end before those of this rank, whose others are left "
-            "out; give all ranks equally many, of which some may be empty",
-            SpeedswapWarning,
-            stacklevel=users_level(),
-        )
-        return False
+        return self.transfer.has_turn()
 
     def matches(self, given: Sequence[Tensor], device: torch.device) -> bool:
         """Return whether rows for these tensors were prefetched, to this device."""
@@ -96,7 +77,7 @@ class PrefetchedLookup:
             if self._found_version < 0:
                 # What a lookup in inference mode finds may be asked for again by one that trains.
                 with torch.inference_mode(False):
-                    self._found = self._transfer.take()
+                    self._found = self.transfer.take()
                 self._found_version = self.table.version
                 self._rows_version = self._version_of_rows()
             is_current = self._found_version == self.table.version and self._rows_version == self._version_of_rows()
@@ -115,7 +96,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
     transfers = prefetch((each.table, each.ids, each.device) for each in prefetched)
     for each, transfer in zip(prefetched, transfers, strict=True):
-        each._transfer = transfer
+        each.transfer = transfer
     return prefetched
 
 

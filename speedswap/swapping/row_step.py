@@ -25,6 +25,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +39,15 @@ from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows
+from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, parameters_of, steps_under_way
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
 from speedswap.swapping.request import Request
+from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
-from speedswap.tables import Block, Column, Commit
+from speedswap.tables import Block, Column, Commit, IdMap, Table
 
 __all__ = ["Leaving", "RowStep", "drop", "every_step", "require_no_replaced", "step_of"]
 
@@ -67,6 +70,10 @@ class Leaving(NamedTuple):
 
     values: dict[str, Tensor]
     more: Found | None
+
+
+def _agree_alone() -> None:
+    """Agree with no other rank."""
 
 
 class RowStep(Locked):
@@ -375,6 +382,32 @@ class RowStep(Locked):
         self._thread = threading.get_ident()
         self._status = _Status.STEPPING  # from here on, undo takes back what a Ctrl-C leaves half done
         self.state.put_in(optimizer, block)
+
+    def joint_step(
+        self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[Callable[[], None]]:
+        """Surround what is done for an optimizer's step, before and after it, so that all ranks write or none.
+
+        Args:
+            steps: of all embeddings that the optimizer trains, this one among them.
+            optimizer: the one that has stepped; it is not looked at before its step.
+
+        Yields:
+            A function to be called when nothing can fail any more but the writing. It raises PeerError if another rank
+            has failed, and RanksError if their optimizers have other settings. What fails after it leaves the ranks'
+            tables at different steps, and ends their work together.
+        """
+        return nullcontext(_agree_alone)
+
+    def call_of_ranks(self, steps: Sequence[RowStep]) -> AbstractContextManager[bool]:
+        """Surround a call about embeddings, whose errors other ranks learn of; provide whether ranks own their rows."""
+        return nullcontext(False)
+
+    def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
+        """Return the keys of a table over the rows of this step, from ``first_row`` on."""
+        return KeyedRows(id_map, table, self, first_row)
+
+    top_rows = staticmethod(top_rows)  # of the whole table
 
     def _is_zeroed(self, grad: Tensor) -> bool:
         """Return whether a gradient that has been stepped with was zeroed since."""

@@ -19,9 +19,6 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
-from speedswap.ranks import ShardedStore, create_sharded
-from speedswap.ranks.scoring import top_rows_of_ranks
-from speedswap.ranks.step import ShardedStep
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
@@ -32,7 +29,7 @@ from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup
 from speedswap.swapping.request import Request
 from speedswap.swapping.row_step import RowStep
-from speedswap.swapping.scoring import Scored, read_rows, top_rows
+from speedswap.swapping.scoring import Scored, read_rows
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
 from speedswap.swapping.whole_rows import HandedOut, MapBytes, is_divided, read_all, write_all
 from speedswap.swapping.wrappers import is_in_job, require_own_table
@@ -149,6 +146,8 @@ class TableModule(nn.Module):
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
             create = Table.create
             if process_group is not None:
+                from speedswap.ranks.creating import create_sharded
+
                 create = functools.partial(create_sharded, process_group)
 
             def make(rows: Tensor | None = None) -> Table:
@@ -274,7 +273,7 @@ class TableModule(nn.Module):
         if is_new and self.table.ranks is None:
             self.table.flush()  # no kill leaves rows on disk without their map, to be looked up by keys as ids
         assert self.table.id_map is not None
-        return KeyedRows(self.table.id_map, self.table, self._step)
+        return self._step.keyed(self.table.id_map, self.table)
 
     @property
     def ranks(self) -> RankGroup | None:
@@ -373,8 +372,7 @@ class TableModule(nn.Module):
             >>> items.score(torch.tensor([1.0, 0.0]), k=2, exclude=torch.tensor([2])).ids.tolist()
             [0, 1]
         """
-        search = top_rows if self.ranks is None else top_rows_of_ranks
-        return search(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
+        return self._step.top_rows(self.table, queries, k, chunk=chunk, exclude=exclude, padding_idx=self.padding_idx)
 
     def lookups_of(self, given: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with a tensor of ids, or with each of several, for a lookahead.
@@ -722,9 +720,9 @@ def _step_over(
     rounding: str | None,
 ) -> RowStep:
     """Return the training step of a table's rows, or of those of them that this rank owns."""
-    if isinstance(table.store, ShardedStore):
-        state = OptimizerState(table.store.own, weight, state_dtype, rounding, whole=table)
-        return ShardedStep(state, padding, table.store, reduction)
+    if (joint := table.store.joint) is not None:
+        step: RowStep = joint.make_step(table, weight, padding, reduction, state_dtype, rounding)
+        return step
     return RowStep(OptimizerState(table, weight, state_dtype, rounding), padding)
 
 
@@ -764,7 +762,7 @@ def _require_owners(table: Table, process_group: dist.ProcessGroup | None) -> No
     """Raise ValueError unless an existing table is owned by the ranks that were given, if they were."""
     if process_group is None:
         return
-    if not isinstance(table.store, ShardedStore) or table.store.group is not RankGroup.of(process_group):
+    if table.ranks is not RankGroup.of(process_group):
         raise ValueError(
             f"table is {table!r}, which is not owned by the ranks of process_group; leave table out, or give the table "
             "of an embedding that was made with this process_group"

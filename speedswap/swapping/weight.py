@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
-from speedswap.ranks.grad import ShardedGrad
 from speedswap.swapping.refusals import name_of, refusal, require_one_pass
 from speedswap.tables import Table, init
 from speedswap.tables.table.whole_columns import put, require_alike
@@ -287,8 +286,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         if (keeper := self.gradient_keeper) is not None:
             keeper.forget_passes()
             if keeper.group is not None and grad is not None:
-                grad = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, keeper.group)
-                grad.table = keeper.number
+                grad = keeper.own_gradient(grad)
         super()._set_grad(grad)
 
     def _note_optimizer(self, asking: FrameType) -> None:

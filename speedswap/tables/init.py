@@ -408,7 +408,7 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
 
         return InRanges.from_json(data)
     if data["kind"] == "owned":
-        from speedswap.ranks.owned import OwnedRows
+        from speedswap.tables.shards.owned import OwnedRows
 
         return OwnedRows.from_json(data)
     if data["kind"] not in _OF_NUMBERS:

@@ -104,7 +104,7 @@ def _of_last_commit(store: RowStore, commit: int | None) -> RowStore:
 
 def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
     """Return a store of all rows of a table that ranks own; None where another table is, or none."""
-    from speedswap.ranks.in_files import ShardsInFiles, read_manifest
+    from speedswap.tables.shards.in_files import ShardsInFiles, read_manifest
 
     try:
         manifest = read_manifest(path)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
+    from speedswap.tables.joint import JointRows
 
 __all__ = ["Found", "Prefetched", "RowStore", "WrappedStore"]
 
@@ -45,6 +46,14 @@ class Prefetched(ABC):
         Returns:
             None where the store has to be asked for them: an id is out of range, or the rows are stale.
         """
+
+    def has_turn(self) -> bool:
+        """Wait for the other ranks that own the rows; return False if one of them has no batch for this turn.
+
+        Raises:
+            PeerError: since one has failed.
+        """
+        return True
 
 
 class _NotPrefetched(Prefetched):
@@ -80,6 +89,7 @@ class RowStore(ABC):
         group: the ranks of a job that hold the rows together, if they do: all of them make a call about rows, each with
             rows of its own or none.
         was_found: whether the rows were in files before this store was asked for.
+        joint: what only such ranks do, where the store is theirs; None for any other.
     """
 
     num_embeddings: int
@@ -96,6 +106,7 @@ class RowStore(ABC):
     stays_at: int | None = None
     group: RankGroup | None = None
     was_found: bool = False
+    joint: JointRows | None = None
 
     @cached_property
     def locked(self) -> Locked:
@@ -324,13 +335,13 @@ class RowStore(ABC):
         live = {name: value for name, get in self.live_attributes.items() if (value := get()) is not None}
         return copy.deepcopy({**self.attributes, **live}), dict(self.id_maps)
 
-    def alone(self) -> AbstractContextManager[RowStore | None]:
-        """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None."""
-        if self.group is None:
-            return nullcontext(self)
-        from speedswap.ranks.alone import alone
+    def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
+        """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None.
 
-        return alone(self)
+        Args:
+            outer: the store in front of this one, if there is one, which is to be read.
+        """
+        return nullcontext(outer or self)
 
     # ------------------------------------------------------------------ commits that stay
 
@@ -487,3 +498,6 @@ class WrappedStore(RowStore):
     close: Any = _of_inner("close")
     remove: Any = _of_inner("remove")
     lives_at: Any = _of_inner("lives_at")
+
+    def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
+        return self.inner.alone(outer or self)

@@ -8,7 +8,7 @@ import torch
 from ranks.balance import ASSIGNMENTS, ORDERS, asked, busiest_over_mean, by_order
 
 from speedswap.apps.bench.workload import zipf_ranks
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 ROWS, LOOKUPS, RANKS = 4_000_000, 65_536, 64
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 import speedswap
 import speedswap.optim
 from speedswap.errors import LostUpdateError
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 DIM = 4
 

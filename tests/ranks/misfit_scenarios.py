@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import speedswap
 from speedswap.collectives import Kind
 from speedswap.errors import SpeedswapError
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 
 def optimizer_of(net):

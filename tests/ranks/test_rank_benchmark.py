@@ -20,7 +20,7 @@ from ranks.trainers import Shape
 
 from speedswap.apps.bench.workload import zipf_batches
 from speedswap.collectives import ROOM
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 5000

@@ -10,7 +10,7 @@ import whole_scenarios as scenarios
 from rank_pool import RankPool
 
 import speedswap
-from speedswap.ranks import Owners
+from speedswap.tables.shards import Owners
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_every_method_of_a_table_is_right_or_refuses(ranks: RankPool) -> None:
     methods = {name for name, value in vars(speedswap.Table).items() if not name.startswith("_") or name in DUNDERS}
     for found in ranks.run(scenarios.walk, 3):
         assert methods - construction - elsewhere <= found.keys()
-        for name in ("gather", "read", "__array__", "__dlpack__", "written", "columns", "rows_between"):
+        for name in ("gather", "lease", "read", "__array__", "__dlpack__", "written", "columns", "rows_between"):
             assert found.pop(name) is True, name
         assert found.pop("zeros") == 0.0
         refused = {name: text for name, text in found.items() if isinstance(text, str) and "Error: " in text}

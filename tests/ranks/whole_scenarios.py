@@ -101,6 +101,10 @@ def walk(group):
     call("gather", lambda: torch.equal(table.gather(ids).weight, values[ids]))
     call("scatter", lambda: table.scatter(torch.tensor([rank, 100 + rank]), more))
     values[torch.tensor([0, 1, 2, 100, 101, 102])] = 1
+    rows = torch.tensor([200 + rank, 500])
+    call("lease", lambda: torch.equal(table.lease(rows).weight, values[rows]))
+    call("give_back", lambda: table.give_back(table.lease(rows[:1]), {"weight": more[:1]}))
+    values[torch.tensor([200, 201, 202])] = 1
     call("read", lambda: torch.equal(table.read(rank, 650), values[rank:650]))
     call("__array__", lambda: bool((table.__array__() == values.numpy()).all()))
     call("__dlpack__", lambda: torch.equal(torch.from_dlpack(table), values))

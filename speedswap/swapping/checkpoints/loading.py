@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import CheckpointError
-from speedswap.ranks import own_shard
 from speedswap.swapping.checkpoints.dense import (
     attach_all,
     check_model,
@@ -37,6 +36,7 @@ from speedswap.swapping.optimizer_state import Found, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.open_directory import OpenDirectory
+from speedswap.tables.shards import own_shard
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint"]
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from speedswap.collectives import Kind, RankGroup, Task
-from speedswap.ranks import ShardedStore
 from speedswap.swapping.table_module import TableModule
 
 __all__ = ["Ranks"]
@@ -37,14 +36,14 @@ class Ranks:
         Raises:
             ValueError: a table is each rank's own, so that there is no one state of it; or they are of several groups.
         """
-        groups = {store.group for each in modules.values() if isinstance(store := each.table.store, ShardedStore)}
+        groups = {each.table.ranks for each in modules.values()} - {None}
         if len(groups) > 1:
             raise ValueError(
                 f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables one "
                 "process_group, or save parts of the model apart"
             )
         for name, each in modules.items():
-            if groups and not isinstance(each.table.store, ShardedStore) and each.weight.requires_grad:
+            if groups and each.table.ranks is None and each.weight.requires_grad:
                 raise ValueError(
                     f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are "
                     "owned by all of them; give it their process_group too, or save it apart"

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import CheckpointError, TableFormatError
-from speedswap.ranks import own_shard, remove_former, require_shared
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.swapping.checkpoints.folders import Folders
@@ -26,6 +25,9 @@ from speedswap.swapping.checkpoints.plain import Encoder
 from speedswap.swapping.checkpoints.ranks import Ranks
 from speedswap.swapping.checkpoints.table_saving import Saving
 from speedswap.swapping.checkpoints.tables import all_locked, is_referred_to, let_go, tables_of
+from speedswap.tables.files.shards_manifest import require_shared
+from speedswap.tables.shards import own_shard
+from speedswap.tables.shards.moving import remove_former
 
 __all__ = ["SavedCheckpoint", "save_checkpoint"]
 

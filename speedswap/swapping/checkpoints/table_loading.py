@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap.errors import CheckpointError, TableFormatError
-from speedswap.ranks import InOrder, Owners, Shard, ShardedStore, place_rows, take_shards
 from speedswap.swapping.checkpoints.files import TensorsOf
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.manifest import Delta, SavedTable, damaged
@@ -30,6 +29,7 @@ from speedswap.swapping.checkpoints.tables import (
 )
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
+from speedswap.tables.shards import InOrder, Owners, Shard, place_rows, take_shards
 
 __all__ = ["Loading"]
 
@@ -226,8 +226,8 @@ class Loading:
                 attributes = {key: value for key, value in attributes.items() if key not in own.live_attributes}
             own.attributes.clear()
             own.attributes.update(attributes)
-            if isinstance(table.store, ShardedStore):
-                table.store.torn = None
+            if (joint := table.store.joint) is not None:
+                joint.torn = None
 
     def _returns(self, table: Table) -> bool:
         """Return whether a table goes back to the checkpoint's commit, which no later one of a checkpoint forbids."""

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speedswap.ranks import InOrder, own_shard
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.swapping.checkpoints.manifest import Delta, Manifest, SavedTable
 from speedswap.swapping.checkpoints.plain import Encoder
@@ -30,6 +29,7 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
 from speedswap.tables.changes import ChangedRows
 from speedswap.tables.files.shards_manifest import shard_name
+from speedswap.tables.shards import InOrder, own_shard
 
 __all__ = ["Saving"]
 

@@ -169,7 +169,7 @@ class TableGroup(TableModule):
                 table = Table(PartStore(self.table.store, first_row, config.num_embeddings, config.name))
                 table.set_id_map(id_maps[config.name] if table.id_map is None else table.id_map)
                 assert table.id_map is not None
-                keyed[config.name] = KeyedRows(table.id_map, table, self._step, first_row)
+                keyed[config.name] = self._step.keyed(table.id_map, table, first_row)
         return keyed
 
     @property

@@ -19,7 +19,6 @@ from speedswap import kernels
 from speedswap._warnings import users_level
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
-from speedswap.ranks import ShardedStore, create_sharded
 from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.switchers import arrays, files
 from speedswap.swapping.switchers.files import ColumnArray
@@ -124,6 +123,8 @@ class Collection:
         """Return a new table of this collection's rows; of ranks also the one that is there, if ``exist_ok`` is set."""
         create = Table.create
         if self.process_group is not None:
+            from speedswap.ranks.creating import create_sharded
+
             create = partial(create_sharded, self.process_group, exist_ok=exist_ok)
         return create(
             self.num_rows,
@@ -218,13 +219,12 @@ class Collection:
         """Write rows; of rows with equal ids the last one wins, of the last rank, and a warning says so once."""
         if _lives_on_gpu(self.table):
             values = {name: rows.cuda() for name, rows in values.items()}
-        store = self.table.store
-        if isinstance(store, ShardedStore):
+        if (joint := self.table.store.joint) is not None:
             with self.table.lock:
                 last, rows = _last_of_each(ids, values)
-                if store.scatter_last(last, rows) or len(last) < len(ids):
+                if joint.scatter_last(last, rows) or len(last) < len(ids):
                     self._warn_of_duplicates(ids)
-                store.commit()
+                self.table.store.commit()
             return
         try:
             self.table.scatter(ids, values)

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from speedswap.collectives import Kind
-from speedswap.ranks import ShardedStore
 from speedswap.tables import Table
 from speedswap.tables.files.whole import write_whole
 from speedswap.tables.whole_table import as_numpy
@@ -183,15 +181,12 @@ def _number(stream: IO[bytes], path: Path, name: str) -> Any:
 @contextmanager
 def _written(path: Path, arrays: Iterable[ColumnArray]) -> Iterator[IO[bytes]]:
     """Yield a stream for a file that appears when it is complete; of ranks that share a table, the first one writes."""
-    store = next((array.table.store for array in arrays), None)
-    if not isinstance(store, ShardedStore):
-        with write_whole(path) as stream:
-            yield stream
-        return
-    with store.task(Kind.SAVE) as task:
-        with write_whole(path) if store.group.rank == 0 else nullcontext(cast("BinaryIO", _Nowhere())) as stream:
-            yield stream
-        task.round()  # it is there
+    joint = next((array.table.store.joint for array in arrays), None)
+    with (
+        nullcontext(True) if joint is None else joint.saving() as writes,
+        write_whole(path) if writes else nullcontext(cast("BinaryIO", _Nowhere())) as stream,
+    ):
+        yield stream
 
 
 class _Nowhere(io.RawIOBase):

@@ -156,7 +156,7 @@ def salvage(
 
 def _save_shards(files: OpenDirectory, manifest: ShardsManifest, found: Salvaged, directory: TableDirectory) -> None:
     """Save the rows of every rank."""
-    from speedswap.ranks.owners import Owners
+    from speedswap.tables.shards.owners import Owners
 
     owners, shards, salts = Owners(manifest.num_embeddings, manifest.world_size), [], []
     for rank in range(manifest.world_size):

@@ -12,7 +12,15 @@ from speedswap.tables.files.damage import is_int, require
 from speedswap.tables.files.manifest import FORMAT, column_json, parse_column, require_table
 from speedswap.tables.record import Column
 
-__all__ = ["SHARD", "ShardsManifest", "parse_shards_manifest", "part_of_ranks", "remedy_for_part", "shard_name"]
+__all__ = [
+    "SHARD",
+    "ShardsManifest",
+    "parse_shards_manifest",
+    "part_of_ranks",
+    "remedy_for_part",
+    "require_shared",
+    "shard_name",
+]
 
 SHARD = re.compile(r"shard-[0-9]{1,7}-of-[0-9]{1,7}")
 _MOST_SHARDS = 2**14
@@ -101,3 +109,17 @@ def parse_shards_manifest(data: dict[str, Any]) -> ShardsManifest:
     weight = parse_column(data["weight"], num_embeddings)
     require(weight.name == "weight", f"its first column is {weight.name!r}")
     return ShardsManifest(name, num_embeddings, seed, weight, tuple(salts))
+
+
+def require_shared(directory: Path, path: Path) -> Path:
+    """Return a directory that the first rank has made.
+
+    Raises:
+        FileNotFoundError: it is not there for this rank.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"path is {str(path)!r}, where this rank does not find what the first rank has made; give all ranks a path "
+            "on a file system that they share"
+        )
+    return directory

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableClosedError, TableFormatError
-from speedswap.ranks.owned import whole_columns
-from speedswap.ranks.owners import Owners
 from speedswap.tables.block import Block
 from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.options import DiskOptions
@@ -24,6 +22,8 @@ from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.opening import open_store
 from speedswap.tables.record import Column
+from speedswap.tables.shards.owned import whole_columns
+from speedswap.tables.shards.owners import Owners
 from speedswap.tables.store import RowStore
 
 if TYPE_CHECKING:

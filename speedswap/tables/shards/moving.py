@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.ranks.owned import whole_columns
-from speedswap.ranks.owners import InOrder, Owners
-from speedswap.ranks.sharded import ShardedStore
+from speedswap.errors import TableFormatError
 from speedswap.tables.block import Block
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.files.shards_manifest import SHARD
+from speedswap.tables.opening import open_store
+from speedswap.tables.shards.owned import whole_columns
+from speedswap.tables.shards.owners import InOrder, Owners
 from speedswap.tables.table import Table
 
-__all__ = ["Shard", "own_shard", "place_rows", "take_shards"]
+__all__ = ["Shard", "own_shard", "place_rows", "remove_former", "take_shards"]
 
 _PIECE_BYTES = 8 << 20
+_CACHE_BYTES = 64 << 20
+_log = logging.getLogger("speedswap")
 
 
 class Shard(NamedTuple):
@@ -35,10 +43,10 @@ class Shard(NamedTuple):
 
 def own_shard(table: Table) -> Shard:
     """Return the rows of a table that are in this process: all rows, or those that this rank owns."""
-    store = table.store
-    if isinstance(store, ShardedStore):
-        return Shard(store.own, store.owners, store.group.rank)
-    return Shard(table, InOrder(table.num_embeddings), 0)
+    joint = table.store.joint
+    if joint is None:
+        return Shard(table, InOrder(table.num_embeddings), 0)
+    return Shard(joint.own, joint.owners, joint.group.rank)
 
 
 def place_rows(places: Tensor, source: Shard, target: Shard) -> tuple[Tensor, Tensor]:
@@ -103,3 +111,22 @@ def _starts(table: Table) -> dict[str, list[tuple[object, ...]]]:
         ]
         for name, held in table.store.initial_layout.by_name.items()
     }
+
+
+def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool]) -> None:
+    """Remove the rows of other numbers of ranks.
+
+    Args:
+        path: of the table of all ranks.
+        world_size: their present number.
+        is_needed: whether a checkpoint may refer to such rows, given as a table.
+    """
+    for place in sorted(path.iterdir()):
+        if SHARD.fullmatch(place.name) and not place.name.endswith(f"-of-{world_size}") and not place.is_symlink():
+            with suppress(OSError, TableFormatError):  # another process has it
+                table = Table(open_store(place, disk=DiskOptions(cache_bytes=_CACHE_BYTES)))
+                if is_needed(table):
+                    table.close()
+                else:
+                    table.remove()
+                    _log.info("removed %s, whose rows other ranks have now", place)

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from speedswap.ranks.owners import Owners
 from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
 from speedswap.tables.record import Column
+from speedswap.tables.shards.owners import Owners
 
 __all__ = ["OwnedRows", "owned_column", "whole_columns"]
 
