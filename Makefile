@@ -1,7 +1,10 @@
 # speedswap's commands. Each is safe to run twice, and fast the second time.
 #
 #   make demo        install into .venv and train word2vec on real text; vectors and plot go to demo-output/
-#   make test        install into .venv, then every check and every test
+#   make check       while you work: lint, types, and the quick tests of the core; a minute and a half on two cores
+#   make test        what a change has to pass: lint, types, and the tests of all that users see; some seven minutes
+#   make test-all    what a release has to pass: also every case of every sweep, kills and cuts at every point, torture,
+#                    notebooks, benchmarks, and the tools; a quarter of an hour
 #   make gpu-check   on a machine with a GPU: build, test, sanitize, measure; needs no network and makes no .venv
 #   make torture     attack what speedswap promises, for MINUTES=10; prints the seed, the findings and their counts
 #   make bench       measure everything on this machine's CPU, for hours, as JSON into bench-output/;
@@ -40,12 +43,12 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh' -o -name '*.cu')
 
 # torch's idle threads spin by default, which a machine that does anything else as well pays for dearly.
-demo test torture: export OMP_WAIT_POLICY ?= passive
+demo check test test-all torture: export OMP_WAIT_POLICY ?= passive
 
 # Hundreds of processes of the tests import the same files, which Python would compile again for each.
-test: export PYTHONDONTWRITEBYTECODE :=
+check test test-all: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test torture lint format bench figures gpu-check clean FORCE
+.PHONY: demo check test test-all torture lint format bench figures gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 # Small corpus, many passes: these settings give it neighbours that make sense.
@@ -59,9 +62,23 @@ demo: $(VENV)/.stamp-demo
 PYTEST_OPTIONS := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --timeout 280 \
     -o faulthandler_exit_on_timeout=true
 
+# From the public step down to the bytes: what most changes touch, and what breaks first.
+CORE := $(addprefix tests/,test_public_names.py test_structure.py kernels optim \
+    $(addprefix tables/test_,table.py stores.py log_store.py pending.py init.py reset_rows.py) \
+    $(addprefix swapping/test_,attach.py calls_of_a_step.py embedding_bag.py failed_steps.py lookahead.py lookup.py \
+        refused_arguments.py signatures.py training.py weight.py) swapping/collections \
+    batching/test_splitter.py batching/test_check.py)
+
+check: lint
+	$(BIN)/python -m pytest -m 'not release and not sweep and not slow' $(PYTEST_OPTIONS) $(CORE)
+
 test: lint
+	$(BIN)/python -m pytest -m 'not release' $(PYTEST_OPTIONS)
+	$(BIN)/python tools/simulated_tests.py core -q -m 'not release' $(PYTEST_OPTIONS)
+
+test-all: lint
 	$(BIN)/python -m pytest --nbmake $(PYTEST_OPTIONS)
-	$(BIN)/python tools/simulated_tests.py -q $(PYTEST_OPTIONS)
+	$(BIN)/python tools/simulated_tests.py all -q $(PYTEST_OPTIONS)
 
 torture: $(VENV)/.stamp-dev
 	PYTHONPATH=tools $(BIN)/python -m torture --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
@@ -70,6 +87,7 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python tools/english.py
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 format: $(VENV)/.stamp-dev

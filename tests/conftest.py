@@ -73,7 +73,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if re.search(r"\bdevice\b|needs a GPU", collection_path.read_text()) is None else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_cases_to_releases(items)
     if not config.pluginmanager.has_plugin("gpu_tests"):  # which has an order of its own
         # What takes long begins first, so that several processes end together.
         items.sort(key=lambda item: not _is_slow(item))
@@ -83,6 +85,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (chosen if _uses_gpu(item) else others).append(item)
         items[:] = chosen
         config.hook.pytest_deselected(items=others)
+
+
+def _leave_cases_to_releases(items: list[pytest.Item]) -> None:
+    """Mark all cases of a sweep for releases, but as many as it is to keep, spread over them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        marker = each[0].get_closest_marker("sweep")
+        assert marker is not None
+        kept = {round((place + 0.5) * len(each) / marker.args[0] - 0.5) for place in range(marker.args[0])}
+        for place, item in enumerate(each):
+            if place not in kept:
+                item.add_marker("release")
 
 
 def _is_slow(item: pytest.Item) -> bool:

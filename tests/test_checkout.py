@@ -66,6 +66,7 @@ def test_compiled_part_comes_from_the_install_and_python_files_from_the_checkout
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("changed", ["cli.py", "tables/record.py", "new.py"])
 def test_install_of_other_python_files_is_refused_in_one_line(checkout, site, changed):
     """A build under Python files it was not made for could compute something else without an error."""
@@ -86,6 +87,7 @@ def test_install_that_is_older_than_a_cpp_source_is_refused(checkout, site):
     assert "was built from other sources" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("words", [("-m", "speedswap", "info"), ("-c", "import speedswap"), ("-m", "pytest", "tests")])
 def test_checkout_without_a_build_says_how_to_build_it(checkout, words):
     """Not "most likely due to a circular import"."""

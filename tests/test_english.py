@@ -5,6 +5,8 @@ from __future__ import annotations
 import english
 import pytest
 
+pytestmark = pytest.mark.release
+
 
 @pytest.mark.parametrize(
     "source, broken",

@@ -17,6 +17,8 @@ import pytest
 from gpu_check import TOTAL_SECONDS, check, chosen, closing_line, main, names_failure, pack, run_part
 from gpu_parts import Part, plan
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.release
+
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
 TESTS = """

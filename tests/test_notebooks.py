@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 

@@ -67,11 +67,13 @@ def test_links_between_pages_lead_somewhere(page):
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("page", readme_figures.PAGES)
 def test_pages_say_what_was_measured(page):
     assert (ROOT / page).read_text() == readme_figures.filled(page)
 
 
+@pytest.mark.release
 def test_pictures_show_what_was_measured():
     stored = {path.name: path.read_text() for path in readme_figures.PICTURES.glob("*.svg")}
     assert stored == readme_figures.drawn()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import readme_figures
 import readme_gpu
+
+pytestmark = pytest.mark.release
 
 MACHINE = {
     "gpu": "made-up GPU",

@@ -16,6 +16,8 @@ from torture.attack import Attack, Broken, Skipped, attacks
 from torture.processes import child
 from torture.run import Plan, as_json, as_table, play, round_seed
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 2_025
 

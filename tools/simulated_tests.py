@@ -1,6 +1,7 @@
 """Run the tests that ask for a device on a simulated GPU, in processes that have one all their life.
 
-As a command, ``python tools/simulated_tests.py``, followed by any of pytest's options.
+As a command, ``python tools/simulated_tests.py all``, or ``core`` for the part that `make test` has, followed by any of
+pytest's options.
 """
 
 from __future__ import annotations
@@ -17,8 +18,23 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import simulated_gpu  # noqa: E402
 
+# What moves rows, and what trains over them: kernels, engines, the steps' waits and launches, lookahead.
+CORE = [
+    "tests/kernels",
+    "tests/tables/test_stores.py",
+    "tests/tables/test_table.py",
+    "tests/tables/test_table_engines.py",
+    "tests/swapping/collections/test_costs.py",
+    "tests/swapping/test_embedding_bag.py",
+    "tests/swapping/test_lookahead.py",
+    "tests/swapping/test_lookup.py",
+    "tests/swapping/test_shared_rows.py",
+    "tests/swapping/test_step_costs.py",
+    "tests/ranks/test_gpu_ranks.py",
+    "tests/apps/test_gpu_runs.py",
+]
 # Work on streams as late as a GPU may do it, and as early.
-RUNS = {
+ALL = {
     "late": [
         "tests/simulated_gpu",
         "tests/kernels",
@@ -40,13 +56,13 @@ RUNS = {
 }
 
 
-def main(options: list[str]) -> int:
+def main(part: str, *options: str) -> int:
     """Return the exit status of the first run that fails, or 0."""
     reason = "there is a GPU" if torch.cuda.is_available() else simulated_gpu.unavailable()
     if reason:
         print(f"tests on a simulated GPU are left out: {reason}")
         return 0
-    for policy, chosen in RUNS.items():
+    for policy, chosen in {"core": {"late": CORE}, "all": ALL}[part].items():
         environment = {**os.environ, "SPEEDSWAP_TEST_DEVICE": "simulated", "SPEEDSWAP_SIMULATED_POLICY": policy}
         words = [sys.executable, "-m", "pytest", "--gpu-only", *options, *chosen]
         if status := subprocess.run(words, cwd=ROOT, env=environment).returncode:
@@ -55,4 +71,4 @@ def main(options: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

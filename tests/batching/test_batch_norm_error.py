@@ -69,6 +69,7 @@ def collect(model, parts):
         norm.eval()
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_gradients_through_batch_norm_are_as_far_off_as_is_said(caplog):
     """ResNet18, 48 images of 64 by 64 in micro-batches of 16; a second pass with fixed statistics mends nothing.

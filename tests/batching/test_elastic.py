@@ -314,6 +314,7 @@ def uninterrupted(epochs: int) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_job_that_loses_a_node_and_is_killed_trains_on_with_other_numbers_of_ranks(start, tmp_path):
     """Three ranks on two nodes; one node is lost and torchrun restarts the other alone; then all is killed, and started

@@ -126,6 +126,7 @@ def estimated(model, shape, optimizer, samples=4, **options):
     )
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "accumulating"])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("name", MODELS)

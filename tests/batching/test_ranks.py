@@ -21,6 +21,7 @@ def scenarios() -> list[str]:
     return found
 
 
+@pytest.mark.sweep(56)
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", scenarios())
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -16,6 +16,8 @@ from machine.link import Batch, Link
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 
+pytestmark = pytest.mark.release
+
 MIB = 1 << 20
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SMALL = ceilings.Plan((4 * MIB, 8 * MIB, 2**60), (64, 512), (512,), MIB // 4, (MIB // 4,), (1, 0), MIB, 2, 600.0)

@@ -17,7 +17,7 @@ from speedswap.apps.errors import WrongResultError
 
 SMALL = Plan(Shape(3, 400, 8, 128), steps=4, repeats=1, seconds=600.0)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+pytestmark = [pytest.mark.release, pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -17,7 +17,7 @@ from speedswap.apps.errors import WrongResultError
 
 SMALL = Plan(Shape(3, 400, 8, 32), ("uniform",), (1, 4), 400, 64, steps=4, repeats=1)
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+pytestmark = [pytest.mark.release, pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")]
 
 
 def check(optimizer, one, device):

@@ -10,6 +10,8 @@ from ranks.balance import ASSIGNMENTS, ORDERS, asked, busiest_over_mean, by_orde
 from speedswap.apps.bench.workload import zipf_ranks
 from speedswap.tables.shards import Owners
 
+pytestmark = pytest.mark.release
+
 ROWS, LOOKUPS, RANKS = 4_000_000, 65_536, 64
 
 

@@ -18,6 +18,8 @@ from torch.profiler import record_function
 from speedswap.apps.bench import step
 from speedswap.apps.errors import BenchmarkError
 
+pytestmark = pytest.mark.release
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
 

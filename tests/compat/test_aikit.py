@@ -265,6 +265,7 @@ import_first(KERAS_PATHS)
 """
 
 
+@pytest.mark.release
 def test_every_module_path_can_be_imported_first_and_the_torch_half_without_keras():
     keras_paths = KERAS_PATHS if find_spec("keras") else {}
     done = run_script(f"PATHS, KERAS_PATHS = {PATHS}, {keras_paths}\n{IMPORTS}")

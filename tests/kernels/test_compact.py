@@ -165,6 +165,7 @@ def test_any_width_beside_other_columns(stored: torch.dtype, ids_dtype: torch.dt
             assert torch.equal(parts[1].block.view(torch.int32), back.view(torch.int32)), items
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("key", [None, 31])
 @pytest.mark.parametrize("dtype", HALVES, ids=name)
 def test_more_than_the_cache_holds(dtype: torch.dtype, key: int | None):

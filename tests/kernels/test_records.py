@@ -110,6 +110,7 @@ def test_columns(where: str, device: str, columns: list[tuple[int, int]], ids_dt
         check(memory, columns, torch.randint(0, 300, (77,)).to(ids_dtype), device)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.cuda_kernels
 @pytest.mark.parametrize("columns", [COLUMNS["Adam"], COLUMNS["odd"], COLUMNS["gaps"]], ids=["Adam", "odd", "gaps"])
 def test_more_than_the_cache_and_the_staging_buffers_hold(where: str, device: str, columns: list[tuple[int, int]]):

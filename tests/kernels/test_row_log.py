@@ -81,6 +81,7 @@ def anything(log: Log, rng: random.Random) -> None:
 SHAPES = [(40, 4, 64), (1000, 60, 4), (400, 129, 2), (3000, 512, 1), (300, 1501, 1), (100, 5000, 1)]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("groups, row_bytes, per_group", SHAPES)
 @pytest.mark.parametrize("direct", [True, False])
 def test_any_sequence_of_calls_holds_what_a_dictionary_holds(

@@ -50,12 +50,14 @@ def test_every_state_keeps_the_promises() -> None:
     assert sum(states.values()) > 100_000, states
 
 
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize("config", LARGE.values(), ids=LARGE)
 def test_every_state_of_larger_logs_keeps_the_promises(config: Config) -> None:
     assert search(Model(config)) > 40_000
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "no jump"])
 def test_no_part_of_the_protocol_can_be_left_out(fault: str) -> None:
     with pytest.raises(Violation) as found:

@@ -33,6 +33,7 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("world_size", "more"),
     [
@@ -104,6 +105,7 @@ def test_word2vec_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> N
     assert np.allclose(read_vectors(parts)[1], read_vectors(whole)[1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("world_size", "more"),
     [(3, {"batch": 250}), (2, {"batch": 1, "generate": 40, "holdout": 3, "storage": "disk"})],
@@ -177,6 +179,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("in_folder")
 def test_ncf_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     """Output is that of one process, once; the saved model recommends in one process."""
@@ -199,6 +202,7 @@ def test_ncf_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert best[0] == best[1]
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("in_folder")
 def test_word2vec_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     """Neighbours and vectors are those of one process, and nothing is printed twice; by the documented command."""

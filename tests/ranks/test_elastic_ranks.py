@@ -14,6 +14,7 @@ from rank_pool import largest
 JOB = Path(__file__).parent / "elastic_job.py"
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_job_of_four_then_three_then_five_ranks_ends_as_one_process_that_was_not_interrupted(tmp_path: Path) -> None:
     """Sixteen kills: each start goes on from the last checkpoint, with rows that other ranks own."""

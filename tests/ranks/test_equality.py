@@ -70,6 +70,7 @@ def assert_as_one_process(case: Case, found: list[Any], expected: Any = None) ->
     assert (seen == 1).all()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("world_size", CASES)
 def test_ranks_train_as_one_process(ranks: RankPool, world_size: int) -> None:
     found = ranks.run(train_all, world_size, CASES[world_size])

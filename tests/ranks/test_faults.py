@@ -19,6 +19,7 @@ FAULTS = int(os.environ.get("SPEEDSWAP_FAULTS", "60"))
 AT_ONCE = 16
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_step_that_fails_on_one_rank_fails_on_all(ranks: RankPool, world_size, record_property) -> None:
     """Faults are spread evenly over the calls of a step."""

@@ -76,6 +76,7 @@ def test_owners_evict_among_their_own_keys(ranks: RankPool, policy: str, admit_a
         assert sum(rows) == known
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("policy", "admit_after"), [("lru", 2), ("lfu", 1)])
 def test_owners_evict_the_same_keys_after_a_checkpoint(
     ranks: RankPool, policy: str, admit_after: int, tmp_path: Path
@@ -89,6 +90,7 @@ def test_owners_evict_the_same_keys_after_a_checkpoint(
         assert found[0][0][3] > 36  # of which ranks have evicted
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_owners_evict_the_same_keys_after_a_table_is_opened_again(ranks: RankPool, policy: str, tmp_path: Path) -> None:
     """As in a table that was never closed, though ranks had filled their shares of the rows unequally."""

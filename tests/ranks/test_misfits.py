@@ -90,6 +90,7 @@ def test_zero_redundancy_optimizer_is_refused_by_name(ranks: RankPool) -> None:
         assert not torch.equal(rows, torch.zeros(3, 2))  # as the message says
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("what", "lost", "says"), [
     ("read", (), "did not come within 2 seconds"),
     ("lookup", (), "did not come within 2 seconds"),

@@ -7,6 +7,8 @@ import pytest
 import torch.distributed as dist
 from rank_pool import RankPool, RanksFailed
 
+pytestmark = pytest.mark.release
+
 
 def test_scenarios_run_on_as_many_ranks_as_asked(ranks: RankPool) -> None:
     """Each rank has its place and one thread, and the processes stay for the next scenario."""

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import bench_ranks
 import pytest
+import readme_figures
 import readme_ranks
 import step_scenarios as scenarios
 import torch
@@ -21,6 +22,8 @@ from ranks.trainers import Shape
 from speedswap.apps.bench.workload import zipf_batches
 from speedswap.collectives import ROOM
 from speedswap.tables.shards import Owners
+
+pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 5000
@@ -190,7 +193,7 @@ def test_the_benchmark_of_ranks_says_what_was_run(ranks: RankPool, monkeypatch, 
     assert entry["bytes"]["1"]["payload"] == 0 < entry["bytes"]["2"]["payload"]
     assert [line["ranks"] for line in found["model"]["held_out"]] == [None, 1, 2]
     assert [line["goal"] for line in found["acceptance"]] == [0.15, 1.05]
-    assert len(readme_ranks.lines(found, "ranks-cpu.json")) == 6  # of 2 ranks, by work and lookahead
+    assert len([*readme_figures.ranks(found)]) == 6  # of 2 ranks, by work and lookahead
     for name, said in readme_ranks.blocks(found).items():
         widths = {line.count("|") for line in said.splitlines()}
         assert len(widths) == 1, name

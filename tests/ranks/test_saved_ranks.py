@@ -100,6 +100,7 @@ def test_damaged_checkpoint_is_an_error_of_all(ranks: RankPool, tmp_path: Path) 
     assert largest(each[2] for each in found) <= EXACT
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("keyed", [False, True])
 def test_distributed_checkpoint_of_four_ranks_loads_anywhere(keyed: bool, ranks: RankPool, tmp_path: Path) -> None:
     """On three, on five, on one of a job, and in a process without one; and back. Id maps have any number of bytes."""

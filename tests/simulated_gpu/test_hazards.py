@@ -15,7 +15,10 @@ from torch import Tensor
 
 import simulated_gpu
 
-pytestmark = pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs a GPU that is simulated")
+pytestmark = [
+    pytest.mark.release,
+    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs a GPU that is simulated"),
+]
 
 DEVICE_TO_DEVICE, HOST_TO_DEVICE, DEVICE_TO_HOST = 3, 1, 2
 

@@ -344,6 +344,7 @@ class Adds(torch.optim.SGD):
         super().add_param_group(param_group)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, Adds])
 @pytest.mark.parametrize("wait", [1, 2, 7], ids="waits-{}".format)
 @pytest.mark.parametrize("zero", ["own", "all", "none"])
@@ -942,6 +943,7 @@ def test_from_pretrained_freezes_by_default() -> None:
     assert speedswap.Embedding.from_pretrained(rows, freeze=False)(torch.tensor([3])).requires_grad
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["Adagrad", "Adam"])
 def test_ctrl_c_in_the_first_step_leaves_an_embedding_that_trains_on(
     name: str, interrupted_at: Callable[[int], AbstractContextManager[list[str]]]

@@ -300,6 +300,7 @@ def planted_loss(state_dtype: torch.dtype, rounding: str | None = None, steps: i
     return sum(losses[-steps // 5 :]) / (steps // 5)
 
 
+@pytest.mark.release
 def test_half_the_state_costs_half_a_percent_of_loss_at_most() -> None:
     """On the same batches: the difference that the state's rounding makes, not the batches' noise."""
     exact = planted_loss(torch.float32)

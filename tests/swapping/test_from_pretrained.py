@@ -76,6 +76,7 @@ def test_integer_rows_are_refused_before_a_table_is_made(
     module.table.close()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", [ours for ours, _ in KINDS])
 def test_a_table_killed_while_it_is_filled_with_given_rows_has_them_all_or_is_not_there(
     kind: Any, tmp_path: Path

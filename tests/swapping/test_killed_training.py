@@ -174,6 +174,7 @@ def trained_in_phases(items: speedswap.Embedding, phases: Phases, done: int, aft
         first += steps
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("moves", [False, True], ids=["in place", "to another log"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_commit_is_made_inside_a_step(

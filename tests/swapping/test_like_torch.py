@@ -300,6 +300,7 @@ def test_a_state_dict_of_other_groups_changes_nothing() -> None:
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.sweep(9)
 @_any_optimizer
 @pytest.mark.parametrize("seed", range(12))
 def test_any_course_of_a_training_is_torchs(optimizer: str, seed: int) -> None:

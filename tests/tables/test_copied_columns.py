@@ -58,6 +58,7 @@ def assert_same_wherever_it_is_read(ours: Table, other: Table, path: Path) -> No
             assert_same(other, reader)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("dim", [5, 70])
 @pytest.mark.parametrize("stored", [torch.int8, torch.bfloat16, torch.float16])
 def test_a_copy_of_a_compact_column_has_the_values_that_it_reads(tmp_path: Path, dim: int, stored: torch.dtype) -> None:

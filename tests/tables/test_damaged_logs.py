@@ -65,6 +65,7 @@ FILES = st.sampled_from(["rows.log", "HEAD", "MANIFEST"])
 SLOW = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.release
 @SLOW
 @given(file=FILES, bit=st.integers(0, 2**23), mode=st.sampled_from(["r", "r+"]))
 def test_flipped_bit_never_gives_other_rows(written, tmp_path, file, bit, mode):

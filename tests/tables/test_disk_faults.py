@@ -103,6 +103,7 @@ def test_short_reads_and_writes_are_continued(tmp_path):
         same(table, trainer.reference, trainer.steps)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("every", "synchronous", "most"), [(1, False, 1), (3, False, 5), (1, True, 0), (4, True, 3)])
 def test_a_kill_on_a_slow_disk_loses_no_more_steps_than_promised(
     every: int, synchronous: bool, most: int, tmp_path: Path
@@ -199,6 +200,7 @@ def rewritten(tmp_path: Path, rows: int, dim: int, **settings: Any) -> Table:
     return table
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dim", [256, 8])
 def test_a_scatter_of_several_pieces_is_whole_or_not_there(tmp_path: Path, dim: int) -> None:
     """The disk is full right after room was made, and rows come in an order in which groups leave and come back."""
@@ -288,6 +290,7 @@ def test_a_damaged_row_in_a_later_piece_leaves_all_as_it_was(tmp_path: Path, dim
             assert torch.equal(table.read(start, stop)[:, 0], torch.arange(start, stop).float())
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("dim", [64, 8])
 def test_records_that_are_written_as_a_whole_are_not_read(device: str, tmp_path: Path, dim: int) -> None:
     """In several pieces, from any device, where a group is a row."""
@@ -299,6 +302,7 @@ def test_records_that_are_written_as_a_whole_are_not_read(device: str, tmp_path:
     table.close()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("allocations", [0, 1])
 @pytest.mark.parametrize("begins", ["as", "unlike"])
 @pytest.mark.parametrize("storage", ["disk", "pageable"])

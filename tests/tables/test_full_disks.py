@@ -177,6 +177,7 @@ def test_nothing_is_left_of_what_finds_no_room(full: Callable[[Path], Iterator[N
         shutil.rmtree(small_disk / name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("full", [filled, without_inodes])
 def test_a_table_on_a_full_disk_opens_for_writing(full: Callable[[Path], Iterator[None]], small_disk: Path) -> None:
     """Changes that would take room are refused, and leave the table as it was."""

@@ -564,6 +564,7 @@ def test_arrays_of_any_layout_are_keys() -> None:
     assert users.lookup(np.broadcast_to(np.uint64(2), (1, 2))).tolist() == [[3, 3]]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("turn", ["now", "ahead"])
 @pytest.mark.parametrize(
     ("kind", "admit_after", "evict"), [("int64", 1, ""), ("int64", 2, "lru"), ("exact", 1, "lfu"), ("exact", 2, "")]

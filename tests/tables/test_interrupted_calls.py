@@ -275,6 +275,7 @@ def walk(name: str, dim: int, started: Path, tmp_path: Path, interrupted_at: Int
     return interrupts
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops one in a finalizer
 @pytest.mark.parametrize("name", CALLS)
 def test_ctrl_c_anywhere_leaves_a_table_that_goes_on(

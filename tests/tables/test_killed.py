@@ -70,6 +70,7 @@ def test_create_killed_anywhere_leaves_a_table_or_none(tmp_path: Path) -> None:
     assert seen == {"there", "not there"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "names one by one"])
 def test_save_killed_anywhere_leaves_the_old_table_or_the_new(
     exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -94,6 +95,7 @@ def test_save_killed_anywhere_leaves_the_old_table_or_the_new(
     assert seen == {1.0, 2.0}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("written", [False, True], ids=["before the first write", "after it"])
 def test_added_columns_killed_anywhere_are_there_or_not(written: bool, tmp_path: Path) -> None:
     """The rows stay, and files that no manifest refers to are removed."""

@@ -266,6 +266,7 @@ def test_a_file_behind_a_link_is_refused(file: str, tmp_path: Path) -> None:
         Table.open(tmp_path / "t")
 
 
+@pytest.mark.release
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 1000), byte=st.integers(0, 255), cut=st.booleans())
 def test_damaged_manifests_are_errors_and_never_a_crash(position: int, byte: int, cut: bool, tmp_path: Path) -> None:
@@ -284,6 +285,7 @@ def test_damaged_manifests_are_errors_and_never_a_crash(position: int, byte: int
             Table.open(path)
 
 
+@pytest.mark.release
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     value=st.recursive(

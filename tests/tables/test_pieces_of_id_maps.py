@@ -54,6 +54,7 @@ def is_as_in_files(path: Path, id_map: speedswap.IdMap) -> bool:
         return torch.equal(reader.id_map.to_bytes(), id_map.to_bytes())
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_any_batches_between_commits_are_found_again(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Also when batches were asked for ahead, when the map was restored, and over several processes."""
@@ -168,6 +169,7 @@ def killed_between(path: Path, work: Any) -> Iterator[speedswap.IdMap]:
     assert step > 3
 
 
+@pytest.mark.release
 def test_a_process_killed_anywhere_in_its_commits_leaves_one_of_them(tmp_path: Path) -> None:
     """Rows and keys are of one commit: row 0 of the table says which, and that commit's keys are all there."""
     path, table, _ = grown(tmp_path, "lru")

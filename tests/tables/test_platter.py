@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from torture.platter import Platter
+
+pytestmark = pytest.mark.release
 
 OLD, NEW = b"o" * 1024, b"n" * 1024
 

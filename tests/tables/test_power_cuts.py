@@ -94,6 +94,7 @@ def test_a_saved_table_is_on_the_disk(disk: tuple[Path, Callable[[], Any]]) -> N
             assert (found.read() == value).all()
 
 
+@pytest.mark.release
 def test_power_cut_anywhere_while_columns_are_added(disk: tuple[Path, Callable[[], Any]]) -> None:
     """Wherever a process was killed, its disk holds the whole table of before, or of after."""
     mount, cut = disk

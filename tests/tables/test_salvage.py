@@ -132,6 +132,7 @@ def test_a_whole_table_is_saved_as_it_is(damaged: Damaged) -> None:
     require_saved(found)
 
 
+@pytest.mark.release
 def test_a_flipped_bit_anywhere_in_the_log_costs_its_row_alone(damaged: Damaged) -> None:
     """In every byte: a record's own is noticed, and everything else is put back."""
     manifest = speedswap.tables.files.manifest_file.ManifestFile.load(
@@ -157,6 +158,7 @@ def test_a_flipped_bit_anywhere_in_the_log_costs_its_row_alone(damaged: Damaged)
     assert lost == VALUES.keys()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", [LOG, HEAD, "MANIFEST", "keys-5.bin", "keys-40.bin"])
 def test_a_flipped_bit_in_any_file_leaves_everything_else(damaged: Damaged, name: str) -> None:
     """The table that is saved has every row as it was, or as is said; attributes and keys are put back."""

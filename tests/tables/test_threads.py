@@ -194,7 +194,8 @@ def test_a_table_is_made_while_another_thread_sums_up_the_caches() -> None:
     assert not maker.is_alive()
 
 
-def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tries", [5, pytest.param(100, marks=pytest.mark.release)])
+def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tries: int, tmp_path: Path) -> None:
     """Its own writer is found among locks that come and go."""
 
     def folder(name: str) -> OpenDirectory:
@@ -217,7 +218,7 @@ def test_a_table_is_busy_also_while_other_threads_open_and_close_others(tmp_path
     try:
         for other in others:
             other.start()
-        for _ in range(200):
+        for _ in range(tries):
             with pytest.raises(TableBusyError, match="is open for writing in process"):
                 WriterLock(OpenDirectory(tmp_path / "held 0"), say=False)
     finally:

@@ -57,6 +57,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
     return Attacked(tmp_path_factory.mktemp("hostile"))
 
 
+@pytest.mark.release
 def test_any_value_in_any_field_of_the_description(attacked: Attacked) -> None:
     draw, found = random.Random(1), Counter[str]()
     for path in fields(attacked.data):

@@ -55,6 +55,7 @@ def same(found: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
     return len(found) == len(other) and all(map(torch.equal, found, other))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops one in a finalizer
 @pytest.mark.parametrize("storage", ["disk", "memory"])
 @pytest.mark.parametrize("call", ["save", "load"])

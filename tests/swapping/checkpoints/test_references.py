@@ -126,6 +126,7 @@ def test_more_checkpoints_than_commits_are_kept_as_copies(tmp_path: Path) -> Non
     training.close()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("keep", [2, None])
 @pytest.mark.parametrize("name", ["adam", "momentum"])
 def test_a_training_goes_back_and_forth_among_its_checkpoints(name: str, keep: int | None, tmp_path: Path) -> None:
@@ -234,6 +235,7 @@ def save(items: Any, optimizer: Any, folder: Path, value: int, keep: int = 1) ->
     speedswap.save_checkpoint(folder / "saved", items, optimizer, step=value, keep=keep)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("older", [False, True])
 def test_a_process_killed_at_any_instant_leaves_checkpoints_and_their_commits(older: bool, tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def refuse(path: Path, match: str = "cannot be read") -> None:
     assert_same(after, before)
 
 
+@pytest.mark.release
 def test_every_file_that_is_cut_or_missing_is_noticed(saved: Path, copied: Path) -> None:
     files = sorted(path.relative_to(saved) for path in saved.rglob("*") if path.is_file())
     assert {name.suffix for name in files} >= {".safetensors", ".log"}

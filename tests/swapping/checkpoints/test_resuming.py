@@ -39,6 +39,7 @@ def gone_on(name: str, path: Path, **settings: Any) -> dict[str, Any]:
     return training.run(range(CUT, STEPS)).state()
 
 
+@pytest.mark.sweep(7)
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_goes_on_to_the_same_bits_at_any_lookahead(name: str, depth: int, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ CASES = [("bags", form, False) for form in FORMS] + [("rows", "one", False), ("r
 CASES += [("bags", "one", True), ("bags", "keyed", True)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("kind", "form", "ahead"), CASES, ids=str)
 def test_a_step_costs_the_same_for_any_number_of_tables(kind: str, form: str, ahead: bool, gpu: str) -> None:
     """Two widths, padding in half of the tables, and sums, means and maxima among the bags."""

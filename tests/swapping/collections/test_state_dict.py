@@ -473,6 +473,7 @@ def test_a_collection_that_cannot_be_made_leaves_no_files(tmp_path: Path) -> Non
     speedswap.EmbeddingCollection(ROWS, path=tmp_path).close()
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("one_thread")
 def test_a_collection_whose_maker_is_killed_is_there_or_can_be_made_again(tmp_path: Path) -> None:
     """Between its groups, for example; what is at other names in its directory stays."""
