@@ -1,8 +1,8 @@
 """Agreement between the processes of a job: rounds of numbers, votes, one error for all, and sums of gradients."""
 
-from speedswap.collectives.ahead import Ahead, Ended, Errand
+from speedswap.collectives.ahead import Ahead, Errand
 from speedswap.collectives.buckets import Buckets
-from speedswap.collectives.group import RankGroup, begin_step, is_distributed, of_all_ranks
+from speedswap.collectives.group import RankGroup, begin_step, is_distributed, of_all_ranks, surround_forward
 from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lane import SPARE_IDS, Lane
 from speedswap.collectives.messages import ROOM, Agreed, Parcel, as_bytes, digest_of, packed, unpacked
@@ -17,7 +17,6 @@ __all__ = [
     "Ahead",
     "Buckets",
     "Difference",
-    "Ended",
     "Errand",
     "Kind",
     "Lane",
@@ -32,5 +31,6 @@ __all__ = [
     "is_distributed",
     "of_all_ranks",
     "packed",
+    "surround_forward",
     "unpacked",
 ]

@@ -17,14 +17,14 @@ from speedswap.collectives.lane import Lane
 from speedswap.collectives.messages import FAILED, OK, Line
 from speedswap.collectives.task import Task
 
-__all__ = ["Ahead", "Ended", "Errand"]
+__all__ = ["Ahead", "EndOfErrands", "Errand"]
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
 _DEPTH_BITS = 10
 _MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 
 
-class Ended(NamedTuple):
+class EndOfErrands(NamedTuple):
     """The news that a rank has no more errands.
 
     Attributes:
@@ -54,7 +54,7 @@ class Errand(ABC):
     places = 1
     is_done = False
     error: BaseException | None = None
-    ended: Ended | None = None
+    ended: EndOfErrands | None = None
 
     def __init__(self, about: int) -> None:
         self.about = about
@@ -204,7 +204,7 @@ class Ahead:
         for rank, line in zip(self.lane.ranks, lines, strict=True):
             if line.kind == Kind.END:
                 self._ended = errand.time // _PLACES
-                errand.ended = Ended(rank, line.status == FAILED)
+                errand.ended = EndOfErrands(rank, line.status == FAILED)
                 return False
         return all(line.status == OK and line.about == errand.about for line in lines)
 

@@ -22,7 +22,7 @@ from speedswap.collectives.messages import digest_of
 from speedswap.collectives.pace import OwnPace
 from speedswap.errors import RanksError
 
-__all__ = ["RankGroup", "begin_step", "is_distributed", "of_all_ranks"]
+__all__ = ["RankGroup", "begin_step", "is_distributed", "of_all_ranks", "surround_forward"]
 
 
 P = ParamSpec("P")
@@ -103,9 +103,9 @@ class RankGroup:
     def agree_on_seed(self, seed: int) -> int:
         """Return the first rank's seed, on every rank."""
         with self.main.task(Kind.MAKE) as task:
-            low, high = (task.round(note=part).notes[0] for part in (seed & 0xFFFFFFFF, seed >> 32))
+            found: int = task.share(seed)[0]
             task.finish()
-        return high << 32 | low
+        return found
 
     def require_alike(self, given: object, what: str) -> None:
         """Compare what the ranks were given, of which each keeps its own part; every rank calls this.
@@ -203,6 +203,23 @@ def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
         assert isinstance(found, timedelta)
         return found
     return dist.distributed_c10d.default_pg_timeout
+
+
+def surround_forward(module: nn.Module, ranks: RankGroup | None) -> None:
+    """Let the other ranks learn of any error in a module's forward pass, which all of them run.
+
+    Args:
+        ranks: that own its rows; None for a process alone, whose module stays as it is.
+    """
+    if ranks is not None:
+        vars(module)["forward"] = functools.partial(_forward, weakref.ref(module), ranks)
+
+
+def _forward(reference: weakref.ref[nn.Module], ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
+    module = reference()  # which its caller holds
+    assert module is not None
+    with ranks.call():
+        return type(module).forward(module, *args, **kwargs)
 
 
 def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["ANYTHING", "Kind"]
+__all__ = ["ANYTHING", "KINDS", "Kind"]
 
 ANYTHING = -1  # the number of the object of a task that is about neither a table nor a map
 
@@ -35,12 +35,6 @@ class Kind(enum.IntEnum):
         kind = int.__new__(cls, len(cls.__members__))
         kind._value_, kind.text, kind.remedy = len(cls.__members__), text, remedy
         return kind
-
-    @classmethod
-    def numbered(cls, number: int) -> Kind:
-        """Return the kind that a line tells."""
-        kinds: list[Kind] = [*cls]
-        return kinds[number]
 
     CALL = "a call"  # that has failed before it has begun a task
     # A table's rows
@@ -80,3 +74,7 @@ class Kind(enum.IntEnum):
     # The whole job
     CHECKPOINT = "save_checkpoint() or load_checkpoint()", _SAVING
     AGREE = "the agreement on a number"
+
+
+KINDS: tuple[Kind, ...] = (*Kind,)
+"""The kinds by the numbers that lines tell."""

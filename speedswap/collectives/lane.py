@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from speedswap._interrupts import deferred_interrupts
-from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.kinds import ANYTHING, KINDS, Kind
 from speedswap.collectives.messages import Line, Sheet
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
@@ -128,7 +128,7 @@ class Lane:
         if kind == Kind.AT_OWN_PACE:
             return self.place(about >> 32, ANYTHING)
         name = getattr(self.tables.get(about), "name", None)
-        return Kind.numbered(kind).text + ("" if name is None else f" in table {name!r}")
+        return KINDS[kind].text + ("" if name is None else f" in table {name!r}")
 
     def begin_step(self, sign: object) -> None:
         """Note a sign that this rank begins a step. The same sign again, without a round between: it has left one.

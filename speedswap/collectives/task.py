@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedswap._interrupts import deferred_interrupts
-from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.kinds import ANYTHING, KINDS, Kind
 from speedswap.collectives.messages import (
     ANYWHERE,
     FAILED,
@@ -354,5 +354,5 @@ class Task:
         return PeerError(
             f"rank {lane.ranks[other]} is at {there}, but rank {lane.ranks[lane.rank]} at {here}: every rank of the "
             "group has to look up, read and step equally often, in the same order, and one that catches an exception "
-            f"misses its batch. {Kind.numbered(lines[other].kind).remedy or self.kind.remedy}{may_go_on}"
+            f"misses its batch. {KINDS[lines[other].kind].remedy or self.kind.remedy}{may_go_on}"
         )

@@ -37,7 +37,7 @@ class Added(NamedTuple):
     is_any_renewed: bool
 
 
-class _Asked(NamedTuple):
+class _AskedKeys(NamedTuple):
     """A lookup of keys while the ranks run their passes at a pace of their own.
 
     Attributes:
@@ -201,10 +201,10 @@ class ShardedIdMap(OwnedKeys):
 
     def _at_own_pace(self, keys: Any, *, adds: bool, parts: Sequence[int] | None = None) -> Tensor:
         found = as_keys(keys, self.keys)
-        asked = _Asked(found, adds, parts or [len(found)])
+        asked = _AskedKeys(found, adds, parts or [len(found)])
         return self.group.own_pace.look_up(self.number, asked)
 
-    def serve(self, task: Task, asked: _Asked | None) -> Tensor | None:
+    def serve(self, task: Task, asked: _AskedKeys | None) -> Tensor | None:
         """Answer a lookup of keys, while the ranks run at a pace of their own: first those that add none."""
         note = 0 if asked is None else len(asked.parts) << 1 | asked.adds
         wanted = [each for each in task.round(note=note).notes if each]

@@ -85,7 +85,7 @@ def _distributed(part: Tensor, store: ShardedStore) -> Tensor:
 def _kind() -> Any:
     from torch.distributed.tensor import DTensor, Shard
 
-    class TableRows(DTensor):
+    class DividedRows(DTensor):
         """A rank's part of a table's rows, which cannot be mistaken for all of them."""
 
         def __new__(cls, part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
@@ -97,7 +97,7 @@ def _kind() -> Any:
             pass
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-            return TableRows(self._local_tensor.clone(), self.device_mesh, self.shape)
+            return DividedRows(self._local_tensor.clone(), self.device_mesh, self.shape)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             raise TypeError(
@@ -106,7 +106,7 @@ def _kind() -> Any:
                 "or call full_tensor() on every rank and save what it returns on one"
             )
 
-    return TableRows
+    return DividedRows
 
 
 def _mesh(group: RankGroup) -> Any:

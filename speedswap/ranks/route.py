@@ -17,7 +17,7 @@ from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, pac
 from speedswap.tables.block import Block
 from speedswap.tables.shards.owners import Owners
 
-__all__ = ["Route", "Routes", "Wanted", "Way", "ids_of_tables", "starts_of", "tables_of_ids"]
+__all__ = ["LentRows", "Route", "Routes", "Wanted", "ids_of_tables", "starts_of", "tables_of_ids"]
 
 # A note of a lookup: the number of rows; a digest of their columns, 0 for the weight alone; their bytes; and whether
 # some line has no room for the ids.
@@ -123,7 +123,7 @@ class Route:
         return kernels.sum_rows(came, self.positions.to(came.device), len(self.union))
 
 
-class Way(NamedTuple):
+class LentRows(NamedTuple):
     """The way of a lookup's rows, with those that this rank has lent to others in it.
 
     Attributes:

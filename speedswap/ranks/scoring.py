@@ -26,7 +26,7 @@ _BYTES = 32 << 20  # of queries, and of results, at a time
 _FOR_ALL = -1
 
 
-class _OwnRows(WrappedStore):
+class _RowsInOrder(WrappedStore):
     """Rows of a table that this rank owns, in the order of their ids.
 
     Args:
@@ -80,8 +80,8 @@ def top_rows_of_ranks(
         table.check_open()
         whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
         left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
-        own = _OwnRows(store, first_row, table.num_embeddings)
-        asked = _Asked.of(task, len(many), k, table)
+        own = _RowsInOrder(store, first_row, table.num_embeddings)
+        asked = _Queries.of(task, len(many), k, table)
         theirs = _share_exclusions(task, store, own, first_row, left_out)
         parts = [
             _one_group(task, own, many, asked, group, theirs, (queries.device, chunk)) for group in range(asked.groups)
@@ -102,7 +102,7 @@ def _joint_store(store: RowStore) -> tuple[ShardedStore, int]:
     return cast("ShardedStore", store.joint), first_row
 
 
-class _Asked(NamedTuple):
+class _Queries(NamedTuple):
     """The queries of all ranks.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Asked(NamedTuple):
     at_once: int
 
     @classmethod
-    def of(cls, task: Task, count: int, k: int, table: Table) -> _Asked:
+    def of(cls, task: Task, count: int, k: int, table: Table) -> _Queries:
         size = len(task.lane.ranks)
         found = task.round([count] * size, note=k)
         most = max(found.notes)
@@ -135,9 +135,9 @@ class _Asked(NamedTuple):
 
 def _one_group(
     task: Task,
-    own: _OwnRows,
+    own: _RowsInOrder,
     queries: Tensor,
-    asked: _Asked,
+    asked: _Queries,
     group: int,
     left_out: Sequence[Exclusions],
     settings: tuple[torch.device, int | None],
@@ -177,7 +177,7 @@ def _merged(values: Tensor, ids: Tensor) -> Scored:
 
 
 def _share_exclusions(
-    task: Task, store: ShardedStore, own: _OwnRows, first_row: int, left_out: Exclusions
+    task: Task, store: ShardedStore, own: _RowsInOrder, first_row: int, left_out: Exclusions
 ) -> list[Exclusions]:
     """Send each owner what is left out of its rows; return that of each rank's queries, in the numbers of own rows."""
     size = len(task.lane.ranks)
@@ -198,7 +198,7 @@ def _share_exclusions(
 
 
 def _share_masks(
-    task: Task, store: ShardedStore, own: _OwnRows, first_row: int, mask: Tensor | None
+    task: Task, store: ShardedStore, own: _RowsInOrder, first_row: int, mask: Tensor | None
 ) -> list[Tensor | None]:
     """Send each owner the mask of its rows; return those of each rank's queries."""
     has_mask = [bool(note) for note in task.round(note=int(mask is not None)).notes]

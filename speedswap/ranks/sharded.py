@@ -21,7 +21,7 @@ from speedswap.ranks.alone import alone
 from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.owned_store import OwnedStore
 from speedswap.ranks.parts import read_part, write_part
-from speedswap.ranks.route import Routes, Wanted, Way
+from speedswap.ranks.route import LentRows, Routes, Wanted
 from speedswap.ranks.saving import save_shards
 from speedswap.ranks.step import ShardedStep
 from speedswap.tables.block import Block
@@ -85,7 +85,7 @@ class ShardedStore(OwnedStore, JointRows):
         *,
         training: bool,
         ahead: RowsAhead | None = None,
-    ) -> tuple[Tensor, Tensor, Way]:
+    ) -> tuple[Tensor, Tensor, LentRows]:
         """Bring the weights of a lookup's rows from their owners. Every rank calls this.
 
         Args:
@@ -105,7 +105,7 @@ class ShardedStore(OwnedStore, JointRows):
                 weights = ahead.renew(task, renewal)
                 if weights is not None:
                     task.finish()
-                    return weights, local, Way(ahead.route, ahead.block, version)
+                    return weights, local, LentRows(ahead.route, ahead.block, version)
             else:
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
             routes, version = self.ask(task, wanted, device), self.own.version
@@ -113,7 +113,7 @@ class ShardedStore(OwnedStore, JointRows):
             block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
             (weights,) = routes.bring(task, [block.weight])
             task.finish()
-        return weights, local, Way(route, block, version)
+        return weights, local, LentRows(route, block, version)
 
     def ask(
         self,

@@ -31,7 +31,7 @@ from speedswap.ranks.ahead import RowsAhead
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing
 from speedswap.ranks.keyed import ShardedKeys
-from speedswap.ranks.route import Route, Wanted, Way
+from speedswap.ranks.route import LentRows, Route, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import OptimizerState
@@ -64,7 +64,7 @@ class TrainedLookup:
         leaf: the weights that were brought, which their graph keeps alive.
     """
 
-    def __init__(self, rows: Tensor, way: Way | None = None) -> None:
+    def __init__(self, rows: Tensor, way: LentRows | None = None) -> None:
         self.rows = rows
         self.way = way
         self.renewals = 0
@@ -94,12 +94,12 @@ class TableGradients:
     lookups: set[TrainedLookup]
     wanted: Wanted
     grad: Tensor
-    way: Way | None
+    way: LentRows | None
 
     def find(self, route: Route) -> None:
         """Gather the rows that the ranks send gradients of here."""
         table = self.step.table
-        self.way = Way(route, table.lease(route.union, device=self.grad.device), table.version)
+        self.way = LentRows(route, table.lease(route.union, device=self.grad.device), table.version)
 
     def parcel(self) -> Parcel:
         assert self.way is not None

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from speedswap.collectives import of_all_ranks
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.table_module import TableModule
@@ -168,7 +167,6 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         )
 
     @outside_graphs
-    @of_all_ranks
     def forward(self, input: Tensor) -> Tensor:
         """Look rows up.
 

@@ -137,7 +137,6 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         )
 
     @outside_graphs
-    @of_all_ranks
     def forward(
         self, input: Tensor | Any, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import speedswap.swapping.attach  # noqa: F401  (the optimizer hooks)
 from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.collectives import RankGroup, of_all_ranks
+from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
@@ -193,6 +193,7 @@ class TableModule(nn.Module):
         self._step = _step_over(table, weight, padding, *self._trained_as)
         self._keyed = self._keyed_by(self._map_to_keep)
         self._make = self._map_to_keep = None
+        surround_forward(self, table.ranks)
 
     # ------------------------------------------------------------------ without a table, on the meta device
 

@@ -29,7 +29,7 @@ from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.manifest import MANIFEST, Manifest, damaged, says_malformed
 from speedswap.swapping.checkpoints.plain import Decoder
 from speedswap.swapping.checkpoints.random_state import check_random_state, restore_random_state
-from speedswap.swapping.checkpoints.ranks import Ranks
+from speedswap.swapping.checkpoints.ranks import SavingRanks
 from speedswap.swapping.checkpoints.table_loading import Loading
 from speedswap.swapping.checkpoints.tables import modules_of, tables_of
 from speedswap.swapping.optimizer_state import Found, OptimizerState
@@ -108,7 +108,7 @@ def load_checkpoint(
         folder, manifest, files = _opened(path, step)
         return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
-    ranks = Ranks.of(modules)
+    ranks = SavingRanks.of(modules)
     with ranks.together():
         for module in modules.values():
             module.table.check_open()

@@ -9,11 +9,11 @@ from typing import Any
 from speedswap.swapping.checkpoints.manifest import Manifest, SavedTable, SavedTensor, saved_table
 from speedswap.swapping.table_module import TableModule
 
-__all__ = ["Part", "merged"]
+__all__ = ["SavedPart", "merged"]
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """The part of a checkpoint that one rank has written.
 
     Attributes:
@@ -32,14 +32,14 @@ class Part:
         return asdict(self)
 
     @classmethod
-    def of(cls, data: dict[str, Any]) -> Part:
+    def of(cls, data: dict[str, Any]) -> SavedPart:
         """Return the part that :meth:`to_json` has described."""
         tables = {name: saved_table(entry) for name, entry in data["tables"].items()}
         tensors = {name: SavedTensor(**entry) for name, entry in data["tensors"].items()}
         return cls(tables, data["content"], tensors, data["bytes_written"])
 
 
-def merged(token: str, step: int, parts: Sequence[Part], modules: Mapping[str, TableModule]) -> Manifest:
+def merged(token: str, step: int, parts: Sequence[SavedPart], modules: Mapping[str, TableModule]) -> Manifest:
     """Return the description of a whole checkpoint.
 
     Args:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.swapping.table_module import TableModule
 
-__all__ = ["Ranks"]
+__all__ = ["SavingRanks"]
 
 
-class Ranks:
+class SavingRanks:
     """The ranks of a model's tables.
 
     Args:
@@ -30,7 +30,7 @@ class Ranks:
         self.world_size = 1 if group is None else len(group)
 
     @classmethod
-    def of(cls, modules: Mapping[str, TableModule]) -> Ranks:
+    def of(cls, modules: Mapping[str, TableModule]) -> SavingRanks:
         """Return the ranks that own the tables of a model.
 
         Raises:
@@ -50,10 +50,13 @@ class Ranks:
                 )
         return cls(next(iter(groups), None))
 
-    @property
-    def is_first(self) -> bool:
-        """True for the rank that writes what all have in common."""
-        return self.rank == 0
+    def once(self, work: Callable[[], Any], elsewhere: Callable[[], Any]) -> Any:
+        """Let the first rank do what is done once for all, and the others something else."""
+        return work() if self.rank == 0 else elsewhere()
+
+    def writes(self, module: TableModule) -> bool:
+        """Return whether this process writes rows of a module's table."""
+        return self.rank == 0 or module._step.is_sharded
 
     @property
     def suffix(self) -> str:

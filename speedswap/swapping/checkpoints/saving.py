@@ -6,7 +6,7 @@ import functools
 import operator
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
@@ -20,11 +20,12 @@ from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed,
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.manifest import Manifest
-from speedswap.swapping.checkpoints.parts import Part, merged
+from speedswap.swapping.checkpoints.parts import SavedPart, merged
 from speedswap.swapping.checkpoints.plain import Encoder
-from speedswap.swapping.checkpoints.ranks import Ranks
+from speedswap.swapping.checkpoints.ranks import SavingRanks
 from speedswap.swapping.checkpoints.table_saving import Saving
 from speedswap.swapping.checkpoints.tables import all_locked, is_referred_to, let_go, tables_of
+from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.shards_manifest import require_shared
 from speedswap.tables.shards import own_shard
 from speedswap.tables.shards.moving import remove_former
@@ -121,21 +122,11 @@ def save_checkpoint(
     attach_all(optimizers, tables_of(model, optimizers).values())
     folders = Folders(Path(path).absolute())
     modules = tables_of(model)
-    ranks = Ranks.of(modules)
-    with ranks.together(), folders.locked() if ranks.is_first else nullcontext():
-        number = 1
-        if ranks.is_first:
-            Encoder().encode(extra, "extra")  # what cannot be written is an error before tables are
-            if found := folders.found():
-                number, newest = found[-1].number + 1, found[-1].manifest()
-                if newest is not None and newest.token == Folders.known_sound:
-                    folders.remove_but(keep)  # which a killed process has not come to
-                if number >= 10**18:
-                    raise CheckpointError(
-                        f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"
-                    )
+    ranks = SavingRanks.of(modules)
+    with ranks.together(), ranks.once(folders.locked, nullcontext):
+        number = ranks.once(lambda: _next_number(folders, extra, keep), lambda: 0)
         number, token = ranks.share([number, secrets.token_hex(16)])[0]
-        with folders.writing(number, step) if ranks.is_first else folders.joining() as folder:
+        with ranks.once(lambda: folders.writing(number, step), folders.joining) as folder:
             saving = None
             try:
                 ranks.wait()
@@ -149,7 +140,7 @@ def save_checkpoint(
                     saved = {
                         name: saving.save(index, name, module, encoder)
                         for index, (name, module) in enumerate(modules.items())
-                        if ranks.is_first or module._step.is_sharded
+                        if ranks.writes(module)
                     }
                     ranks.wait()  # none that has failed is missed where parts of dense parameters are put together
                     content = content_of(model, optimizers, extra, encoder, ranks.rank)
@@ -159,30 +150,63 @@ def save_checkpoint(
                 saving.wait()
                 with _says_unreadable(folders):
                     files.check_written(tensors.values(), saved.values())
-                parts = ranks.share(Part(saved, content, tensors, files.bytes_written).to_json())
+                parts = ranks.share(SavedPart(saved, content, tensors, files.bytes_written).to_json())
                 bytes_written = sum(part["bytes_written"] for part in parts)
-                if ranks.is_first:
-                    manifest = merged(token, step, [Part.of(part) for part in parts], modules)
-                    bytes_written += manifest.write(files.directory)
-                    with _says_unreadable(folders):
-                        Manifest.read(files.directory)
+                describe = functools.partial(_describe, folders, files, token, step, parts, modules)
+                bytes_written += ranks.once(describe, lambda: 0)
             except BaseException:
                 ranks.give_up()  # the others have ended when the folder goes
                 if saving is not None:
                     saving.give_up()
                 raise
         Folders.known_sound = token
-        if ranks.is_first:
-            folders.remove_but(keep)
+        ranks.once(lambda: folders.remove_but(keep), lambda: None)
         ranks.wait()
         saving.published()
         existing = folders.manifests()
         for module in modules.values():
             own, owners, _ = own_shard(module.table)
             let_go(own, existing)
-            if ranks.is_first and module._step.is_sharded and own.path is not None:
-                remove_former(own.path.parent, owners.world_size, functools.partial(is_referred_to, existing))
+            if module._step.is_sharded and own.path is not None:
+                is_needed = functools.partial(is_referred_to, existing)
+                remove = functools.partial(remove_former, own.path.parent, owners.world_size, is_needed)
+                ranks.once(remove, lambda: None)
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
+
+
+def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | None) -> int:
+    """Return the number of the next checkpoint, once ``extra`` is known to fit.
+
+    Raises:
+        CheckpointError: no number is left.
+    """
+    Encoder().encode(extra, "extra")  # what cannot be written is an error before tables are
+    found = folders.found()
+    if not found:
+        return 1
+    number, newest = found[-1].number + 1, found[-1].manifest()
+    if newest is not None and newest.token == Folders.known_sound:
+        folders.remove_but(keep)  # which a killed process has not come to
+    if number >= 10**18:
+        raise CheckpointError(
+            f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"
+        )
+    return number
+
+
+def _describe(
+    folders: Folders,
+    files: NewFiles,
+    token: str,
+    step: int,
+    parts: Sequence[Any],
+    modules: Mapping[str, TableModule],
+) -> int:
+    """Write the description of a checkpoint, given what all ranks have written; return its bytes."""
+    nbytes = merged(token, step, [SavedPart.of(part) for part in parts], modules).write(files.directory)
+    with _says_unreadable(folders):
+        Manifest.read(files.directory)
+    return nbytes
 
 
 @contextmanager

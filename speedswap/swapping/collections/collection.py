@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from speedswap.collectives import RankGroup, of_all_ranks
+from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
 from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
@@ -105,6 +105,8 @@ class TableCollection(nn.Module, Generic[Config]):
         self.register_module(self.tables_name, TablesByName(homes[config.name] for config in self.configs))
         with torch.device("cpu"):
             self._slots = Slots(groups, self._comes_last)
+        of_tables = (group.ranks for group in groups)
+        surround_forward(self, RankGroup.of(process_group) if process_group is not None else next(of_tables, None))
 
     def _check_configs(self) -> None:
         """Raise ValueError where the configs do not go with the collection's other settings."""

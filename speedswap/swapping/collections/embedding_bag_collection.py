@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from speedswap.collectives import of_all_ranks
 from speedswap.swapping.collections.collection import TableCollection
 from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
 from speedswap.swapping.collections.keyed_tensor import KeyedTensor
@@ -132,7 +131,6 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
         return config.pooling == "max"
 
     @outside_graphs
-    @of_all_ranks
     def forward(self, features: Mapping[str, Any] | Any) -> KeyedTensor:
         """Pool all features; the arguments' shapes and the errors are those of the class."""
         return self._of_one_commit(lambda: self._pooled(features))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from speedswap.collectives import of_all_ranks
 from speedswap.swapping.collections.collection import TableCollection
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.collections.jagged import JaggedTensor
@@ -113,7 +112,6 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         self._order = self._slots.in_order_of(self.configs)
 
     @outside_graphs
-    @of_all_ranks
     def forward(self, features: Mapping[str, Any] | Any) -> dict[str, JaggedTensor]:
         """Look all features up; the arguments' shapes and the errors are those of the class."""
         return self._of_one_commit(lambda: self._looked_up(features))
