@@ -63,11 +63,12 @@ PYTEST_OPTIONS := -n $(PROCESSES) --dist loadfile --no-loadscope-reorder --max-w
     -o faulthandler_exit_on_timeout=true
 
 # From the public step down to the bytes: what most changes touch, and what breaks first.
-CORE := $(addprefix tests/,test_public_names.py test_structure.py kernels optim \
-    $(addprefix tables/test_,table.py stores.py log_store.py pending.py init.py reset_rows.py) \
+CORE := $(addprefix tests/,test_public_names.py test_structure.py optim batching/test_splitter.py batching/test_check.py \
+    $(addprefix kernels/test_,compact.py cpu_loops.py cuda_on_host.py distinct.py features.py fill.py ids.py records.py \
+        rows.py segment_sum.py transfers.py) \
+    $(addprefix tables/test_,table.py stores.py pending.py init.py reset_rows.py) \
     $(addprefix swapping/test_,attach.py calls_of_a_step.py embedding_bag.py failed_steps.py lookahead.py lookup.py \
-        refused_arguments.py signatures.py training.py weight.py) swapping/collections \
-    batching/test_splitter.py batching/test_check.py)
+        refused_arguments.py signatures.py training.py weight.py) swapping/collections/test_equal_training.py)
 
 check: lint
 	$(BIN)/python -m pytest -m 'not release and not sweep and not slow' $(PYTEST_OPTIONS) $(CORE)

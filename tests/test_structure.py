@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,10 +37,10 @@ BELOW: dict[str, set[str]] = {
 }
 
 
-def modules(package: str) -> Iterator[tuple[Path, ast.Module]]:
-    """Yield each Python file of a package, parsed."""
-    for path in sorted((PACKAGE / package).rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+@cache
+def modules(package: str) -> list[tuple[Path, ast.Module]]:
+    """Return each Python file of a package, parsed."""
+    return [(path, ast.parse(path.read_text())) for path in sorted((PACKAGE / package).rglob("*.py"))]
 
 
 def test_every_package_has_its_place():

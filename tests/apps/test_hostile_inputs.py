@@ -88,6 +88,7 @@ def known(folder, lines, server):
     return dict(zip(KNOWN, found, strict=True))
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_once_failed_is_done_or_refused_in_a_line(name, known):

@@ -151,6 +151,7 @@ def test_what_is_not_there_cannot_be_verified(path, capsys):
     assert "is whole" in out
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors", ".txt"])
 @pytest.mark.parametrize("command", ["export", "import"])
 def test_commands_killed_anywhere_leave_what_is_whole_or_nothing(command, suffix, tmp_path):

@@ -119,6 +119,7 @@ def peak_bytes(path):
         tracemalloc.stop()
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("per_line", [20, 10**9], ids=["many lines", "one line"])
 def test_memory_does_not_grow_with_the_corpus(tmp_path, per_line):
     """Four times the text takes at most a third more memory: what one chunk takes, and how full it happens to be."""
@@ -129,6 +130,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, per_line):
     assert peaks[1] < 1.33 * peaks[0]
 
 
+@pytest.mark.release
 def test_words_that_never_come_again_take_almost_no_memory(tmp_path):
     """Beyond ``max_types``, only a word's number is left of it: 32 bytes at most, while the array of counts grows."""
     peaks = []

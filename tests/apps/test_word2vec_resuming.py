@@ -76,6 +76,7 @@ def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
             train(settings, output=output, progress=False, **more)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "steps, every, changes",
     [
@@ -107,6 +108,7 @@ def test_a_run_that_was_ended_goes_on_from_its_last_step(corpus, tmp_path, monke
     assert_same(train(settings, output=tmp_path, progress=False), expected)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"epochs": 4}, {"window": 3}, {"optimizer": "adam"}, {"corpus": ""}])
 def test_other_settings_start_over(changes, corpus, tmp_path, monkeypatch):
     """And are refused where the run is to be resumed."""

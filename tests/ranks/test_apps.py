@@ -217,6 +217,7 @@ def test_word2vec_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     assert np.allclose(vectors[1], theirs[1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("in_folder")
 def test_dlrm_by_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
     """Output is that of one process, once; the saved model predicts in one process."""

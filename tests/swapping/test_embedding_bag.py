@@ -203,7 +203,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_read(
 ):
     bag, _ = twins(mode="sum")
     gathered: list[Tensor] = []
-    bag._gather = lambda ids, real=bag._gather: gathered.append(ids) or real(ids)
+    bag._look_up = lambda ids, real=bag._look_up: gathered.append(ids) or real(ids)
     with pytest.raises(error, match=message):
         bag(*arguments)
     if "ids has dtype" not in message:

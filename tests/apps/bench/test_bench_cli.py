@@ -83,6 +83,7 @@ def check_readme_lines(results):
     assert sum(ours == adam and peer.startswith("torch SparseAdam ") for _, ours, peer, _ in rows) == 1
 
 
+@pytest.mark.release
 def test_both_benchmarks_write_what_they_print(small, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     report, plot = tmp_path / "all.json", tmp_path / "all.png"

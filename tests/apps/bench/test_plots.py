@@ -32,6 +32,7 @@ STORES = ["GB/s; dotted: a contiguous copy"] * 2
 SWEEPS = ["bytes of a row", "rows of a batch", "bytes of the table"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("left_out", [(), ("table_bytes",), ("row_bytes", "batch_rows"), tuple(plots._AXES)])
 def test_sweep_that_was_left_out_has_no_panel(left_out, tmp_path):
     """A quick run often ends before the last sweep."""

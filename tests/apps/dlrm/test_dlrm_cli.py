@@ -195,6 +195,7 @@ def test_text_is_what_is_read(folder):
     assert SampleFiles([folder / "some"], labelled=None).read(999).ids.equal(samples.ids)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "sent, status, word",
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],

@@ -88,6 +88,7 @@ def test_with_adagrad_every_loss_is_that_of_torch_to_the_bit(lookahead):
     assert ours.predict(tested).equal(theirs.predict(tested))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_auc_is_that_of_torch_with_sparse_adam(seed):
     """Adam on the batch's rows beside SparseAdam: other bits, the same quality."""

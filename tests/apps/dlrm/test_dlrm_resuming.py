@@ -15,6 +15,7 @@ from speedswap.apps.dlrm import training as module
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "steps, change",
     [
@@ -45,6 +46,7 @@ def test_a_run_that_is_tested_after_each_step_ends_when_asked_to(tmp_path, cut_s
     assert cut.samples < 6 * 128
 
 
+@pytest.mark.release
 def test_a_run_over_files_is_cut_twice_and_goes_on_in_another_storage(criteo, tmp_path, cut_short):
     settings = {"samples": criteo(900, 1_500, 600), "evict": "lfu", "epochs": 2}
     expected = run(small(**settings))
@@ -181,6 +183,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.release
 def test_an_unfinished_run_goes_on_without_being_told(tmp_path, cut_short, capsys):
     """One of the same settings; a line says so. With restart it starts over, and so does one that was finished."""
     settings = small(epochs=2)

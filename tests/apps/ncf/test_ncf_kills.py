@@ -102,6 +102,7 @@ def models():
     ]
 
 
+@pytest.mark.release
 def test_a_run_killed_at_any_moment_over_an_older_one_leaves_a_whole_model(killed, models):
     """Half of an old checkpoint is never taken for the last one, nor the old run's best epoch for the new one's."""
     outputs = sorted(killed.glob("killed-*"))

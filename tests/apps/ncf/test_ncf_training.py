@@ -48,6 +48,7 @@ def assert_same(first, second):
     ]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("model, epochs", [("gmf", 6), ("mlp", 12), ("neumf", 6)])
 def test_planted_tastes_are_learnt(model, epochs, device):
     """Well above what recommending the most popular items gives."""
@@ -104,6 +105,7 @@ def cut_short(monkeypatch, usual_signals):
     return cut_short
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("steps", [1, 13, 30])
 @pytest.mark.parametrize("optimizer, lr", [("adam", 0.01), ("adagrad", 0.05), ("sgd", 1.0)])
 def test_an_interrupted_run_goes_on_to_the_same_end(optimizer, lr, steps, tmp_path, cut_short):

@@ -235,7 +235,7 @@ def save(items: Any, optimizer: Any, folder: Path, value: int, keep: int = 1) ->
     speedswap.save_checkpoint(folder / "saved", items, optimizer, step=value, keep=keep)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.release
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("older", [False, True])
 def test_a_process_killed_at_any_instant_leaves_checkpoints_and_their_commits(older: bool, tmp_path: Path) -> None:
