@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import torch
 
 from speedswap import kernels
 from speedswap.tables import Column, LocalStore
+from speedswap.tables.files.inspection import Checked
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.groups import RecordGroups
 from speedswap.tables.memory.host import Memory
 from speedswap.tables.record import RecordLayout
 from speedswap.tables.record_group import RecordGroup
+from speedswap.tables.store import Files
 from speedswap.tables.whole_table import numpy_dtype
 
 __all__ = ["NpyStore"]
@@ -34,7 +36,7 @@ class _NpyMemory(Memory):
         self.array.flush()
 
 
-class NpyStore(LocalStore):
+class NpyStore(LocalStore, Files):
     """Rows in the files ``<column>.npy`` of a directory. A process that is killed may leave a step half-written, and
     nothing keeps two processes from writing.
 
@@ -46,7 +48,7 @@ class NpyStore(LocalStore):
     """
 
     def __init__(self, path: Path, num_embeddings: int, seed: int, name: str) -> None:
-        super().__init__(RecordGroups(num_embeddings, "disk", seed, name, written=True), {})
+        super().__init__(RecordGroups(num_embeddings, "disk", seed, name, written=True))
         self._path = path
 
     @classmethod
@@ -85,6 +87,13 @@ class NpyStore(LocalStore):
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         return super().copy(storage or "auto", engine)
+
+    @property
+    def files(self) -> Files:
+        return self
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        return Checked()  # nothing has a checksum
 
     @property
     def path(self) -> Path:

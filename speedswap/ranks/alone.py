@@ -50,8 +50,7 @@ class _Alone(WrappedStore):
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         self._task.round(note=self._number(column))
-        found: Tensor = self.inner.read(column, start, stop, device)
-        return found
+        return self.inner.read(column, start, stop, device)
 
     def _number(self, column: str) -> int:
         """Return the number by which the other ranks know a column: as it is for a range, negative for ids."""

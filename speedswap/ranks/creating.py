@@ -100,8 +100,7 @@ def create_sharded(
         try:
             task.round()
         except BaseException:
-            made.close()
-            made.remove()
+            Table(made).remove()
             raise
         task.finish()
     return Table(ShardedStore(made, owners, group, name=name, weight=weight))

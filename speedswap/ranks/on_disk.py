@@ -95,7 +95,7 @@ def on_disk(
         elif before is not None and before.salts[group.rank] != store.manifest.salt:
             raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
         store.flush()
-        found = task.share([store.manifest.salt, store.writes, store.seed, [*store.columns], was_there])
+        found = task.share([store.manifest.salt, store.notes.writes, store.seed, [*store.columns], was_there])
         if len({each[2] for each in found}) > 1:
             raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
         after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
@@ -104,12 +104,17 @@ def on_disk(
                 ManifestFile.write(OpenDirectory(path), after.encode())  # by each rank: its disk may be its own
         task.round()
         if group.rank == 0:
-            remove_former(path, len(group), lambda former: bool(former.store.held_commits))
+            remove_former(path, len(group), _is_needed)
     except BaseException:
         store.close()
         raise
     torn = problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
     return OnDisk(store, torn, any(each[4] for each in found))
+
+
+def _is_needed(former: Table) -> bool:
+    """Return whether a checkpoint may refer to the rows of a former rank."""
+    return former.store.commits is not None and bool(former.store.commits.held)
 
 
 def _found(path: Path) -> ShardsManifest | None:
@@ -182,8 +187,8 @@ def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
             take_shards(target, sources, [each for each in mine.columns if each in theirs])
             mine.attributes.clear()
             mine.attributes.update(stores[0].attributes)
-            mine.store.continue_writes(stores[0].writes)
-            for each in stores[0].store.id_maps:
-                parts = [store.store.id_maps[each] for store in stores]
-                mine.store.id_maps[each] = part_of(parts, target.owners.world_size, target.rank)
+            mine.store.notes.writes = stores[0].writes
+            for each in stores[0].store.notes.id_maps:
+                parts = [store.store.notes.id_maps[each] for store in stores]
+                mine.store.notes.id_maps[each] = part_of(parts, target.owners.world_size, target.rank)
     return problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,18 +22,18 @@ from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.record import Column
 from speedswap.tables.shards.owned import owned_column, whole_columns
 from speedswap.tables.shards.owners import Owners
-from speedswap.tables.store import RowStore, WrappedStore
+from speedswap.tables.store import Files, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
     from speedswap.ranks.ahead import RowsAhead
-    from speedswap.tables.id_map import IdMap
+    from speedswap.tables.files.inspection import Checked
 
 __all__ = ["OwnedStore"]
 
 
-class OwnedStore(RowStore):
+class OwnedStore(RowStore, Files):
     """The part of a table's rows that a rank owns, described as the whole table.
 
     Args:
@@ -57,15 +57,10 @@ class OwnedStore(RowStore):
         self.num_embeddings = owners.num_embeddings
         self.storage, self.engine, self.seed = own.storage, own.engine, own.seed
         self.name = name
-        self.attributes, self.live_attributes = own.attributes, own.live_attributes
+        self.notes = own.notes  # the maps' part that this rank owns is kept with its rows
         self._weight = weight
 
     # ------------------------------------------------------------------ description
-
-    @property
-    def id_maps(self) -> dict[str, IdMap]:
-        """Maps from keys to rows; this rank's part of them is kept with its rows."""
-        return self.own.store.id_maps
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -73,12 +68,8 @@ class OwnedStore(RowStore):
         return {**whole_columns(own), "weight": replace(self._weight, rounding=own["weight"].rounding)}
 
     @property
-    def writes(self) -> int:
-        return self.own.writes
-
-    @property
-    def version(self) -> int:  # type: ignore[override]
-        return self.own.version
+    def files(self) -> Files | None:
+        return None if self.own.store.files is None else self
 
     @property
     def closed(self) -> bool:
@@ -118,10 +109,10 @@ class OwnedStore(RowStore):
         held = self.own.columns[column]
         if held.compact and held.rounding == "stochastic":
             values = values.to(held.stored_dtype).to(held.dtype)  # which no rounding changes
-        order, writes = places.argsort(), self.own.writes
+        order, writes = places.argsort(), self.notes.writes
         if len(places):
             self.own.give_back(Block(places[order], {}), {column: values[order.to(values.device)]})
-            self.continue_writes(writes)
+            self.notes.writes = writes
 
     def reserve(self, columns: Collection[str]) -> None:
         self.own.reserve(columns)
@@ -157,9 +148,6 @@ class OwnedStore(RowStore):
     def commit(self, *, known: bool = True) -> None:
         self.own.commit(known=known)
 
-    def continue_writes(self, writes: int) -> None:
-        self.own.store.continue_writes(writes)
-
     def flush(self) -> None:
         self.own.flush()
 
@@ -168,7 +156,12 @@ class OwnedStore(RowStore):
 
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
         """Return whether this rank's own files are part of a table there."""
-        return self.own.store.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
+        own = self.own.store.files
+        return own is not None and own.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        assert self.own.store.files is not None
+        return self.own.store.files.verify(advance)
 
     def remove(self) -> None:
         place = self.own.path
@@ -203,17 +196,13 @@ class _OwnRows(WrappedStore):
         for each in self.ahead:
             each.note_change(rows)
 
-    def return_to(self, commit: int) -> None:
-        self.inner.return_to(commit)
-        self.note_change(None)
-
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         rounded: dict[str, Tensor] = {}
         for name, tensor in values.items():
             column = self.columns[name]
             if column.compact and column.rounding == "stochastic":
                 tensor = tensor.clone()
-                key = kernels.rounding_key(self.seed, column.key, self.writes)
+                key = kernels.rounding_key(self.seed, column.key, self.notes.writes)
                 ids = self._owners.ids(block.rows.cpu(), self._rank).to(tensor.device)
                 kernels.round_rows(tensor, ids, kernels.Stored(column.stored_dtype, key))
             rounded[name] = tensor

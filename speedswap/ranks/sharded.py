@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -27,6 +26,7 @@ from speedswap.ranks.step import ShardedStep
 from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.joint import JointRows
+from speedswap.tables.opening import lives_there
 from speedswap.tables.record import Column
 from speedswap.tables.shards.owners import Owners
 from speedswap.tables.store import Prefetched, RowStore
@@ -58,9 +58,9 @@ class ShardedStore(OwnedStore, JointRows):
     def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
         super().__init__(own, owners, group, name=name, weight=weight)
         self.number = group.add(self)
-        for each, found in self.id_maps.items():
+        for each, found in self.notes.id_maps.items():
             if found.part is not None:  # in files
-                self.id_maps[each] = ShardedIdMap.reopened(found, group)
+                self.notes.id_maps[each] = ShardedIdMap.reopened(found, group)
 
     @property
     def joint(self) -> ShardedStore:  # type: ignore[override]
@@ -165,7 +165,7 @@ class ShardedStore(OwnedStore, JointRows):
     def _count_write(self, places: Tensor) -> None:
         """Count a write of all ranks, of which this rank had no rows: its number is that of stochastic rounding."""
         if not len(places):
-            self.own.store.continue_writes(self.writes + 1)
+            self.notes.writes += 1
 
     def look_up_at_own_pace(self, rows: Tensor) -> Tensor:
         """Bring weights, in host memory, while the ranks run their passes at a pace of their own."""
@@ -284,16 +284,12 @@ class ShardedStore(OwnedStore, JointRows):
             "take a module without the embedding"
         )
 
-    def require_elsewhere(self, path: str | os.PathLike[str]) -> None:
-        """Raise FileExistsError on every rank if one of them has its files there; every rank calls this."""
+    def save(self, path: Path, *, overwrite: bool) -> None:
         with self.task(Kind.SAVE) as task:
             is_own = any(task.round(note=int(self.lives_at(path))).notes)
             task.finish()
         if is_own:
-            self._refuse_own_place(path)
-
-    def save(self, path: Path, *, overwrite: bool) -> None:
-        """Save the table; every rank calls this."""
+            raise lives_there(path)
         with self.task(Kind.SAVE) as task:
             save_shards(self, task, path, overwrite=overwrite)
             task.finish()

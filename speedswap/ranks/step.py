@@ -444,7 +444,7 @@ class ShardedStep(RowStep):
         is_missed = self._has_rows and not len(leaving.values["weight"])
         super().swap_out(optimizer, leaving, commit)
         if is_missed:  # what stochastic rounding draws depends on the number of the write, which is that of the step
-            self.table.store.continue_writes(self.table.writes + 1)
+            self.table.store.notes.writes += 1
         self.forget_lookups()
 
     def _abandon(self) -> None:

@@ -244,7 +244,7 @@ class OptimizerState:
             self._note_scalars_of(optimizer)
             self._is_initial = not resumes
             self._warning = None
-            if starts_over and is_first and existing and self.table.store.writes:
+            if starts_over and is_first and existing and self.table.writes:
                 self._warning = (
                     f"table {self.table.name!r} has state of an earlier run "
                     f"({', '.join(column.name for column in existing)}), but no step count of this optimizer, "

@@ -202,7 +202,7 @@ class TableModule(nn.Module):
         assert self._make is not None
         with torch.device("cpu"):
             table = self._make(rows)
-        if rows is not None and table.store.was_found:
+        if rows is not None and table.was_found:
             write_all(table, rows)
         return table
 

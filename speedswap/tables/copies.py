@@ -7,14 +7,19 @@ import copy
 import torch
 
 from speedswap import kernels
-from speedswap.tables.disk.layout import is_lazy
+from speedswap.tables.disk.layout import LogLayout, is_lazy
 from speedswap.tables.fresh import FreshRows
 from speedswap.tables.groups import RecordGroups
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import host as storages
 from speedswap.tables.store import RowStore
 
-__all__ = ["copy_rows"]
+__all__ = ["copy_rows", "layout_of"]
+
+
+def layout_of(store: RowStore) -> LogLayout:
+    """Return a layout of records on disk with the columns of a store, whose untouched rows are as in it."""
+    return LogLayout.of([*store.columns.values()], store.origins)
 
 
 def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
@@ -26,10 +31,10 @@ def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
     """
     kind = storages.resolve_storage(storage or "auto", None)
     engine = storages.resolve_engine(engine, storage or "auto", kind)
-    groups = RecordGroups(source.num_embeddings, kind, source.seed, source.name, engine=engine, writes=source.writes)
+    groups = RecordGroups(source.num_embeddings, kind, source.seed, source.name, engine=engine)
     groups.add_unfilled(list(source.columns.values()))
     (group,) = groups
-    fresh = FreshRows(source.initial_layout, 1, source.num_embeddings, source.seed)
+    fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)
     if all(is_lazy(each.start) for each in fresh.layout.held):  # else every row was written
         for some in group.chunks(0, source.num_embeddings):
             rows = torch.arange(some.start, some.stop)
@@ -37,7 +42,7 @@ def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
     for rows, held in source.written_rows():
         parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
         kernels.scatter_records(group.records(), rows, parts)
-    attributes, id_maps = source.notes()
-    copied = LocalStore(groups, attributes)
-    copied.id_maps.update(copy.deepcopy(id_maps))
+    copied = LocalStore(groups)
+    copied.notes.take_over(source.notes, source.part_name)
+    copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
     return copied

@@ -26,7 +26,6 @@ class RecordGroups:
         name: the table's, for messages.
         engine: how rows go between host memory and a GPU.
         written: whether rows may differ from their initial values.
-        writes: the number of scatters so far.
 
     Attributes:
         lost: whether the memory is gone, because columns could neither be added nor the old ones restored.
@@ -43,7 +42,6 @@ class RecordGroups:
         *,
         engine: str = "auto",
         written: bool = False,
-        writes: int = 0,
     ) -> None:
         self.num_embeddings = num_embeddings
         self.storage = storage
@@ -51,7 +49,6 @@ class RecordGroups:
         self.name = name
         self.engine = engine
         self.written = written
-        self.writes = writes
         self._groups: tuple[RecordGroup, ...] = ()
         # Computed once for these groups, since every batch asks.
         self._columns: tuple[tuple[RecordGroup, ...], dict[str, Column]] = (), {}

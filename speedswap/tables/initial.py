@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +11,67 @@ from torch import Tensor
 from speedswap.tables.init import ColumnMemory, CopyOf
 from speedswap.tables.record import Column
 
-__all__ = ["initial_chunk", "initial_values", "require_functions_of_row", "require_sources"]
+__all__ = [
+    "Origin",
+    "initial_chunk",
+    "initial_values",
+    "origins_of",
+    "require_functions_of_row",
+    "require_sources",
+    "starts_of",
+]
 
 _CPU = torch.device("cpu")
+
+
+class Origin(NamedTuple):
+    """The columns that the values of a column's untouched rows come from.
+
+    Attributes:
+        start: the column whose initial values they are; for one that began as a copy the column that was copied, as it
+            was then.
+        through: the columns that copied ``start``, each the one before, as they began; this one last. Empty if it began
+            with values of its own.
+    """
+
+    start: Column
+    through: tuple[Column, ...] = ()
+
+    @classmethod
+    def of(cls, column: Column, known: Mapping[str, Origin]) -> Origin:
+        """Return the origin of a column that begins now, after others."""
+        if not isinstance(column.init, CopyOf):
+            return cls(column)
+        source = known[column.init.column]
+        return cls(source.start, (*source.through, column))
+
+
+def origins_of(columns: Mapping[str, Column]) -> dict[str, Origin]:
+    """Return the origins of columns none of which has begun anew since another one copied it."""
+    found: dict[str, Origin] = {}
+    for name, column in columns.items():
+        found[name] = Origin.of(column, found)
+    return found
+
+
+def starts_of(
+    columns: Mapping[str, Column],
+    origins: Mapping[str, Origin],
+    seen_as: Callable[[Column], Column] = lambda each: each,
+) -> dict[str, list[tuple[object, ...]]]:
+    """Return all that the values of untouched rows depend on, but for the table's seed, by column.
+
+    Args:
+        columns, origins: the table's.
+        seen_as: returns the column of the whole table, given one of a part.
+    """
+    return {
+        name: [
+            (each.name, each.init.to_json(), each.zero_row, each.row_shape, each.dtype, each.stored_dtype)
+            for each in map(seen_as, (origin.start, *origin.through, columns[name]))
+        ]
+        for name, origin in origins.items()
+    }
 
 
 def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -66,6 +67,10 @@ class JointRows(ABC):
         Args:
             values: a DTensor, shape (num_embeddings, ...).
         """
+
+    @abstractmethod
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        """Save the rows of all ranks as a table; see :meth:`Table.save`."""
 
     @abstractmethod
     def saving(self) -> AbstractContextManager[bool]:

@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,19 +35,16 @@ class LocalStore(RowStore):
 
     Args:
         groups: the memory.
-        attributes: plain data kept with the rows.
     """
 
-    def __init__(self, groups: RecordGroups, attributes: dict[str, Any]) -> None:
+    def __init__(self, groups: RecordGroups) -> None:
         self._groups = groups
         self.num_embeddings = groups.num_embeddings
         self.storage = groups.storage
         self.engine = groups.engine
         self.seed = groups.seed
         self.name = groups.name
-        self.attributes = attributes
         self._pending = PendingTransfers()
-        self.live_attributes = {}
         self._closed = False
         self._owner_pid = os.getpid()
         self._replaces_memory = False  # a process forked meanwhile is left without any
@@ -75,7 +71,7 @@ class LocalStore(RowStore):
         require_size(num_embeddings, [weight])
         groups = RecordGroups(num_embeddings, kind, seed, name or "table", engine=engine, written=weight.init.is_given)
         groups.add([weight])
-        return cls(groups, {})
+        return cls(groups)
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
@@ -87,13 +83,11 @@ class LocalStore(RowStore):
         self.drain()
         for group in self._groups:
             group.memory.settle()
-        groups = RecordGroups(
-            self.num_embeddings, kind, self.seed, self.name, engine=engine, writes=self._groups.writes
-        )
+        groups = RecordGroups(self.num_embeddings, kind, self.seed, self.name, engine=engine)
         groups.copy(self._groups)
-        attributes, id_maps = self.notes()
-        copied = LocalStore(groups, attributes)
-        copied.id_maps.update(copy.deepcopy(id_maps))
+        copied = LocalStore(groups)
+        copied.notes.take_over(self.notes)
+        copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
         return copied
 
     # ------------------------------------------------------------------ description
@@ -110,13 +104,6 @@ class LocalStore(RowStore):
     @property
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self._groups)
-
-    @property
-    def writes(self) -> int:
-        return self._groups.writes
-
-    def continue_writes(self, writes: int) -> None:
-        self._groups.writes = writes
 
     @property
     def closed(self) -> bool:
@@ -218,7 +205,7 @@ class LocalStore(RowStore):
             self._mark_written()
             write = PendingWrite(block, blocks, forms)
             self._scatter_later(write, moves, transfers)
-            self._groups.writes += 1
+            self.notes.writes += 1
             self._pending.add_write(write)
             return
         self.drain()
@@ -232,7 +219,7 @@ class LocalStore(RowStore):
         except BaseException:
             self._pending.make_stale()
             raise
-        self._groups.writes += 1
+        self.notes.writes += 1
         self._pending.make_stale()
 
     def _scatter_later(self, write: PendingWrite, moves: _Moves, transfers: Transfers) -> None:
@@ -255,7 +242,7 @@ class LocalStore(RowStore):
         """Return how the next scatter converts a column: its number decides what stochastic rounding draws."""
         if field.stored is None or (column := self.columns[name]).rounding == "nearest":
             return field.stored
-        return column.form(kernels.rounding_key(self._groups.seed, column.key, self._groups.writes))
+        return column.form(kernels.rounding_key(self._groups.seed, column.key, self.notes.writes))
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetch:
         writes = self._pending.writes()

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from speedswap.errors import TableClosedError, TableFormatError
+from speedswap.tables.copies import layout_of
 from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
@@ -16,7 +17,7 @@ from speedswap.tables.memory import host as storages
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 
-__all__ = ["create_store", "open_store", "save_copy", "save_store"]
+__all__ = ["create_store", "lives_there", "open_store", "save_copy", "save_store"]
 
 _log = logging.getLogger("speedswap")
 _SAVE_BYTES = 64 * 2**20
@@ -119,6 +120,11 @@ def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
     return store
 
 
+def lives_there(path: str | os.PathLike[str]) -> FileExistsError:
+    """Return the error of a table that was to be saved where its own files are."""
+    return FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
+
+
 def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
     """Write a copy of a store to a table's directory, which appears complete or not at all."""
     with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.locked.lock:
@@ -129,12 +135,12 @@ def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
 
 def save_store(source: RowStore, directory: TableDirectory) -> None:
     """Write a copy of a store's rows, attributes and id maps to a new directory, as one commit."""
-    layout, disk = source.initial_layout, DiskOptions(cache_bytes=_SAVE_BYTES)
+    layout, disk = layout_of(source), DiskOptions(cache_bytes=_SAVE_BYTES)
     target = LogStore.create(directory, source.name, source.num_embeddings, source.seed, layout, disk, filled=False)
     try:
         for rows, held in source.written_rows():
             target.put(rows, held)
-        target.take_over(source)
+        target.notes.take_over(source.notes, source.part_name)
         target.flush()
     finally:
         target.close_log()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +17,13 @@ from speedswap.tables.initial import initial_chunk
 from speedswap.tables.local import LocalStore
 from speedswap.tables.ranges import InRanges
 from speedswap.tables.record import Column
-from speedswap.tables.store import RowStore, WrappedStore
+from speedswap.tables.store import Files, RowStore, WrappedStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
-    from speedswap.tables.id_map import IdMap
+    from speedswap.tables.files.inspection import Checked
 
-__all__ = ["PARTS", "PartStore"]
-
-PARTS = "tables"
-"""The attribute of a store that names its parts; a copy of one of them is without it."""
+__all__ = ["PartStore"]
 
 
 class PartStore(WrappedStore):
@@ -45,19 +41,16 @@ class PartStore(WrappedStore):
     """
 
     # Rows that another table trains are looked up when they are needed.
-    prefetch: Any = RowStore.prefetch
-    nbytes: Any = RowStore.nbytes
-    path: Any = RowStore.path
-    map_name = ""
-    initial_rows: Any = RowStore.initial_rows
-    initial_layout: Any = RowStore.initial_layout
-    written_rows: Any = RowStore.written_rows
+    prefetch = RowStore.prefetch
+    nbytes = RowStore.nbytes
+    origins = RowStore.origins
+    written_rows = RowStore.written_rows
 
     def __init__(self, inner: RowStore, first_row: int, num_rows: int, name: str) -> None:
         super().__init__(inner)
         self.first_row = first_row
         self.num_embeddings = num_rows
-        self.name = self.map_name = name
+        self.name = self.part_name = name
         self._closed = False
         self._columns: tuple[dict[str, Column], dict[str, Column]] = {}, {}
         weight = inner.columns["weight"].init
@@ -90,6 +83,11 @@ class PartStore(WrappedStore):
     def closed(self) -> bool:
         return self._closed or self.inner.closed
 
+    @property
+    def files(self) -> Files | None:
+        whole = self.inner.files
+        return None if whole is None else _FilesOfPart(whole, self.name)
+
     def note_change(self, rows: Tensor | range | None) -> None:
         if isinstance(rows, Tensor):
             self.inner.note_change(self._there(rows))
@@ -119,15 +117,13 @@ class PartStore(WrappedStore):
     # ------------------------------------------------------------------ whole columns
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        found: Tensor = self.inner.read(column, self.first_row + start, self.first_row + stop, device)
-        return found
+        return self.inner.read(column, self.first_row + start, self.first_row + stop, device)
 
     def write(self, column: str, start: int, values: Tensor) -> None:
         self.inner.write(column, self.first_row + start, values)
 
     def view(self, column: str) -> Tensor:
-        view: Tensor = self.inner.view(column)
-        return view[self.first_row : self.first_row + self.num_embeddings]
+        return self.inner.view(column)[self.first_row : self.first_row + self.num_embeddings]
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         names = ", ".join(column.name for column in columns)
@@ -150,11 +146,6 @@ class PartStore(WrappedStore):
 
     # ------------------------------------------------------------------ lifetime
 
-    def notes(self) -> tuple[dict[str, Any], dict[str, IdMap]]:
-        attributes, id_maps = super().notes()
-        attributes.pop(PARTS, None)
-        return attributes, {"": id_maps[self.name]} if self.name in id_maps else {}
-
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
             storage, engine = "auto" if self.storage == "disk" else self.storage, self.engine
@@ -168,9 +159,33 @@ class PartStore(WrappedStore):
             self.inner.flush()
         self._closed = True
 
-    def remove(self) -> None:
-        raise TypeError(f"table {self.name!r} lies in a store with others and has no files of its own to remove")
+
+class _FilesOfPart(Files):
+    """The files of a store that a part of it lies in.
+
+    Args:
+        whole: the files.
+        name: the part's, for messages.
+    """
+
+    def __init__(self, whole: Files, name: str) -> None:
+        self._whole, self._name = whole, name
+        self.was_found = whole.was_found
+
+    def facts(self) -> dict[str, Any]:
+        return self._whole.facts()
 
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
-        found: bool = self.inner.lives_at(Path(path))
-        return found
+        return self._whole.lives_at(path)
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        return self._whole.verify(advance)
+
+    def reserve(self, columns: Collection[str]) -> None:
+        self._whole.reserve(columns)
+
+    def reserve_rows(self, rows: int) -> None:
+        self._whole.reserve_rows(rows)
+
+    def remove(self) -> None:
+        raise TypeError(f"table {self._name!r} lies in a store with others and has no files of its own to remove")

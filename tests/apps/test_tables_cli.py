@@ -140,7 +140,7 @@ def test_a_sector_that_is_read_at_the_second_try_is_no_damage(tmp_path):
         table.write(0, torch.ones(100, 128))
         table.flush()
         table.store.log.fail("read", 0, errno.EIO)
-        checked = table.store.verify(lambda rows: None)
+        checked = table.store.files.verify(lambda rows: None)
     assert (checked.rows, checked.damaged, checked.problems) == (100, [], [])
 
 

@@ -377,18 +377,18 @@ def step_again(group, how, size):
 
 def fail_once(items, optimizer, *, fails):
     """Take a step in which this rank may run out of room just before the ranks agree to write."""
-    store = items.table.store.own.store.inner
+    own = items.table.store.own
 
     def full(rows):
         raise MemoryError("no room")
 
     if fails:
-        store.reserve_rows = full
+        own.reserve_rows = full
     try:
         optimizer.step()
     finally:
         if fails:
-            del store.reserve_rows
+            del own.reserve_rows
 
 
 def other_columns(group, what):

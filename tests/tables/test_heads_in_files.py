@@ -52,14 +52,14 @@ def test_a_commit_that_is_cut_short_leaves_the_one_before(tmp_path: Path, monkey
 
 def test_a_held_commit_keeps_its_attributes(tmp_path: Path) -> None:
     table = with_a_large_head(tmp_path / "t")
-    commit = table.store.hold()
+    commit = table.store.commits.hold()
     table.close()
     table = Table.open(tmp_path / "t")
     table.attributes["step"] = 200
     table.write(0, torch.full((5, 64), 2.0))
     table.flush()
-    assert table.store.held_attributes(commit)["step"] == 100
-    table.store.return_to(commit)
+    assert table.store.commits.attributes_of(commit)["step"] == 100
+    table.store.commits.return_to(commit)
     assert table.attributes["step"] == 100
     assert table.read(0, 1)[0, 0] == 1.0
     table.close()
@@ -93,7 +93,7 @@ def test_columns_that_found_no_room_leave_the_table(tmp_path: Path, monkeypatch:
 
 def test_files_that_no_commit_needs_go_also_beside_a_held_one(tmp_path: Path) -> None:
     table = with_a_large_head(tmp_path / "t", rows=1000)
-    table.store.hold()
+    table.store.commits.hold()
     table.flush()
     table.write(0, torch.ones(10, 64))
     table.close()
@@ -155,14 +155,14 @@ def test_a_commit_of_many_maps_waits_for_none_of_their_files(tmp_path: Path, mon
         monkeypatch.setattr(os, name, call)
 
     table = Table.create(1200, 4, path=tmp_path / "t", commit_seconds=None)
-    table.store.id_maps.update({f"m{i}": speedswap.IdMap(9) for i in range(120)})
+    table.store.notes.id_maps.update({f"m{i}": speedswap.IdMap(9) for i in range(120)})
     for name in ("fsync", "listdir"):
         counted(name)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, limits[1]), limits[1]))
     try:
         for step in range(3):
-            for id_map in table.store.id_maps.values():
+            for id_map in table.store.notes.id_maps.values():
                 id_map.add(torch.tensor([step]))
             table.write(0, torch.ones(10, 4))
             table.flush()
@@ -172,7 +172,7 @@ def test_a_commit_of_many_maps_waits_for_none_of_their_files(tmp_path: Path, mon
     assert calls["listdir"] <= 10
     table.close()
     with Table.open(tmp_path / "t", "r") as again:
-        maps = again.store.id_maps.values()
+        maps = again.store.notes.id_maps.values()
         assert [id_map.lookup(torch.arange(4)).tolist() for id_map in maps] == [[1, 2, 3, 0]] * 120
 
 

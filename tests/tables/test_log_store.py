@@ -476,7 +476,7 @@ def test_a_commit_that_is_held_can_be_opened_until_it_is_let_go(make: Callable[.
     table = make(cache_bytes=SMALL)
     table.scatter(torch.arange(ROWS), torch.ones(ROWS, 5))
     with table.lock:
-        held = table.store.hold()
+        held = table.store.commits.hold()
     for value in range(2, 6):
         table.scatter(torch.arange(ROWS), torch.full((ROWS, 5), float(value)))
         table.flush()
@@ -488,7 +488,7 @@ def test_a_commit_that_is_held_can_be_opened_until_it_is_let_go(make: Callable[.
     table.close()
     with speedswap.Table.open(table.path, commit=held) as back:
         assert torch.equal(back.read(), torch.ones(ROWS, 5))
-        back.store.let_go(held)
+        back.store.commits.let_go(held)
         back.scatter(torch.tensor([3]), torch.zeros(1, 5))
         now = back.read()
     with speedswap.Table.open(table.path) as again:
@@ -500,7 +500,7 @@ def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speed
     table = make(rows=2000, dim=64, cache_bytes=1)
     table.scatter(torch.arange(2000), torch.ones(2000, 64))
     with table.lock:
-        held = table.store.hold()
+        held = table.store.commits.hold()
     table.flush()
     reads = {
         "gather": lambda reader: reader.gather(torch.arange(2000)),
@@ -508,7 +508,7 @@ def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speed
     }
     readers = [speedswap.Table.open(table.path, "r", commit=held, cache_bytes=1) for _ in reads]
     with table.lock:
-        table.store.let_go(held)
+        table.store.commits.let_go(held)
     for value in range(2, 6):
         table.scatter(torch.arange(2000), torch.full((2000, 64), float(value)))
         table.flush()

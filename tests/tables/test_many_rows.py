@@ -48,4 +48,4 @@ def test_rows_beyond_32_bits_train_as_those_of_a_small_table(rows: int, dim: int
         table.reset_rows(near[-1:])
         assert torch.equal(table.gather(near[-1:]).weight, initial[torch.searchsorted(used, near[-1:])])
         table.flush()
-        assert not table.store.verify(lambda share: None).damaged
+        assert not table.store.files.verify(lambda share: None).damaged

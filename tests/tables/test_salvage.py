@@ -82,7 +82,7 @@ def require_saved(found: Salvaged, *, attributes: bool = True, keys: bool = True
             assert torch.equal(table.read(column=name), values), name
         assert table.name == "by hand"
         if attributes:
-            assert (dict(table.attributes), table.store.writes) == ({"step": 17}, 8)
+            assert (dict(table.attributes), table.writes) == ({"step": 17}, 8)
         if keys:
             assert table.id_map is not None
             assert table.id_map.lookup(torch.tensor([*KEYS, 200])).tolist() == [*KEYS.values(), 0]

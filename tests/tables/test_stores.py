@@ -312,13 +312,11 @@ class Plain(RowStore):
 
     def __init__(self, inner: RowStore) -> None:
         self.num_embeddings, self.seed, self.name = inner.num_embeddings, inner.seed, inner.name
-        self.attributes, self.live_attributes = {}, {}
         self.kept = {name: (column, inner.read(name, 0, ROWS).clone()) for name, column in inner.columns.items()}
-        self.is_closed, self.scatters = False, 0
+        self.is_closed = False
 
     columns = property(lambda self: {name: column for name, (column, _) in self.kept.items()})
     closed = property(lambda self: self.is_closed)
-    writes = property(lambda self: self.scatters)
 
     def gather(self, rows: Tensor, columns: Any = None, device: Any = None, out: Any = None) -> Any:
         names, target = self.columns if columns is None else columns, rows.device if device is None else device
@@ -330,7 +328,7 @@ class Plain(RowStore):
     def scatter(self, block: speedswap.tables.Block, values: Any, transfers: Any = None) -> None:
         for name, tensor in values.items():
             self.kept[name][1][block.rows.cpu()] = tensor.detach().cpu()
-        self.scatters += 1
+        self.notes.writes += 1
 
     def read(self, column: str, start: int, stop: int, device: Any = None) -> Tensor:
         return self.kept[column][1][start:stop].to(device)
@@ -355,7 +353,7 @@ class Plain(RowStore):
         copied.add_columns([column for column in self.columns.values() if column.name != "weight"])
         for name, (_, values) in self.kept.items():
             copied.write(name, 0, values)
-        copied.attributes |= {name: source() for name, source in self.live_attributes.items()}
+        copied.notes.take_over(self.notes)
         return copied
 
     def close(self) -> None:
@@ -390,13 +388,12 @@ class Sharded(RowStore):
     storage, engine = "sharded", "auto"
 
     def __init__(self, shards: list[LocalStore]) -> None:
-        self.shards, self.scatters = shards, 0
+        self.shards = shards
         self.num_embeddings = sum(shard.num_embeddings for shard in shards)
-        self.seed, self.name, self.attributes, self.live_attributes = shards[0].seed, "sharded", {}, {}
+        self.seed, self.name = shards[0].seed, "sharded"
 
     columns = property(lambda self: self.shards[0].columns)
     closed = property(lambda self: all(shard.closed for shard in self.shards))
-    writes = property(lambda self: self.scatters)
 
     def split(self, ids: Tensor) -> list[tuple[LocalStore, int, Tensor]]:
         """Return the shards that have some of these ids, with their number and a mask of those ids."""
@@ -419,7 +416,7 @@ class Sharded(RowStore):
         for shard, _, mask in self.split(block.rows):
             some = {name: tensor[mask.to(tensor.device)] for name, tensor in values.items()}
             shard.scatter(speedswap.tables.Block(block.rows[mask] // len(self.shards), {}), some, transfers)
-        self.scatters += 1
+        self.notes.writes += 1
 
     def prefetch(self, lookup: Any, transfers: Any) -> Prefetched:
         flat, parts, device = lookup.ids.flatten().long(), [], lookup.device
@@ -451,7 +448,7 @@ class Sharded(RowStore):
 
     def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
         copied = Plain(self)
-        copied.live_attributes = self.live_attributes
+        copied.notes = self.notes
         return copied.copy(storage, engine)
 
     def close(self) -> None:

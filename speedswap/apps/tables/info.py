@@ -34,9 +34,9 @@ def table_facts(path: Path) -> dict[str, Any]:
             "writes": table.writes,
             "seed": table.seed,
             "attributes": dict(table.attributes),
-            "id_maps": {name: _map(id_map) for name, id_map in table.store.id_maps.items()},
+            "id_maps": {name: _map(id_map) for name, id_map in table.store.notes.id_maps.items()},
             **facts,
-            **table.store.facts(),
+            **(table.store.files.facts() if table.store.files is not None else {}),
         }
 
 

@@ -78,11 +78,13 @@ def verify(path: Path, *, shown: bool = False) -> Verified:
     """
     try:
         with Table.open(path, mode="r") as table:
-            touched = table.store.facts().get("touched_rows")
+            files = table.store.files
+            assert files is not None
+            touched = files.facts().get("touched_rows")
             touched = touched if isinstance(touched, int) else None
             total = len(table) if touched is None else touched
             with show_progress(total, shown=shown, unit=" rows") as progress:
-                checked, part = table.store.verify(progress.update), part_of_ranks(table.columns["weight"])
+                checked, part = files.verify(progress.update), part_of_ranks(table.columns["weight"])
                 return Verified(path, len(table), touched, checked, part)
     except TableFormatError as error:
         if path.is_dir() and not any(_OF_A_TABLE.fullmatch(each.name) for each in path.iterdir()):

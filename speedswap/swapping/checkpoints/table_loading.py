@@ -30,6 +30,7 @@ from speedswap.swapping.checkpoints.tables import (
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
 from speedswap.tables.shards import InOrder, Owners, Shard, place_rows, take_shards
+from speedswap.tables.store import Commits
 
 __all__ = ["Loading"]
 
@@ -135,12 +136,12 @@ class Loading:
             )
         columns, is_trained = table.columns, self.trainer is not None
         self.check_columns(module, [each for each in columns.values() if is_trained or each.name in self._columns])
-        if saved.id_maps.keys() != table.store.id_maps.keys():
+        if saved.id_maps.keys() != table.store.notes.id_maps.keys():
             raise CheckpointError(
-                f"{where} has {len(table.store.id_maps)} id maps, but the checkpoint {self._folder} has "
+                f"{where} has {len(table.store.notes.id_maps)} id maps, but the checkpoint {self._folder} has "
                 f"{len(saved.id_maps)}; make the model with the same"
             )
-        renews = any(id_map.evict is not None for id_map in table.store.id_maps.values())
+        renews = any(id_map.evict is not None for id_map in table.store.notes.id_maps.values())
         draws = any(column.rounding == "stochastic" for column in table.columns.values())
         if is_trained and table.seed != saved.seed and (renews or draws):
             why = "rows that start anew" if renews else "stochastic rounding"
@@ -181,7 +182,7 @@ class Loading:
         for key, raw in id_maps.items():
             what = self._name_of(module, key)
             try:
-                self._id_maps.enter_context(module.table.store.id_maps[key].restoring(raw, what=what))
+                self._id_maps.enter_context(module.table.store.notes.id_maps[key].restoring(raw, what=what))
             except CheckpointError:
                 raise
             except TableFormatError as error:
@@ -215,9 +216,11 @@ class Loading:
         with table.lock, self._target.table.lock:  # no rows of the next batch are gathered from a part of it
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
-            if not keeps_state and self._returns(own):
+            commits = None if keeps_state else self._commits_to_return_to(own)
+            if commits is not None:
                 first.shard.table.close()
-                own.store.return_to(first.saved.commit)
+                commits.return_to(first.saved.commit)
+                own.store.note_change(None)
             else:
                 names = [name for name in own.columns if name in self._columns]
                 self._copy_to(own, ["weight"] if keeps_state else names)
@@ -229,13 +232,13 @@ class Loading:
             if (joint := table.store.joint) is not None:
                 joint.torn = None
 
-    def _returns(self, table: Table) -> bool:
-        """Return whether a table goes back to the checkpoint's commit, which no later one of a checkpoint forbids."""
-        source = self._sources[0]
-        if not self._is_as_saved or not source.saved.path or not table.store.lives_at(source.path):
-            return False
+    def _commits_to_return_to(self, table: Table) -> Commits | None:
+        """Return the commits of a table that goes back to the checkpoint's, which no later one of another forbids."""
+        source, files, commits = self._sources[0], table.store.files, table.store.commits
+        if not self._is_as_saved or not source.saved.path or files is None or not files.lives_at(source.path):
+            return None
         let_go(table, Folders(self._folder.parent).manifests(), after=source.saved.commit)
-        return all(commit <= source.saved.commit for commit in table.store.held_commits)
+        return commits if commits is not None and max(commits.held, default=0) <= source.saved.commit else None
 
     def _copy_to(self, table: Table, names: list[str]) -> None:
         """Write columns of the rows to another table."""
@@ -248,8 +251,8 @@ class Loading:
         for source in self._sources:
             for delta in source.saved.deltas:
                 self._apply(delta, source.shard, names)
-        table.store.continue_writes(self.saved.writes)
-        changes, first = table.store.track_changes(), self._sources[0].saved
+        table.store.notes.writes = self.saved.writes
+        changes, first = table.store.notes.track_changes(table.num_embeddings), self._sources[0].saved
         if self._is_as_saved and first.copy and names == list(table.columns) and changes is not None:
             copied[table.store] = CopiedIn(self._token, changes)
         for source in self._sources:

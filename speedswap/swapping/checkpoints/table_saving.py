@@ -27,9 +27,10 @@ from speedswap.swapping.checkpoints.tables import (
 )
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
-from speedswap.tables.changes import ChangedRows
 from speedswap.tables.files.shards_manifest import shard_name
+from speedswap.tables.notes import ChangedRows
 from speedswap.tables.shards import InOrder, own_shard
+from speedswap.tables.store import Commits
 
 __all__ = ["Saving"]
 
@@ -66,7 +67,7 @@ class Saving:
         self._previous = existing[-1] if existing else None
         self._copies = copies
         self._changes: dict[RowStore, ChangedRows | None] = {}
-        self._held: list[tuple[Table, int]] = []
+        self._held: list[tuple[Table, Commits, int]] = []
 
     def save(self, index: int, name: str, module: TableModule, encoder: Encoder) -> SavedTable:
         """Write a table, or its changes; of one that ranks own the rows of this rank.
@@ -81,7 +82,7 @@ class Saving:
         store, shard = table.store, "" if isinstance(owners, InOrder) else "/" + shard_name(rank, owners.world_size)
         live = {key: value for key, source in table.live_attributes.items() if (value := source()) is not None}
         maps = {}
-        for key, id_map in store.id_maps.items():
+        for key, id_map in store.notes.id_maps.items():
             maps[key] = f"tables.{name}.id_maps.{key}{shard}"
             encoder.tensors[maps[key]] = id_map.to_bytes()
         table.drain()
@@ -104,36 +105,30 @@ class Saving:
 
     def _hold(self, table: Table) -> int | None:
         """Begin a commit of a table on disk that stays; return its number, or None where the table has to be copied."""
-        store = table.store
-        if self._copies or table.path is None:
+        commits = table.store.commits
+        if self._copies or table.path is None or commits is None:
             return None
         let_go(table, self._existing)
-        if len(store.held_commits) >= _MOST_HELD:
+        if len(commits.held) >= _MOST_HELD:
             return None
         checkpoints = self._files.folder.parent
         keeper = path_from(table.path, checkpoints, checkpoints.parent)
-        before = dict(table.attributes)
         table.attributes.update({TOKEN: self._token, KEEPER: keeper})
-        try:
-            commit = store.hold()
-        except TypeError:  # a table without commits
-            table.attributes.clear()
-            table.attributes.update(before)
-            return None
-        self._held.append((table, commit))
+        commit = commits.hold()
+        self._held.append((table, commits, commit))
         return commit
 
     def wait(self) -> None:
         """Return when the commits that were begun are durable."""
-        for table, _ in self._held:
+        for table, _, _ in self._held:
             table.flush()
 
     def give_up(self) -> None:
         """Let go of the commits of a checkpoint that will not be."""
-        for table, commit in self._held:
+        for table, commits, commit in self._held:
             with suppress(Exception):  # the error that led here counts
                 table.flush()
-                table.store.let_go(commit)
+                commits.let_go(commit)
 
     def _copied(self, name: str, table: Table, index: int, shard: str) -> tuple[str, tuple[Delta, ...]]:
         """Write a copy of a table, or link the one before and write the changes since.
@@ -144,7 +139,7 @@ class Saving:
         store = table.store
         before = self._before(name, table, shard)
         changed = None if before is None else copied[store].changes.rows()
-        self._changes[store] = store.track_changes()
+        self._changes[store] = store.notes.track_changes(store.num_embeddings)
         if before is not None and changed is not None and self._previous is not None:
             row_bytes = sum(column.row_bytes for column in table.columns.values()) + 8
             exact = all(column.stored_dtype != torch.int8 or not column.compact for column in table.columns.values())
@@ -161,7 +156,7 @@ class Saving:
     def _before(self, name: str, table: Table, shard: str) -> SavedTable | None:
         """Return the table in the checkpoint before, if what has changed since is known."""
         saved = copied.get(table.store)
-        if self._previous is None or saved is None or table.store.changes is not saved.changes:
+        if self._previous is None or saved is None or table.store.notes.changes is not saved.changes:
             return None
         manifest = self._previous[0]
         columns = {each.name: description_of(each) for each in table.columns.values()}

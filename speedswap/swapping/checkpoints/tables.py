@@ -17,7 +17,7 @@ from speedswap.swapping.checkpoints.manifest import Manifest
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, RowStore, Table
-from speedswap.tables.changes import ChangedRows
+from speedswap.tables.notes import ChangedRows
 
 __all__ = [
     "KEEPER",
@@ -98,19 +98,20 @@ def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int =
         existing: the checkpoints there.
         after: this commit and earlier ones stay.
     """
-    store = table.store
-    if not any(commit > after for commit in store.held_commits):
+    commits = table.store.commits
+    if commits is None or not any(commit > after for commit in commits.held):
         return
     table.flush()
     known = _commits_of(existing, table)
-    for commit in store.held_commits:
-        if commit > after and commit not in known and commit not in _commits_of(_kept_elsewhere(table, commit), table):
-            store.let_go(commit)
+    for commit in commits.held:
+        if commit > after and commit not in known:
+            keeper = commits.attributes_of(commit).get(KEEPER)
+            if commit not in _commits_of(_kept_at(table, keeper), table):
+                commits.let_go(commit)
 
 
-def _kept_elsewhere(table: Table, commit: int) -> list[tuple[Manifest, Path]]:
+def _kept_at(table: Table, keeper: object) -> list[tuple[Manifest, Path]]:
     """Return the checkpoints of the directory for which a commit was held."""
-    keeper = table.store.held_attributes(commit).get(KEEPER)
     return Folders(table.path / keeper).manifests() if table.path and isinstance(keeper, str) else []
 
 
@@ -121,12 +122,13 @@ def is_referred_to(existing: Iterable[tuple[Manifest, Path]], table: Table) -> b
 
 def _commits_of(existing: Iterable[tuple[Manifest, Path]], table: Table) -> set[int]:
     """Return the commits of a table on disk that checkpoints refer to."""
+    files = table.store.files
     return {
         part.commit
         for manifest, folder in existing
         for saved in manifest.tables
         for part in saved.parts
-        if part.path and table.store.lives_at(path_in(folder, part.path))
+        if part.path and files is not None and files.lives_at(path_in(folder, part.path))
     }
 
 

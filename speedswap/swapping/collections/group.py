@@ -24,7 +24,8 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
-from speedswap.tables.part import PARTS, PartStore
+from speedswap.tables.notes import PARTS
+from speedswap.tables.part import PartStore
 from speedswap.tables.ranges import InRanges, Range
 from speedswap.tables.table.files import discard
 
@@ -60,7 +61,7 @@ class TableGroup(TableModule):
 
     def _create(self, rows: Tensor | None = None) -> Table:
         table = super()._create(rows)
-        if table.store.was_found:
+        if table.was_found:
             try:
                 _require_contents(table, self.configs)
             except ValueError:
@@ -165,7 +166,7 @@ class TableGroup(TableModule):
         """Return the tables that have an id map, which is kept with the rows from now on."""
         keyed = {}
         for config, first_row in zip(self.configs, self.first_rows, strict=True):
-            if config.name in id_maps or config.name in self.table.store.id_maps:
+            if config.name in id_maps or config.name in self.table.store.notes.id_maps:
                 table = Table(PartStore(self.table.store, first_row, config.num_embeddings, config.name))
                 table.set_id_map(id_maps[config.name] if table.id_map is None else table.id_map)
                 assert table.id_map is not None

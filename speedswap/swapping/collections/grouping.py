@@ -10,7 +10,7 @@ import torch
 
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.tables import Table
-from speedswap.tables.part import PARTS
+from speedswap.tables.notes import PARTS
 
 __all__ = ["Group", "GroupKey", "close_all", "contents_of", "grouped", "opened"]
 

@@ -162,7 +162,7 @@ class Collection:
 
     def _open(self, path: Path) -> None:
         """Continue with an existing table on disk."""
-        if self._table is not None and self._table.store.lives_at(path):
+        if self._table is not None and (files := self._table.store.files) is not None and files.lives_at(path):
             return
         table = self.open_table(path)
         try:
@@ -179,7 +179,7 @@ class Collection:
             del disk["scratch"]  # what is opened is not scratch
             return Table.open(path, **disk)
         table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
-        if not table.store.was_found:
+        if not table.was_found:
             table.remove()
             raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
         return table

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.log_head import HEAD_BYTES, KeyFiles, LogHead, names_of, read_head
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
-from speedswap.tables.id_map import IdMap
+from speedswap.tables.notes import Notes
 
 __all__ = ["LogCommits"]
 
@@ -32,12 +31,9 @@ class LogCommits:
         name: the table's, for messages.
         head: of the commit that was opened.
         options: the store's.
-        id_maps: keys to rows, committed with them.
+        notes: of the rows, committed with them.
 
     Attributes:
-        attributes: plain data that is kept with the rows.
-        live: functions by key for attributes that change at every step, called when they are committed.
-        writes: the number of scatters so far.
         keys: the id maps in their files.
         layout: the number of the newest layout.
         changed: whether rows have changed since the last commit was begun.
@@ -51,14 +47,13 @@ class LogCommits:
         name: str,
         head: LogHead,
         options: DiskOptions,
-        id_maps: dict[str, IdMap],
+        notes: Notes,
     ) -> None:
         self._directory = directory
         self._name = name
         self._options = options
-        self.attributes: dict[str, Any] = {}
-        self.live: dict[str, Callable[[], Any]] = {}
-        self.keys = LogKeys(directory, id_maps)
+        self._notes = notes
+        self.keys = LogKeys(directory, notes.id_maps)
         self.changed = False
         self.begun = self.step_bytes = 0
         self._head = b""
@@ -97,9 +92,10 @@ class LogCommits:
 
     def adopt(self, head: LogHead) -> None:
         """Let a commit's head be the present one."""
-        self.attributes.clear()
-        self.attributes.update(head.attributes)
-        self.writes, self.layout = head.writes, head.layout
+        self._notes.attributes.clear()
+        self._notes.attributes.update(head.attributes)
+        self._notes.writes = self._writes = head.writes
+        self.layout = head.layout
         self.keys.files = dict(head.id_maps)
 
     def return_to(self, head: LogHead, log: kernels.RowLog) -> None:
@@ -108,14 +104,6 @@ class LogCommits:
         self.start(log)
         self.changed = False
         self.keys.differ()
-
-    def note_attributes(self) -> dict[str, Any]:
-        """Bring the attributes up to date, and return them."""
-        for key, source in self.live.items():
-            value = source()
-            if value is not None:
-                self.attributes[key] = value
-        return self.attributes
 
     # ------------------------------------------------------------------ commits
 
@@ -128,7 +116,7 @@ class LogCommits:
         self._steps += 1
         step_bytes, self.step_bytes = self.step_bytes, 0
         every, seconds = self._options.commit_every, self._options.commit_seconds
-        if self.changed and (
+        if (self.changed or self._notes.writes != self._writes) and (
             (every is not None and self._steps >= every)
             or self._is_tight(log, 2 * step_bytes)  # of this very step, so that the next one may find room
             or (
@@ -164,7 +152,7 @@ class LogCommits:
         with says_if_full(self._directory.files.path / "rows.log"), deferred_interrupts():
             self.begun = log.begin_commit(head, hold=hold, files=writes)
             self.keys.accept(saving)
-            self._head, self.changed = body, False
+            self._head, self.changed, self._writes = body, False, self._notes.writes
             self._kept[self.begun] = names
             self._may_have_strays = False
             self._steps, self._last = 0, time.monotonic()
@@ -232,7 +220,7 @@ class LogCommits:
         return self._take_place is not None
 
     def _encoded(self, key_files: dict[str, KeyFiles]) -> bytes:
-        return LogHead(self.layout, self.writes, self.note_attributes(), key_files).encode(self._name)
+        return LogHead(self.layout, self._notes.writes, self._notes.up_to_date(), key_files).encode(self._name)
 
     def _discard_keys(self, log: kernels.RowLog) -> list[OpenFile]:
         """Remove files that no commit names that can still be opened; return them open."""

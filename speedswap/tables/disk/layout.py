@@ -12,6 +12,7 @@ from functools import cached_property
 
 from speedswap import kernels
 from speedswap.tables.init import CopyOf, from_json
+from speedswap.tables.initial import Origin
 from speedswap.tables.record import Column, RecordLayout
 
 __all__ = [
@@ -72,9 +73,18 @@ class LogLayout:
     held: tuple[HeldColumn, ...]
 
     @classmethod
-    def of(cls, columns: Sequence[Column]) -> LogLayout:
-        """Return the layout of a table that has no rows on disk."""
-        return added(None, columns)
+    def of(cls, columns: Sequence[Column], origins: Mapping[str, Origin] | None = None) -> LogLayout:
+        """Return the layout of a table that has no rows on disk.
+
+        Args:
+            columns: its columns.
+            origins: of their values; by default no column has begun anew since another one copied it.
+        """
+        layout = added(None, columns)
+        if origins is None:
+            return layout
+        held = [replace(each, source=None, **origins[each.column.name]._asdict()) for each in layout.held]
+        return replace(layout, held=tuple(held))
 
     @cached_property
     def columns(self) -> dict[str, Column]:

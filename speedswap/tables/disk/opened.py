@@ -14,15 +14,15 @@ from speedswap.tables.disk.ahead import RowsHeld
 from speedswap.tables.disk.cache import LogCache
 from speedswap.tables.disk.checks import check_log, log_facts
 from speedswap.tables.disk.commits import LogCommits
-from speedswap.tables.disk.layout import LogLayout, collapsed
 from speedswap.tables.disk.options import DiskOptions, promise
 from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.inspection import Checked
 from speedswap.tables.files.log_head import LogHead, read_head
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.open_directory import OpenFile
+from speedswap.tables.initial import Origin
 from speedswap.tables.record import Column
-from speedswap.tables.store import RowStore
+from speedswap.tables.store import Files, RowStore
 
 __all__ = ["OpenedLog"]
 
@@ -31,7 +31,7 @@ _FORK_SECONDS, _TRIES = 10.0, 100
 _of_parents: list[LogCache] = []  # whose threads are not in this process: they are never closed here
 
 
-class OpenedLog(RowStore):
+class OpenedLog(RowStore, Files):
     """The part of a store that opens its log, and follows it where another process writes it.
 
     Args:
@@ -66,10 +66,9 @@ class OpenedLog(RowStore):
         self._cache = self._opened(manifest, commit)
         self._adopted = self._cache.log.durable
         head = self._head_of(self._cache)
-        self._commits = LogCommits(directory, self.name, head, self._options, self.id_maps)
+        self._commits = LogCommits(directory, self.name, head, self._options, self.notes)
         self._commits.start(self._cache.log)
         self._read_id_maps()
-        self.attributes, self.live_attributes = self._commits.attributes, self._commits.live
         promise(self)
 
     def _opened(self, manifest: LogManifest, commit: int | None = None) -> LogCache:
@@ -103,8 +102,12 @@ class OpenedLog(RowStore):
         return self._cache.layout.columns
 
     @property
-    def initial_layout(self) -> LogLayout:
-        return collapsed(self._cache.layout)
+    def files(self) -> Files:
+        return self
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        return {each.column.name: Origin(each.start, each.through) for each in self._cache.layout.held}
 
     @property
     def cache_bytes(self) -> int:
@@ -114,10 +117,6 @@ class OpenedLog(RowStore):
     @property
     def nbytes(self) -> int:
         return self.num_embeddings * self._cache.layout.stride
-
-    @property
-    def writes(self) -> int:
-        return self._commits.writes
 
     @property
     def closed(self) -> bool:

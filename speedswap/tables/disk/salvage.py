@@ -317,9 +317,9 @@ class _Damaged:
         )
         try:
             _save_rows(log, target, found)
-            target.attributes.update(self.head.attributes)
-            target.id_maps.update(self._id_maps())
-            target.continue_writes(self.head.writes)
+            target.notes.attributes.update(self.head.attributes)
+            target.notes.id_maps.update(self._id_maps())
+            target.notes.writes = self.head.writes
             target.flush()
         finally:
             target.close_log()

@@ -19,13 +19,14 @@ from speedswap.tables.block import Block
 from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.ahead import RowsAheadOfStep
 from speedswap.tables.disk.columns import LogColumns, new_log
-from speedswap.tables.disk.layout import HeldColumn, LogLayout, is_lazy
+from speedswap.tables.disk.layout import LogLayout, is_lazy
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.initial import starts_of
 from speedswap.tables.local import LocalStore
 from speedswap.tables.record import Column
-from speedswap.tables.store import RowStore
+from speedswap.tables.store import Commits, RowStore
 
 __all__ = ["LogStore"]
 
@@ -35,7 +36,7 @@ _TRIES = 8
 _Changed = TypeVar("_Changed")
 
 
-class LogStore(LogColumns):
+class LogStore(LogColumns, Commits):
     """Rows in a log on disk, some of which a cache in memory holds.
 
     A row that was never written takes no room: its initial values are computed whenever it is read. What was written
@@ -91,7 +92,7 @@ class LogStore(LogColumns):
         else:
             with self._with_room(lambda: self._cache.room_for(here), len(rows)) as room:
                 self._cache.scatter(here, fields, blocks, room)
-        self._commits.writes += 1
+        self.notes.writes += 1
 
     def _with_room(self, change: Callable[[], _Changed], rows: int) -> _Changed:
         """Make a change that takes room for so many rows; on a full disk after a commit has let some be used again.
@@ -118,7 +119,7 @@ class LogStore(LogColumns):
         """Round stochastically, where a column is: what is drawn depends on the row's number, not on its place."""
         if not column.compact or column.rounding == "nearest":
             return block
-        form = column.form(kernels.rounding_key(self.seed, column.key, self.writes))
+        form = column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
         assert form is not None
         rounded = block.clone(memory_format=torch.contiguous_format)
         kernels.round_rows(rounded, rows, form)
@@ -131,16 +132,18 @@ class LogStore(LogColumns):
         if not self._reads and not self._closed:
             self._commits.step(self._cache.log)
 
+    @property
+    def commits(self) -> Commits | None:
+        return None if self._options.scratch else self
+
     def hold(self) -> int:
-        if self._options.scratch:
-            raise TypeError(f"table {self.name!r} is scratch and has no commits; copy it with Table.save(path)")
         return self._commits.begin(self._cache.log, hold=True)
 
     @property
-    def held_commits(self) -> list[int]:
+    def held(self) -> list[int]:
         return self._cache.log.held
 
-    def held_attributes(self, commit: int) -> dict[str, Any]:
+    def attributes_of(self, commit: int) -> dict[str, Any]:
         return self._parsed(self._cache.log.held_head(commit)).attributes
 
     def let_go(self, commit: int) -> None:
@@ -159,10 +162,7 @@ class LogStore(LogColumns):
                 raise
             finally:
                 self._commits.return_to(self._head_of(self._cache), self._cache.log)
-                self.version += 1
-
-    def continue_writes(self, writes: int) -> None:
-        self._commits.writes, self._commits.changed = writes, True
+                self.notes.note_change(None)
 
     # ------------------------------------------------------------------ whole columns
 
@@ -222,10 +222,8 @@ class LogStore(LogColumns):
 
     def _begins_as(self, source: RowStore) -> bool:
         """Return whether rows that were never written are equal here and in another store, bit by bit."""
-        ours, theirs = (store.initial_layout.by_name for store in (self, source))
-        return self.seed == source.seed and all(
-            name in theirs and _starts(held) == _starts(theirs[name]) for name, held in ours.items()
-        )
+        ours, theirs = (starts_of(store.columns, store.origins) for store in (self, source))
+        return self.seed == source.seed and all(theirs.get(name) == start for name, start in ours.items())
 
     def reserve(self, columns: Collection[str]) -> None:
         self._cache.reserve(self.num_embeddings * len(columns))
@@ -296,13 +294,6 @@ class LogStore(LogColumns):
         self._commits.changed = True
         self._cache.put(rows, held)
 
-    def take_over(self, source: RowStore) -> None:
-        """Take another store's attributes, id maps and number of writes."""
-        attributes, id_maps = source.notes()
-        self.attributes.update(attributes)
-        self.id_maps.update(id_maps)
-        self._commits.writes, self._commits.changed = source.writes, True
-
     def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
         return copy_rows(self, storage, engine)
 
@@ -353,11 +344,3 @@ class LogStore(LogColumns):
         self._directory.remove()
         if not self._closed:  # a full disk kept it from being closed
             self._shut()
-
-
-def _starts(held: HeldColumn) -> tuple[object, ...]:
-    """Return all that the values of untouched rows depend on, beside the table's seed."""
-    return tuple(
-        (each.name, each.init.to_json(), each.zero_row, each.row_shape, each.dtype, each.stored_dtype)
-        for each in (held.start, *held.through, held.column)
-    )

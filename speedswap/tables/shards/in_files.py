@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,11 +21,12 @@ from speedswap.tables.files.manifest_file import ManifestFile
 from speedswap.tables.files.place import Place
 from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.id_map import IdMap
+from speedswap.tables.notes import Notes
 from speedswap.tables.opening import open_store
 from speedswap.tables.record import Column
 from speedswap.tables.shards.owned import whole_columns
 from speedswap.tables.shards.owners import Owners
-from speedswap.tables.store import RowStore
+from speedswap.tables.store import Files, RowStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
@@ -74,7 +76,7 @@ def open_shard(
     return store
 
 
-class ShardsInFiles(RowStore):
+class ShardsInFiles(RowStore, Files):
     """All rows of a table that ranks own, for one process that reads them.
 
     Args:
@@ -102,14 +104,14 @@ class ShardsInFiles(RowStore):
                 opened.callback(self.shards[-1].close)
             require_one_step(path, self.shards)
             opened.pop_all()
-        self.attributes, self.live_attributes = self.shards[0].attributes, {}
-        self.id_maps = self._whole_maps()
+        first = self.shards[0].notes
+        self.notes = Notes(first.attributes, id_maps=self._whole_maps(), writes=first.writes)
 
     def _whole_maps(self) -> dict[str, IdMap]:
         """Return the id maps with the keys of all ranks."""
         found = {}
-        for name in self.shards[0].id_maps:
-            parts = [shard.id_maps[name] for shard in self.shards]
+        for name in self.shards[0].notes.id_maps:
+            parts = [shard.notes.id_maps[name] for shard in self.shards]
             raw = [part.to_bytes() for part in parts]
             assert parts[0].part is not None
             found[name] = IdMap(**parts[0].part.settings)
@@ -127,16 +129,19 @@ class ShardsInFiles(RowStore):
         return sum(shard.nbytes for shard in self.shards)
 
     @property
-    def writes(self) -> int:
-        return self.shards[0].writes
-
-    @property
     def closed(self) -> bool:
         return self._closed
 
     @property
+    def files(self) -> Files:
+        return self
+
+    @property
     def path(self) -> Path | None:
         return self._path
+
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        return False
 
     def facts(self) -> dict[str, Any]:
         facts = [shard.facts() for shard in self.shards]
@@ -170,7 +175,8 @@ class ShardsInFiles(RowStore):
         changed = [shard.check() for shard in self.shards]
         if any(changed):
             require_one_step(self._path, self.shards)
-            self.id_maps.update(self._whole_maps())
+            self.notes.id_maps.update(self._whole_maps())
+            self.notes.writes = self.shards[0].notes.writes
         return any(changed)
 
     # ------------------------------------------------------------------ rows
@@ -246,6 +252,6 @@ def different_steps(path: Path, writes: Sequence[int], columns: Sequence[Sequenc
 
 def require_one_step(path: Path, shards: Sequence[LogStore]) -> None:
     """Raise TableFormatError unless all shards are of one step."""
-    problem = different_steps(path, [shard.writes for shard in shards], [[*shard.columns] for shard in shards])
+    problem = different_steps(path, [shard.notes.writes for shard in shards], [[*shard.columns] for shard in shards])
     if problem is not None:
         raise TableFormatError(problem)

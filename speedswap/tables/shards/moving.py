@@ -15,8 +15,9 @@ from speedswap.errors import TableFormatError
 from speedswap.tables.block import Block
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.shards_manifest import SHARD
+from speedswap.tables.initial import starts_of
 from speedswap.tables.opening import open_store
-from speedswap.tables.shards.owned import whole_columns
+from speedswap.tables.shards.owned import whole_column
 from speedswap.tables.shards.owners import InOrder, Owners
 from speedswap.tables.table import Table
 
@@ -91,26 +92,15 @@ def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[tu
 
 def _begins_as(target: Shard, source: Shard, columns: Sequence[str]) -> bool:
     """Return whether rows that were never written are equal in two shards, and none was written in the target."""
-    ours, theirs = (_starts(shard.table) for shard in (target, source))
+    stores, files = [shard.table.store for shard in (target, source)], target.table.store.files
+    ours, theirs = (starts_of(store.columns, store.origins, whole_column) for store in stores)
     return (
-        target.table.store.is_untouched
+        files is not None
+        and files.is_untouched
         and target.table.seed == source.table.seed
         and {*columns} == {*ours}
         and all(ours[name] == theirs[name] for name in columns)
     )
-
-
-def _starts(table: Table) -> dict[str, list[tuple[object, ...]]]:
-    """Return all that the values of untouched rows depend on beside the table's seed, by column."""
-    return {
-        name: [
-            (each.name, each.init.to_json(), each.zero_row, each.dtype, each.stored_dtype)
-            for each in whole_columns(
-                {str(place): each for place, each in enumerate((held.start, *held.through, held.column))}
-            ).values()
-        ]
-        for name, held in table.store.initial_layout.by_name.items()
-    }
 
 
 def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool]) -> None:

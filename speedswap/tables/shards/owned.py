@@ -13,7 +13,7 @@ from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
 from speedswap.tables.record import Column
 from speedswap.tables.shards.owners import Owners
 
-__all__ = ["OwnedRows", "owned_column", "whole_columns"]
+__all__ = ["OwnedRows", "owned_column", "whole_column", "whole_columns"]
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,16 @@ class OwnedRows(Initializer):
         return None if init is None else cls(init, Owners(num_embeddings, world_size), rank, zero_row)
 
 
+def whole_column(column: Column) -> Column:
+    """Return a column of the whole table, given that of the rows that a rank owns."""
+    if not isinstance(column.init, OwnedRows):
+        return column
+    return replace(column, init=column.init.init, zero_row=column.init.zero_row)
+
+
 def whole_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
     """Return the columns of the whole table, given those of the rows that a rank owns."""
-    return {
-        name: replace(column, init=column.init.init, zero_row=column.init.zero_row)
-        if isinstance(column.init, OwnedRows)
-        else column
-        for name, column in columns.items()
-    }
+    return {name: whole_column(column) for name, column in columns.items()}
 
 
 def owned_column(column: Column, owners: Owners, rank: int) -> Column:

@@ -69,8 +69,8 @@ class Table:
         self.storage = store.storage
         self.engine = store.engine
         self.name = store.name
-        self.attributes = store.attributes
-        self.live_attributes = store.live_attributes
+        self.attributes = store.notes.attributes
+        self.live_attributes = store.notes.live_attributes
         self._flush_at_end = weakref.finalize(self, _flush_at_end, store, store.locked)
 
     # ------------------------------------------------------------------ what it does, in functions of these modules
@@ -141,12 +141,17 @@ class Table:
     @property
     def writes(self) -> int:
         """The number of scatters so far, which is that of the next one. It is kept with a table's files."""
-        return self.store.writes
+        return self.store.notes.writes
 
     @property
     def path(self) -> Path | None:
         """The directory of a table on disk."""
-        return self.store.path
+        return None if self.store.files is None else self.store.files.path
+
+    @property
+    def was_found(self) -> bool:
+        """True if the rows were in files before the table was asked for."""
+        return self.store.files is not None and self.store.files.was_found
 
     @property
     def pinned(self) -> bool:
@@ -161,7 +166,7 @@ class Table:
     @property
     def id_map(self) -> IdMap | None:
         """The map from keys to rows that is kept with the table; None if there is none."""
-        return self.store.id_maps.get(self.store.map_name)
+        return self.store.notes.id_maps.get(self.store.part_name)
 
     @of_all_ranks
     def set_id_map(self, id_map: IdMap) -> None:
@@ -194,7 +199,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             id_map.holder = weakref.ref(self.store)
-            self.store.id_maps[self.store.map_name] = id_map
+            self.store.notes.id_maps[self.store.part_name] = id_map
 
     @property
     def lock(self) -> threading.RLock:
@@ -204,7 +209,7 @@ class Table:
     @property
     def version(self) -> int:
         """A number that goes up whenever rows or columns may have changed."""
-        return self.store.version
+        return self.store.notes.version
 
     def __repr__(self) -> str:
         part = part_of_ranks(self.columns["weight"])
@@ -228,7 +233,8 @@ class Table:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.path is None:
+        path, files = self.path, self.store.files
+        if path is None or files is None:
             remedy = "save torch.save(model.state_dict(), …), or speedswap.save_checkpoint(path, model); for another "
             remedy += "process use Table.save(path), and Table.open(path, mode='r') there"
             if get_spawning_popen() is not None:
@@ -239,7 +245,7 @@ class Table:
                 remedy += "of them with process_group="
             raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
         self.flush()  # another process sees what is committed
-        return (_opened_to_read, (str(self.path), self.store.stays_at))
+        return (_opened_to_read, (str(path), files.stays_at))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
         if self.path is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import DuplicateIdError
 from speedswap.tables.block import Block, fitting
-from speedswap.tables.initial import require_functions_of_row
+from speedswap.tables.initial import initial_values, require_functions_of_row
 
 if TYPE_CHECKING:
     from speedswap.tables.many import Commit
@@ -189,7 +189,7 @@ def reset_rows(
         ordered = rows.to("cpu", torch.int64).sort().values
         with table.lock:
             table.check_open(writing=True)
-            initial = table.store.initial_rows(ordered)
+            initial = initial_values(table.columns, ordered, table.seed, table.num_embeddings)
             values = {name: column.to(place) for name, column in initial.items()}
             table.give_back(Block(ordered.to(place), {}), values, commit)
 
@@ -230,7 +230,8 @@ def reserve_rows(table: Table, rows: int) -> None:
     """
     with table.lock:
         table.check_open(writing=True)
-        table.store.reserve_rows(rows)
+        if table.store.files is not None:
+            table.store.files.reserve_rows(rows)
 
 
 def drain(table: Table) -> None:

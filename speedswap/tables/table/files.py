@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from speedswap.tables.formats import export_table
 from speedswap.tables.id_map import IdMap
+from speedswap.tables.opening import lives_there, save_copy
 
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
@@ -34,8 +35,13 @@ def save(table: Table, path: str | os.PathLike[str], *, overwrite: bool = False)
         TableFullError: the disk has no room. An existing table is unchanged.
     """
     table.check_open()
-    table.store.require_elsewhere(path)
-    table.store.save(Path(path), overwrite=overwrite)
+    store = table.store
+    if store.joint is not None:
+        store.joint.save(Path(path), overwrite=overwrite)
+        return
+    if store.files is not None and store.files.lives_at(path):
+        raise lives_there(path)
+    save_copy(store, Path(path), overwrite=overwrite)
 
 
 def export(
@@ -120,12 +126,13 @@ def remove(table: Table) -> None:
     try:
         table.close()
     finally:
-        table.store.remove()
+        if table.store.files is not None:
+            table.store.files.remove()
 
 
 def discard(table: Table) -> None:
     """Close a table because what was to use it could not be made; remove its files if they are new."""
-    if table.store.was_found:
+    if table.was_found:
         table.close()
     else:
         table.remove()

@@ -141,7 +141,7 @@ def view(table: Table, column: str = "weight") -> Tensor:
         table.check_open(writing=True)
         column_of(table, column)
         table.store.note_change(None)
-        table.store.is_viewed = True
+        table.store.notes.is_viewed = True
         return table.store.view(column)
 
 
@@ -202,7 +202,8 @@ def reserve(table: Table, columns: Collection[str]) -> None:
     """
     with table.lock:
         table.check_open(writing=True)
-        table.store.reserve(columns)
+        if table.store.files is not None:
+            table.store.files.reserve(columns)
 
 
 def column_of(table: Table, name: str) -> Column:

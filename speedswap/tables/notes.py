@@ -1,0 +1,130 @@
+"""Notes that all tables over the same rows share, and the rows that have changed since a copy was made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+
+if TYPE_CHECKING:
+    from speedswap.tables.id_map import IdMap
+
+__all__ = ["PARTS", "ChangedRows", "Notes"]
+
+PARTS = "tables"
+"""The attribute of a store that names its parts; a copy of one of them is without it."""
+
+
+@dataclass(eq=False)
+class Notes:
+    """The notes that are kept with a store's rows. A store in front of another one shares the other's.
+
+    Attributes:
+        attributes: plain data kept with the rows.
+        live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
+            one that returns None leaves the attribute as it is. They must not hold the table.
+        id_maps: maps from keys to rows that are kept with the rows, by name.
+        writes: the number of scatters so far; the store counts them.
+        version: goes up whenever rows or columns may have changed, through any table over these rows.
+        is_viewed: whether rows may change without a call, through a tensor over their memory.
+        changes: the rows that have changed since :meth:`track_changes` was last called; None if that is unknown.
+    """
+
+    attributes: dict[str, Any] = field(default_factory=dict)
+    live_attributes: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    id_maps: dict[str, IdMap] = field(default_factory=dict)
+    writes: int = 0
+    version: int = 0
+    is_viewed: bool = False
+    changes: ChangedRows | None = None
+
+    def up_to_date(self) -> dict[str, Any]:
+        """Bring the attributes up to date with the live ones, and return them."""
+        for name, source in self.live_attributes.items():
+            value = source()
+            if value is not None:
+                self.attributes[name] = value
+        return self.attributes
+
+    def take_over(self, source: Notes, part: str = "") -> None:
+        """Take copies of another store's attributes as they are now, and its id maps and number of writes.
+
+        Args:
+            source: the other notes.
+            part: the name of a part whose rows alone were copied, and so its map alone.
+        """
+        live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
+        self.attributes.update(copy.deepcopy({**source.attributes, **live}))
+        self.writes = source.writes
+        if not part:
+            self.id_maps.update(source.id_maps)
+            return
+        self.attributes.pop(PARTS, None)
+        if part in source.id_maps:
+            self.id_maps[""] = source.id_maps[part]
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        """Note that rows are about to change: ids, a range of rows, or all rows and columns."""
+        self.version += 1
+        if self.changes is not None:
+            self.changes.add(rows)
+
+    def track_changes(self, num_rows: int) -> ChangedRows | None:
+        """Begin to note which of so many rows change, in place of what was noted so far; return None if unknown."""
+        self.changes = None if self.is_viewed else ChangedRows(num_rows)
+        return self.changes
+
+
+class ChangedRows:
+    """A byte for each row of a store, set when the row is written; on each device that ids come from.
+
+    Args:
+        num_rows: of the store.
+
+    Example:
+        >>> changed = ChangedRows(10)
+        >>> changed.add(torch.tensor([7, 2]))
+        >>> changed.add(range(4, 6))
+        >>> changed.rows()
+        tensor([2, 4, 5, 7])
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._masks: dict[torch.device, Tensor] = {}
+        self._all = False
+
+    def add(self, rows: Tensor | range | None) -> None:
+        """Note that rows change: ids, a range of rows, or all of them."""
+        if rows is None or (isinstance(rows, range) and len(rows) == self._num_rows):
+            self._all = True
+            self._masks.clear()
+        elif self._all:
+            return
+        elif isinstance(rows, range):
+            self._mask(torch.device("cpu"))[rows.start : rows.stop] = 1
+        elif rows.device.type == "cpu":
+            self._mask(rows.device).numpy()[rows.numpy()] = 1  # in one thread: torch's several cost more than this
+        else:
+            self._mask(rows.device)[rows.long()] = 1
+
+    def _mask(self, device: torch.device) -> Tensor:
+        if device not in self._masks:
+            with torch.inference_mode(False):
+                self._masks[device] = torch.zeros(self._num_rows, dtype=torch.uint8, device=device)
+        return self._masks[device]
+
+    def rows(self) -> Tensor | None:
+        """Return the changed rows, ascending, int64, on the CPU; None for all rows."""
+        if self._all:
+            return None
+        found = [mask.nonzero().squeeze(1).cpu() for mask in self._masks.values()]
+        if not found:
+            return torch.empty(0, dtype=torch.int64)
+        return found[0] if len(found) == 1 else kernels.unique(torch.cat(found))[0]
