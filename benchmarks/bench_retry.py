@@ -8,16 +8,16 @@ only overhead). toma is found at run time (the extra ``benchmarks``).
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import script
 import torch
 
-from speedswap.apps.bench.measure import in_turn, write_json
+from speedswap.apps.bench.measure import in_turn
 from speedswap.batching import retry
 from speedswap.compat import toma as compat
 
@@ -124,30 +124,22 @@ def show(title: str, found: dict[str, Any]) -> None:
         print(line, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="for torch (default 2)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device cuda: torch finds no GPU")
-    torch.set_num_threads(options.threads)
-    tensor = torch.zeros(SHAPE, device=options.device)
+def run(device: str, quick: bool) -> dict[str, Any]:
+    """Measure chunks that work, and chunks that do nothing."""
+    tensor = torch.zeros(SHAPE, device=device)
     peer = importlib.metadata.version("toma") if theirs(tensor, no_work) else None
-    print(
-        f"{CHUNKS} chunks of a tensor {SHAPE} on {options.device}; toma {peer or 'is not installed: pip install toma'}"
-    )
+    print(f"{CHUNKS} chunks of a tensor {SHAPE} on {device}; toma {peer or 'is not installed: pip install toma'}")
     verify(tensor)
-    repeats = 5 if options.quick else 15
-    results: dict[str, Any] = {"threads": options.threads, "shape": SHAPE, "chunks": CHUNKS, "toma": peer}
+    results: dict[str, Any] = {"threads": torch.get_num_threads(), "shape": SHAPE, "chunks": CHUNKS, "toma": peer}
     for name, body in (("work", work), ("no_work", no_work)):
-        results[name] = measure(tensor, body, repeats)
+        results[name] = measure(tensor, body, 5 if quick else 15)
         show(name.replace("_", " "), results[name])
-    if options.json:
-        write_json(options.json, f"retry-{options.device}", results)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return script.main("retry", __doc__, run, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,17 +9,17 @@ measured in the same run. Every call takes other rows.
 
 from __future__ import annotations
 
-import argparse
 import mmap
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import script
 import torch
 
 from speedswap import kernels
-from speedswap.apps.bench.measure import in_turn, write_json
+from speedswap.apps.bench.measure import in_turn
 from speedswap.kernels.cuda import pinning
 
 ROW_BYTES = 512
@@ -199,37 +199,31 @@ def show(result: dict[str, Any]) -> None:
         print(line, flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="for torch and for speedswap (default 2)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="a smaller table and fewer repeats")
-    options = parser.parse_args()
-    if options.device == "cuda" and not kernels.cuda_ready()[0]:
-        raise SystemExit(f"--device cuda: {kernels.cuda_ready()[1]}")
-    torch.set_num_threads(options.threads)
-    table_bytes, count, repeats = (2**29, 32_768, 5) if options.quick else (2**31, 131_072, 15)
-    measure = on_cpu if options.device == "cpu" else on_cuda
-
+def run(device: str, quick: bool) -> dict[str, Any]:
+    """Measure both kinds of pages, and all widths in ordinary ones."""
+    table_bytes, count, repeats = (2**29, 32_768, 5) if quick else (2**31, 131_072, 15)
+    measure = on_cpu if device == "cpu" else on_cuda
     tables = []  # pinned memory must stay where it is until the process ends
-    results: dict[str, Any] = {"threads": options.threads, "table_bytes": table_bytes}
+    results: dict[str, Any] = {"threads": torch.get_num_threads(), "table_bytes": table_bytes}
     for pages in ("huge_pages", "ordinary_pages"):
-        flat = memory(table_bytes, pinned=options.device == "cuda", huge_pages=pages == "huge_pages")
+        flat = memory(table_bytes, pinned=device == "cuda", huge_pages=pages == "huge_pages")
         tables.append(flat)
         print(f"\n{pages.replace('_', ' ')}:", end="")
         results[pages] = measure(flat, ROW_BYTES, count, 2 * repeats)
         show(results[pages])
-        if options.device == "cpu" and pages == "huge_pages":
+        if device == "cpu" and pages == "huge_pages":
             results["compact"] = compact_on_cpu(flat, ROW_BYTES, count, 2 * repeats)
     results["sweep_of_ordinary_pages"] = []
     for row_bytes in SWEEP:
         result = measure(flat, row_bytes, min(count, table_bytes // row_bytes // 4), repeats)
         results["sweep_of_ordinary_pages"].append(result)
         show(result)
-    if options.json:
-        write_json(options.json, f"rows-{options.device}", results)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return script.main("rows", __doc__, run, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,29 +7,25 @@ Beside it what its authors compared with: a pinned torch tensor, indexed on the 
 
 from __future__ import annotations
 
-import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import script
 import torch
 
 import speedswap.compat.speedtorch as SpeedTorch
-from speedswap.apps.bench.measure import in_turn, write_json
-from speedswap.apps.options import compute_device
+from speedswap.apps.bench.measure import in_turn
 
 ROWS, DIM, TABLE_ROWS = 131_072, 128, 1_000_000
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
-    parser.add_argument("--quick", action="store_true", help="a sixteenth of the rows")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    device = compute_device(args.device).type
-    rows, table_rows = (ROWS // 16, TABLE_ROWS // 16) if args.quick else (ROWS, TABLE_ROWS)
+def run(device: str, quick: bool) -> dict[str, Any]:
+    """Move rows each way, beside torch alone."""
+    rows, table_rows = (ROWS // 16, TABLE_ROWS // 16) if quick else (ROWS, TABLE_ROWS)
     numbers = np.random.default_rng(0).random((table_rows, DIM), dtype=np.float32)
     with TemporaryDirectory() as folder:
         path = Path(folder, "numbers.npy")
@@ -58,7 +54,7 @@ def main() -> None:
     gadget.insertData(values, drawn[1])
     if not torch.equal(gadget.getData(drawn[1]), values):
         raise SystemExit("what insertData wrote is not what getData returns")
-    seconds = in_turn(candidates, repeats=5 if args.quick else 9)
+    seconds = in_turn(candidates, repeats=5 if quick else 9)
     report: dict[str, Any] = {
         "device": device,
         "rows": rows,
@@ -73,9 +69,12 @@ def main() -> None:
         print(f"{name:<28} {1000 * took:8.3f} ms  {4 * DIM * rows / took / 1e9:6.2f} GB/s")
     for way, times in report["times_faster"].items():
         print(f"{way}: {times:.2f} × torch")
-    if args.json:
-        write_json(args.json, "speedtorch", report)
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return script.main("speedtorch", __doc__, run, argv)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
