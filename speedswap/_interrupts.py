@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -37,22 +36,29 @@ def _replay(handlers: Mapping[int, Any], came: list[tuple[int, FrameType | None]
             _replay(handlers, later)
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
+class deferred_interrupts:
     """Defer a Ctrl-C inside the block to its end, and SIGTERM and SIGHUP if they have handlers.
 
     Several tables, or weight and state, are then written as a whole. Ignored signals stay ignored, and signals that end
     the process at once, as SIGTERM does by default, still do. In threads other than the main one, which Python does not
     interrupt, this does nothing.
     """
-    usual: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    if threading.current_thread() is not threading.main_thread():
-        usual = {}
-    handled = {number: handler for number, handler in usual.items() if callable(handler)}
-    came: list[tuple[int, FrameType | None]] = []
-    try:
-        set_handlers(dict.fromkeys(handled, lambda number, frame: came.append((number, frame))))
-        yield
-    finally:
-        set_handlers(handled)
-        _replay(handled, came)
+
+    def __enter__(self) -> None:
+        self._handled: dict[int, Any] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
+        if threading.current_thread() is threading.main_thread():
+            usual = {number: signal.getsignal(number) for number in SIGNALS}
+            self._handled = {number: handler for number, handler in usual.items() if callable(handler)}
+        try:
+            set_handlers(dict.fromkeys(self._handled, self._note))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._came.append((number, frame))
+
+    def __exit__(self, *exc_info: object) -> None:
+        set_handlers(self._handled)
+        _replay(self._handled, self._came)

@@ -50,6 +50,8 @@ from speedswap.kernels.records import (
     Part,
     Records,
     Stored,
+    WantedColumn,
+    gather_on_cpu,
     gather_records,
     round_rows,
     rounding_key,
@@ -74,7 +76,7 @@ from speedswap.kernels.segment_sum import (
     summable,
 )
 from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
-from speedswap.kernels.transfers.cpu import Found, WantedColumn, finish_transfers, prefetch_on_cpu, scatter_on_cpu
+from speedswap.kernels.transfers.cpu import Found, finish_transfers, prefetch_on_cpu, scatter_on_cpu
 from speedswap.kernels.transfers.forward import forward, places_among
 from speedswap.kernels.transfers.transfer import Lookup, Transfer, Transfers, in_transfer_thread, used_here
 from speedswap.kernels.vectors import Vectors, read_vectors, write_vectors
@@ -128,6 +130,7 @@ __all__ = [
     "first_fall",
     "first_outside",
     "forward",
+    "gather_on_cpu",
     "gather_records",
     "gather_rows",
     "get_num_threads",

@@ -56,13 +56,12 @@ def has_memory(tensor: Tensor) -> bool:
     if not count:
         return True
     try:
-        storage = tensor.untyped_storage()
-        nbytes, begin = storage.nbytes(), storage.data_ptr()
+        nbytes, begin = tensor.untyped_storage().nbytes(), tensor.data_ptr()
     except RuntimeError:  # no storage
         return False
     if not tensor.is_contiguous():
         count = _extent(tensor)
-    return begin != 0 and (tensor.storage_offset() + count) * tensor.element_size() <= nbytes
+    return begin != 0 and (tensor.storage_offset() + count) * tensor.dtype.itemsize <= nbytes
 
 
 def require_memory(tensor: Tensor, name: str) -> None:
@@ -83,7 +82,8 @@ def require_dense(tensor: object, name: str) -> None:
         raise TypeError(f"{name} is a nested tensor; make it dense with {name}.to_padded_tensor(0), or pass its parts")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; make it dense with {name}.to_dense()")
-    require_memory(tensor, name)
+    if not has_memory(tensor):
+        require_memory(tensor, name)
 
 
 def require_apart(written: Tensor, name: str, read: Tensor, read_name: str) -> None:
@@ -117,7 +117,7 @@ def as_read(tensor: Tensor) -> Tensor:
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % tensor.element_size() else tensor
+    return tensor.clone() if tensor.data_ptr() % tensor.dtype.itemsize else tensor
 
 
 def as_ids(ids: Tensor) -> Tensor:
@@ -163,10 +163,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
         result = torch.empty(shape, dtype=dtype, device=device)
-    elif device.type == "cpu":
+        if nbytes and not result.data_ptr():
+            address(result)  # raises
+        return result
+    if device.type == "cpu":
         return torch.frombuffer(_C.Buffer(nbytes), dtype=torch.uint8).view(dtype).view(tuple(shape))
-    else:
-        result = torch.empty((_rounded(shape[0]), *shape[1:]), dtype=dtype, device=device)[: shape[0]]
+    result = torch.empty((_rounded(shape[0]), *shape[1:]), dtype=dtype, device=device)[: shape[0]]
     address(result)
     return result
 

@@ -137,8 +137,7 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
 
 def _found(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | None:
     """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
-    wide = as_ids(ids)
-    threads = get_num_threads()
+    wide, threads = as_ids(ids), get_num_threads()
     if _C.check_ids(wide.data_ptr(), wide.numel(), num_rows, threads) >= 0:
         return None
     return _unique(wide, threads)
@@ -170,7 +169,7 @@ def _unique(ids: Tensor, threads: int) -> tuple[Tensor, Tensor]:
     count = ids.numel()
     rows = torch.empty(count, dtype=torch.int64)
     local = torch.empty(ids.shape, dtype=torch.int64)
-    found_rows = _C.unique(ids.data_ptr(), count, address(rows), address(local), threads)
+    found_rows = _C.unique(ids.data_ptr(), count, address(rows), local.data_ptr(), threads)
     # A view would keep memory alive that is far too large for the rows.
     return (rows if found_rows == count else rows[:found_rows].clone()), local
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import as_ids, get_num_threads
+from speedswap.kernels.host import as_ids, empty, get_num_threads
 
 __all__ = [
     "ENGINES",
@@ -18,8 +19,10 @@ __all__ = [
     "Part",
     "Records",
     "Stored",
+    "WantedColumn",
     "cpu_part",
     "cpu_parts",
+    "gather_on_cpu",
     "gather_records",
     "round_rows",
     "rounding_key",
@@ -33,6 +36,7 @@ ENGINES = ("auto", "zero_copy", "staged", "split")
 # As in csrc/rows_cpu.h.
 _FORMS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 _SCALE_BYTES = 4
+_CPU = torch.device("cpu")
 
 
 class Fence:
@@ -139,6 +143,38 @@ class Part(NamedTuple):
         return _width(self.block_row_bytes, self.stored)
 
 
+class WantedColumn:
+    """A column of records, as blocks of it are made.
+
+    Args:
+        offset: bytes into a record.
+        row_shape: of a row in a block.
+        dtype: of blocks.
+        stored: the records' format, if not the block's.
+
+    Attributes:
+        row_bytes: of a row in a block.
+    """
+
+    __slots__ = ("_form", "dtype", "offset", "row_bytes", "row_shape", "stored")
+
+    def __init__(
+        self, offset: int, row_shape: tuple[int, ...], dtype: torch.dtype, stored: Stored | None = None
+    ) -> None:
+        self.offset = offset
+        self.row_shape = row_shape
+        self.dtype = dtype
+        self.stored = stored
+        self.row_bytes = math.prod(row_shape) * dtype.itemsize
+        copied = cpu_part(offset, 0, self.row_bytes, stored)
+        self._form = copied[:2], copied[3:]
+
+    def part(self, block: Tensor) -> Copied | Converted:
+        """Return the column as the CPU loops take it, with a block in host memory."""
+        place, rest = self._form
+        return (*place, block.data_ptr(), *rest)
+
+
 def stored_bytes(dtype: torch.dtype, items: int) -> int:
     """Return the bytes per record of a row of ``items`` values whose block is float32."""
     return items * dtype.itemsize + (_SCALE_BYTES if dtype is torch.int8 else 0)
@@ -164,6 +200,17 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
         parts: the columns; blocks have n rows and are all on one device.
     """
     _move("gather", records, ids, parts)
+
+
+def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedColumn]) -> dict[str, Tensor]:
+    """Return a batch's rows of columns, by name, from and to host memory; ids are as for :func:`gather_records`."""
+    ids = as_ids(ids)
+    count = ids.shape[0]
+    blocks = {name: empty((count, *column.row_shape), column.dtype, _CPU) for name, column in columns.items()}
+    if count:
+        parts = [column.part(blocks[name]) for name, column in columns.items()]
+        _C.gather(records.pointer, records.stride, ids.data_ptr(), count, parts, get_num_threads())
+    return blocks
 
 
 def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:
@@ -212,8 +259,10 @@ def cpu_part(offset: int, block: int, row_bytes: int, stored: Stored | None) -> 
         row_bytes: bytes per row of the block.
         stored: the records' format, if not the block's.
     """
-    copied = (offset, _width(row_bytes, stored), block, row_bytes)
-    return copied if stored is None else (*copied, _FORMS[stored.dtype], stored.key is not None, stored.key or 0)
+    if stored is None:
+        return offset, row_bytes, block, row_bytes
+    form = _FORMS[stored.dtype], stored.key is not None, stored.key or 0
+    return offset, _width(row_bytes, stored), block, row_bytes, *form
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------

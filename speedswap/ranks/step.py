@@ -393,16 +393,14 @@ class ShardedStep(RowStep):
     def _adopt(self, block: Block, version: int, grad: Tensor, *, keeps: bool) -> None:
         """Take the gradient of rows that this rank owns."""
         with self.lock:
-            self._require_no_other_step()
-            with self._rows.opened():
-                self._abandon_failed_step()
-                self._rows.add(block, version, grad, keeps=keeps)
-                own = self.weight.grad
-                assert own is not None
-                self.weight.grad = ShardedGrad.of(without_ranks(own), self.group, self.number)
-                self._rows.updates.accept()
-                self._rows.updates.accept_gradient(self._optimizer_steps)
-                self._is_ready()
+            self._take(block, version, grad, keeps=keeps)
+
+    def _accept(self) -> None:
+        own = self.weight.grad
+        assert own is not None
+        self.weight.grad = ShardedGrad.of(without_ranks(own), self.group, self.number)
+        self._rows.updates.accept()
+        self._rows.updates.accept_gradient(self._optimizer_steps)
 
     def own_gradient(self, grad: Tensor) -> Tensor:
         own = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, self.group)

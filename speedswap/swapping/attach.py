@@ -22,7 +22,7 @@ from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings
 from speedswap.swapping.probe import is_probing
-from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of
+from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of, steps_of
 from speedswap.swapping.weight import with_tables
 from speedswap.tables import Commit, Table
 
@@ -82,6 +82,8 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     """Attach to all or to none."""
     new = [step for step in steps if step.state.optimizer is not optimizer]
+    if not new and optimizer in _with_state_hooks:
+        return
     examined = [(step, _examined(optimizer, step, new)) for step in new]
     _warn_of_decay(optimizer, new)
     for step, found in examined:
@@ -159,7 +161,10 @@ def _together(
     steps: Sequence[RowStep], optimizer: Optimizer | None = None
 ) -> AbstractContextManager[Callable[[], None]]:
     """Surround what is done for an optimizer's step, as :meth:`RowStep.joint_step`."""
-    return next((step for step in steps if step.is_sharded), steps[0]).joint_step(steps, optimizer)
+    for step in steps:
+        if step.is_sharded:
+            return step.joint_step(steps, optimizer)
+    return steps[0].joint_step(steps, optimizer)
 
 
 def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
@@ -173,21 +178,22 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if is_probing():
         return None
     require_no_replaced(optimizer)
+    held = steps_of(optimizer)
+    if not held:
+        return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    held = [step for _, step in _steps_of(optimizer)]
-    trainable = [step for step in held if step.weight.requires_grad]
     # With a closure, gradients are still to come. A weight that was frozen after its backward pass is stepped too.
     steps = [step for step in held if (closure is not None and step.weight.requires_grad) or step.takes_part()]
-    if steps:
-        with _together(steps):
-            _attach(optimizer, steps)
-        for step in steps:
-            step.state.warn()
-    if trainable and not steps and _only_makes_state(optimizer):
-        _add_state_hooks(optimizer)
-        _with_initial_state.add(optimizer)
     if not steps:
+        if _only_makes_state(optimizer) and any(step.weight.requires_grad for step in held):
+            _add_state_hooks(optimizer)
+            _with_initial_state.add(optimizer)
         return None
+    with _together(steps):
+        _attach(optimizer, steps)
+    for step in steps:
+        if step.state.warning is not None:
+            step.state.warn()
     if closure is None:
         begun: list[RowStep] = []
         try:
@@ -239,7 +245,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     if is_probing():
         return
     LostUpdates.steps_anywhere += 1
-    steps = [step for _, step in _steps_of(optimizer)]
+    steps = steps_of(optimizer)
     if steps:
         with deferred_interrupts(), _together(steps, optimizer) as agree, Commit() as commit:
             try:

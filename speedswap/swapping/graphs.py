@@ -33,6 +33,11 @@ def _is_exporting() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def _may_compile() -> bool:
+    """Return whether a compiler sees the functions that are called now."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Exclude a method from graphs, as ``torch.compiler.disable`` does.
 
@@ -46,7 +51,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _is_exporting():
             raise WeightError(f"{type(args[0]).__name__} was to be exported: {NOT_TAKEN_ALONG}")
-        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+        if torch.compiler.is_compiling() or ("torch._dynamo" in sys.modules and _may_compile()):
             disabled: Any = getattr(function, "_outside_graphs", None)
             if disabled is None:
                 disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]

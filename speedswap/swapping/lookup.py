@@ -17,6 +17,8 @@ from speedswap.kernels import Groups
 
 __all__ = ["look_up", "pool"]
 
+_SMALL = 512  # ids up to which torch's own lookup is faster, with the same bits
+
 
 def look_up(weight: Tensor, local: Tensor, groups: Groups | None = None) -> Tensor:
     """Return the row of each position, as ``F.embedding(local, weight)`` does.
@@ -29,7 +31,8 @@ def look_up(weight: Tensor, local: Tensor, groups: Groups | None = None) -> Tens
     Returns:
         Shape (*local.shape, dim).
     """
-    if _needs_torch(weight):
+    is_small = local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
+    if is_small or _needs_torch(weight):
         return F.embedding(local, weight)
     return _Expand.apply(weight, local, groups)  # type: ignore[no-any-return, no-untyped-call]
 

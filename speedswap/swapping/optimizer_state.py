@@ -60,8 +60,12 @@ class Scalars:
     @property
     def at_hand(self) -> bool:
         """True if they can be read without waiting for a GPU."""
-        values = [self._state.get(name) for name in self._names] if self._state is not None else []
-        return not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
+        if self._state is not None:
+            for name in self._names:
+                value = self._state.get(name)
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    return False
+        return True
 
     def __call__(self) -> dict[str, Any] | None:
         """Return the scalars as plain data; None before the first step."""
@@ -103,14 +107,14 @@ class OptimizerState:
         self.whole = whole or table
         self.weight = weight
         self._stored_as = state_dtype, rounding
-        self._trainable = table.columns["weight"].stored_dtype != torch.int8
+        self.is_trainable = table.columns["weight"].stored_dtype != torch.int8
         self._optimizer: weakref.ref[Optimizer] | None = None
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
         self._is_initial = True  # torch initializes the state of the rows itself
         self._scalars = Scalars("")
         self._before: dict[str, Any] = {}  # the scalars before the step that is under way
-        self._warning: str | None = None  # to log, unless a state is loaded before the next step
+        self.warning: str | None = None  # to log, unless a state is loaded before the next step
         self._is_copied = False  # with the table, for a copy of the optimizer
 
     def over(self, table: Table, weight: TableWeight) -> OptimizerState:
@@ -127,7 +131,7 @@ class OptimizerState:
 
     def require_trainable(self) -> None:
         """Raise OptimizerError if the rows are for lookup only."""
-        if not self._trainable:
+        if not self.is_trainable:
             raise OptimizerError(
                 f"the weights of table {self.table.name!r} are stored as int8, for lookup only, and cannot be trained; "
                 "freeze them with embedding.weight.requires_grad_(False), or store them as torch.bfloat16"
@@ -137,7 +141,8 @@ class OptimizerState:
 
     def save_scalars(self, optimizer: Optimizer) -> None:
         """Note the scalars that :meth:`put_back` returns to, before anything of a step."""
-        self._before = {key: _copy(value) for key, value in optimizer.state.get(self.weight, {}).items()}
+        state = optimizer.state.get(self.weight)
+        self._before = {key: _copy(value) for key, value in state.items()} if state else {}
 
     def notice_cleared(self, optimizer: Optimizer) -> None:
         """Let every row's state start over if the optimizer's was cleared, as by ``optimizer.state.clear()``."""
@@ -169,15 +174,17 @@ class OptimizerState:
             if any(parameter is self.weight for parameter in group["params"])
         )
 
-    def take(self, optimizer: Optimizer) -> tuple[dict[Column, Any], Found | None]:
+    def take(self, optimizer: Optimizer) -> tuple[list[tuple[Column, Any]], Found | None]:
         """Return what the optimizer's step has left of each column, and columns that the table lacks, if any."""
         state, row_state, more = optimizer.state[self.weight], self._row_state, None
-        if not state.keys() <= row_state.scalars.keys() | {column.name for column in row_state.columns}:
+        left = _values_of(row_state, state)
+        if len(left) < len(state) and any(
+            name not in row_state.scalars and all(name != column.name for column, _ in left) for name in state
+        ):
             # A setting changed, and the optimizer keeps more state than it did.
             more = self._probe(optimizer)
-            row_state = more.row_state
-        left = {column: state.get(column.name) for column in row_state.columns}
-        return {column: value for column, value in left.items() if value is not None}, more
+            left = _values_of(more.row_state, state)
+        return left, more
 
     def keep_scalars(self, optimizer: Optimizer, written: Iterable[str], commit: Commit) -> None:
         """Leave only scalars in the optimizer, now that the table has the columns of these names."""
@@ -243,9 +250,9 @@ class OptimizerState:
                 self._former.add(replaced)
             self._note_scalars_of(optimizer)
             self._is_initial = not resumes
-            self._warning = None
+            self.warning = None
             if starts_over and is_first and existing and self.table.writes:
-                self._warning = (
+                self.warning = (
                     f"table {self.table.name!r} has state of an earlier run "
                     f"({', '.join(column.name for column in existing)}), but no step count of this optimizer, "
                     f"{type(optimizer).__name__}, that goes with it: the state starts over; the weights are kept"
@@ -256,9 +263,9 @@ class OptimizerState:
 
     def warn(self) -> None:
         """Log why an earlier run's state is not what it seems, if so: a step is about to be taken."""
-        if self._warning is not None:
-            _log.warning(self._warning)
-            self._warning = None
+        if self.warning is not None:
+            _log.warning(self.warning)
+            self.warning = None
 
     def add(self, found: Found) -> list[Column]:
         """Give the table these columns, for an optimizer's row state; return those that it had already."""
@@ -454,7 +461,7 @@ class OptimizerState:
         """
         self.table.attributes.pop(_ATTRIBUTE, None)
         self._is_initial = initial
-        self._warning = None
+        self.warning = None
         self._before = {}
         self._scalars.forget()
         if not initial:
@@ -472,7 +479,7 @@ class OptimizerState:
             write_all(self.whole, value, column.name)
             del state[column.name]
         self._is_initial = False
-        self._warning = None
+        self.warning = None
         self._scalars.remember(self._row_state.scalars, {key: _copy(value) for key, value in state.items()})
 
     def _forget_scalars(self) -> None:
@@ -496,6 +503,16 @@ class OptimizerState:
                     f"needs {wanted}; load a state_dict of an optimizer for a table of this size"
                 )
         return found
+
+
+def _values_of(row_state: RowState, state: dict[str, Any]) -> list[tuple[Column, Any]]:
+    """Return the row state's columns that a parameter's state has, with their values."""
+    found = []
+    for column in row_state.columns:
+        value = state.get(column.name)
+        if value is not None:
+            found.append((column, value))
+    return found
 
 
 def _are_scalars(value: object) -> bool:

@@ -49,7 +49,7 @@ from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
-__all__ = ["Leaving", "RowStep", "drop", "every_step", "require_no_replaced", "step_of"]
+__all__ = ["Leaving", "RowStep", "drop", "every_step", "require_no_replaced", "step_of", "steps_of"]
 
 
 class _Status(enum.Enum):
@@ -72,8 +72,7 @@ class Leaving(NamedTuple):
     more: Found | None
 
 
-def _agree_alone() -> None:
-    """Agree with no other rank."""
+_ALONE = nullcontext(lambda: None)  # with whom nothing has to be agreed
 
 
 class RowStep(Locked):
@@ -147,7 +146,7 @@ class RowStep(Locked):
             return block.weight, local
         self.before_forward()
         block, local = self._lease(request, None)
-        leaf = self._leaf(block.weight.detach())  # its hook would keep the block's own tensor alive for ever
+        leaf = self._leaf(block.columns["weight"].detach())  # its hook would keep the block's own tensor alive for ever
         leaf.register_post_accumulate_grad_hook(functools.partial(self.receive, block, self.table.version))  # type: ignore[no-untyped-call]
         return leaf, local
 
@@ -202,11 +201,16 @@ class RowStep(Locked):
             LostUpdateError: it did not, and never will; its rows and gradients are dropped.
             ThreadError: another thread is inside the optimizer's step.
         """
-        self.state.require_trainable()
+        if not self.state.is_trainable:
+            self.state.require_trainable()
         with self.lock:
+            if self._status is _Status.IDLE:
+                return
             self._require_no_other_step()
-            with self._rows.opened():
-                self._abandon_failed_step()
+            self._rows.open()
+            try:
+                if self._has_failed:
+                    self._abandon()
                 lost = None
                 if self._status is _Status.READY:
                     lost = self._rows.updates.before_step(self.state.optimizer)
@@ -217,6 +221,8 @@ class RowStep(Locked):
                 if lost is not None:
                     self._abandon()
                     raise LostUpdateError(lost)
+            finally:
+                self._rows.close()
 
     def receive(self, block: Block, version: int, leaf: Tensor) -> None:
         """Take the gradient that a backward pass has summed up in a forward's leaf.
@@ -229,18 +235,30 @@ class RowStep(Locked):
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         grad = grad.detach()
-        if self.padding:
+        if self.padding.rows:
             self.padding.zero(grad, block.rows)
         for since, rows in self._renewed:
             if version < since:
                 drop(grad, block.rows, rows)
         with self.lock:
-            self._require_no_other_step()
-            with self._rows.opened():
-                self._abandon_failed_step()
-                self._rows.add(block, version, grad)
-                self._rows.updates.accept_gradient()
-                self._is_ready()
+            self._take(block, version, grad)
+
+    def _take(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
+        """Add a gradient to that of the step, while the lock is held; arguments are those of :meth:`BatchRows.add`."""
+        self._require_no_other_step()
+        self._rows.open()
+        try:
+            if self._has_failed:
+                self._abandon()
+            self._rows.add(block, version, grad, keeps=keeps)
+            self._accept()
+            self._status = _Status.READY
+        finally:
+            self._rows.close()
+
+    def _accept(self) -> None:
+        """Account for the gradient that has come, which no optimizer step has missed."""
+        self._rows.updates.accept_gradient()
 
     def settle(self) -> None:
         """Let the gradients of all backward passes be in the weight's, before it is looked at."""
@@ -254,9 +272,6 @@ class RowStep(Locked):
         Args:
             sign: of that, such as ``zero_grad``.
         """
-
-    def _is_ready(self) -> None:
-        self._status = _Status.READY
 
     def drop_gradient(self, rows: Tensor) -> None:
         """Let rows that have started anew in the table lose the gradient of lookups before."""
@@ -292,7 +307,7 @@ class RowStep(Locked):
         """Note that the rows have replaced a parameter, which an optimizer may still hold."""
         key = id(weight)
         self._replaced = weakref.ref(weight, lambda _: _by_replaced.pop(key, None))
-        _by_replaced[key] = self
+        _by_replaced[key] = weakref.ref(self)
 
     def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         """Raise LostUpdateError if an optimizer holds the parameter that these rows have replaced, in their place."""
@@ -397,7 +412,7 @@ class RowStep(Locked):
             has failed, and RanksError if their optimizers have other settings. What fails after it leaves the ranks'
             tables at different steps, and ends their work together.
         """
-        return nullcontext(_agree_alone)
+        return _ALONE
 
     def call_of_ranks(self, steps: Sequence[RowStep]) -> AbstractContextManager[bool]:
         """Surround a call about embeddings, whose errors other ranks learn of; provide whether ranks own their rows."""
@@ -426,20 +441,22 @@ class RowStep(Locked):
                 if is_inner_step(optimizer):
                     return None
                 self._has_inner_steps = False
-            state, more = self.state.take(optimizer)
-            found = {self.table.columns["weight"]: self.weight.data, **state}
-            return Leaving({column.name: self._fitting(column, value) for column, value in found.items()}, more)
+            left, more = self.state.take(optimizer)
+            values = {"weight": self._fitting(self.table.columns["weight"], self.weight.data)}
+            for column, value in left:
+                values[column.name] = self._fitting(column, value)
+            return Leaving(values, more)
 
     def _fitting(self, column: Column, value: Any) -> Tensor:
         """Return what a step has left of a column, once it is known to be the rows'."""
         block = self._rows.block
         assert block is not None
-        wanted, device = (len(block.rows), *column.row_shape), block.weight.device
+        wanted, device = (block.rows.shape[0], *column.row_shape), block.weight.device
         if not isinstance(value, Tensor):
             found = a_kind(value)
         elif value.layout != torch.strided:
             found = f"a tensor of layout {value.layout}"
-        elif (tuple(value.shape), value.dtype, value.device) != (wanted, column.dtype, device):
+        elif value.shape != wanted or value.dtype != column.dtype or value.device != device:
             found = f"a tensor {tuple(value.shape)} of {value.dtype} on {value.device}"
         elif not kernels.has_memory(value):
             found = "a tensor without memory for its items"
@@ -511,10 +528,6 @@ class RowStep(Locked):
         """True if the last step did not come to its end, so that its rows and gradient are of no more use."""
         return self._status in (_Status.STEPPING, _Status.FAILED) and not self._in_closure
 
-    def _abandon_failed_step(self) -> None:
-        if self._has_failed:
-            self._abandon()
-
     def _abandon(self) -> None:
         self._abandoned += 1
         if self._status is _Status.STEPPING:
@@ -523,7 +536,8 @@ class RowStep(Locked):
 
     def _require_no_other_step(self) -> None:
         """Raise if another thread is inside the optimizer's step for these rows, which this one would undo."""
-        if not self._in_closure and self._thread != threading.get_ident() and self._is_under_way():
+        is_stepping = self._status is _Status.STEPPING and not self._in_closure
+        if is_stepping and self._thread != threading.get_ident() and self._is_under_way():
             raise ThreadError(
                 f"the embedding over table {self.table.name!r} is inside its optimizer's step in another thread; train "
                 "a module in one thread at a time, as with torch's own (others may look up under torch.no_grad())"
@@ -552,13 +566,14 @@ def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
 
 
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
-_by_replaced: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
+_by_replaced: dict[int, weakref.ref[RowStep]] = {}  # without entries in nearly every program
 
 
 def require_no_replaced(optimizer: Optimizer) -> None:
     """Raise LostUpdateError if an optimizer holds a parameter in whose place rows of a table wait for a step."""
     for parameter in parameters_of(optimizer) if _by_replaced else ():
-        if (step := _by_replaced.get(id(parameter))) is not None:
+        reference = _by_replaced.get(id(parameter))
+        if reference is not None and (step := reference()) is not None:
             step.require_held(optimizer, parameter)
 
 
@@ -566,6 +581,17 @@ def step_of(parameter: Tensor) -> RowStep | None:
     """Return the training step of an embedding whose weight a parameter is; None for any other parameter."""
     step = _by_weight.get(id(parameter))
     return step if step is not None and step.weight is parameter else None
+
+
+def steps_of(optimizer: Optimizer) -> list[RowStep]:
+    """Return the training steps of all embeddings whose weights an optimizer holds."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            keeper = getattr(parameter, "_keeper", None)  # also of a weight that is open: an ordinary parameter then
+            if keeper is not None and (step := keeper()) is not None and step.weight is parameter:
+                found.append(step)
+    return found
 
 
 def every_step() -> list[RowStep]:

@@ -31,6 +31,10 @@ __all__ = ["MetaWeight", "TableRows", "TableWeight", "as_plain", "is_one_value",
 as_plain = torch._C.DisableTorchFunctionSubclass
 
 
+def _nobody() -> None:
+    """Return no step: the weight has none yet."""
+
+
 class _Rows:
     """The common part of a table's weight and of some of its rows: both answer for the table, or refuse."""
 
@@ -230,7 +234,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     """
 
     taken_by: weakref.WeakSet[Optimizer]
-    _keeper: weakref.ref[Any] | None
+    _keeper: Callable[[], Any]  # a weak reference to the training step
 
     def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
         one_row = torch.zeros(1, table.embedding_dim, dtype=table.dtype, device=device)
@@ -247,7 +251,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     def _standing_for(self, table: Table) -> TableWeight:
         self._table = weakref.ref(table)
         self.taken_by = weakref.WeakSet()
-        self._keeper = None
+        self._keeper = _nobody
         return self
 
     # An optimizer asks for these two in methods of its own. A property sees which method asks; a torch function may be
@@ -259,31 +263,30 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     @property
     def grad(self) -> Tensor | None:
-        asking, keeper = sys._getframe(1), self.gradient_keeper
+        asking, keeper = sys._getframe(1), self._keeper()
+        is_zero_grad = asking.f_code.co_name == _ZERO_GRAD
         self._note_optimizer(asking)
         if keeper is not None:  # which may have to ask other ranks, unless the gradient is about to be dropped
-            keeper.forget_passes() if asking.f_code.co_name == _ZERO_GRAD else keeper.settle()
+            keeper.forget_passes() if is_zero_grad else keeper.settle()
         with as_plain():
             found: Tensor | None = _tensor.grad.__get__(self)
-        self._note_zero_grad(asking, found)
+        if found is None and is_zero_grad and keeper is not None:
+            keeper.begin_step(_ZERO_GRAD)
         return found
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
+        keeper = self._keeper()
         self._set_grad(grad)
-        self._note_zero_grad(sys._getframe(1), grad)
+        if grad is None and keeper is not None and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
+            keeper.begin_step(_ZERO_GRAD)
 
     @grad.deleter
     def grad(self) -> None:
         self._set_grad(None)
 
-    def _note_zero_grad(self, asking: FrameType, grad: Tensor | None) -> None:
-        """Note that a step begins, if a frame is in ``zero_grad``, which has left no gradient."""
-        if grad is None and asking.f_code.co_name == _ZERO_GRAD and self.gradient_keeper is not None:
-            self.gradient_keeper.begin_step(_ZERO_GRAD)
-
     def _set_grad(self, grad: Tensor | None) -> None:
-        if (keeper := self.gradient_keeper) is not None:
+        if (keeper := self._keeper()) is not None:
             keeper.forget_passes()
             if keeper.group is not None and grad is not None:
                 grad = keeper.own_gradient(grad)
@@ -300,7 +303,7 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     @property
     def gradient_keeper(self) -> Any:
         """The training step that gradients go to; it saves them, and puts them back, with the rows they belong to."""
-        return self._keeper and self._keeper()
+        return self._keeper()
 
 
 class MetaWeight(nn.Parameter):

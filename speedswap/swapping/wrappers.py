@@ -15,6 +15,7 @@ from speedswap.swapping.weight import with_tables
 
 __all__ = ["ignore_in_ddp", "parameters_to_ignore", "require_own_table"]
 
+_IS_AVAILABLE = dist.is_available()
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -62,7 +63,7 @@ def ignore_in_ddp(model: _Model) -> _Model:
 
 def is_in_job() -> bool:
     """Return whether this process is one of a torch.distributed job."""
-    return dist.is_available() and dist.is_initialized()
+    return _IS_AVAILABLE and dist.is_initialized()
 
 
 def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Parameter, local_to_rank: bool) -> None:

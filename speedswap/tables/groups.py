@@ -97,7 +97,7 @@ class RecordGroups:
     def fields(self, names: Iterable[str]) -> Fields:
         """Return the named columns as the kernels gather them, by the group that holds them."""
         wanted = tuple(names)
-        columns = self.columns
+        columns = self.columns  # before what is known of them
         if wanted not in self._by_names:
             for name in wanted:
                 if name not in columns:

@@ -155,7 +155,8 @@ class LocalStore(RowStore):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        self.drain()
+        if self._pending.has_writes:
+            self.drain()
         return self._gather(rows, columns, device, out)
 
     def _gather(
@@ -177,14 +178,18 @@ class LocalStore(RowStore):
             home = self._groups.of("weight").memory.device
             device = home if home.type != "cpu" else rows.device
         blocks: dict[str, Tensor] = {}
+        count, is_host = rows.shape[0], device.type == "cpu"
         for group, fields in self._groups.fields(names):
-            if device.type == "cpu":
+            if is_host and group.memory.fence is not None:
                 group.memory.settle()
+            if is_host and out is None and group.memory.device.type == "cpu":
+                blocks |= kernels.gather_on_cpu(group.records(), rows, fields)
+                continue
             parts = []
             for name, field in fields.items():
                 block = out.get(name) if out is not None else None
                 if block is None:
-                    block = kernels.empty((len(rows), *field.row_shape), field.dtype, device)
+                    block = kernels.empty((count, *field.row_shape), field.dtype, device)
                 blocks[name] = block
                 parts.append(kernels.Part(field.offset, block, field.stored))
             if to_read is None:
@@ -196,7 +201,11 @@ class LocalStore(RowStore):
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
         groups = self._groups.fields(values)
         blocks = {name: kernels.as_read(value.detach()) for name, value in values.items()}
-        forms = {name: self._form(name, field) for _, fields in groups for name, field in fields.items()}
+        forms = {
+            name: None if field.stored is None else self._form(name, field)
+            for _, fields in groups
+            for name, field in fields.items()
+        }
         moves = [
             (group, [kernels.Part(field.offset, blocks[name], forms[name]) for name, field in fields.items()])
             for group, fields in groups
@@ -208,12 +217,13 @@ class LocalStore(RowStore):
             self.notes.writes += 1
             self._pending.add_write(write)
             return
-        self.drain()
+        if self._pending.has_writes:
+            self.drain()
         self._pending.finish_prefetches()
-        self._mark_written()
+        self._groups.written = True  # from here on
         try:
             for group, parts in moves:
-                if parts[0].block.device.type == "cpu":
+                if parts[0].block.device.type == "cpu" and group.memory.fence is not None:
                     group.memory.settle()
                 kernels.scatter_records(group.records(), block.rows, parts)
         except BaseException:

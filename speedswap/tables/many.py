@@ -46,14 +46,18 @@ class Commit:
     """The end of a step: what it writes to any number of tables goes as one, and each table's store then commits.
 
     A context manager. Leaving it, also with an exception, starts the transfers and commits the tables added so far.
-
-    Attributes:
-        transfers: scatters that may run behind the next step.
     """
 
     def __init__(self) -> None:
-        self.transfers = Transfers("out")
+        self._transfers: Transfers | None = None
         self._tables: list[tuple[Table, bool]] = []
+
+    @property
+    def transfers(self) -> Transfers:
+        """Scatters that may run behind the next step."""
+        if self._transfers is None:
+            self._transfers = Transfers("out")
+        return self._transfers
 
     def add(self, table: Table, *, known: bool = True) -> None:
         """Add a table that the step has written.
@@ -70,7 +74,18 @@ class Commit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as rest:  # each of them, also where an earlier one raises
-            for table, known in reversed(self._tables):
-                rest.callback(table.commit, known=known)
-            rest.callback(self.transfers.start)
+        try:
+            if self._transfers is not None:
+                self._transfers.start()
+        finally:
+            self._commit(0)
+
+    def _commit(self, first: int) -> None:
+        """Commit the tables from one on: each of them, also where an earlier one raises."""
+        for place in range(first, len(self._tables)):
+            table, known = self._tables[place]
+            try:
+                table.commit(known=known)
+            except BaseException:
+                self._commit(place + 1)
+                raise

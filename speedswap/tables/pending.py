@@ -137,6 +137,11 @@ class PendingTransfers:
         self._writes: list[PendingWrite] = []
         self._prefetches: list[weakref.ref[Prefetch]] = []
 
+    @property
+    def has_writes(self) -> bool:
+        """True if there are writes that may not have arrived yet."""
+        return bool(self._writes)
+
     def writes(self) -> list[PendingWrite]:
         """Return the writes that may not have arrived yet, and those that failed, until :meth:`drain` says so."""
         self._writes = [write for write in self._writes if not write.has_arrived()]
@@ -168,12 +173,12 @@ class PendingTransfers:
 
     def make_stale(self) -> None:
         """Let the rows of every prefetch be asked for again."""
-        for prefetch in self._alive():
+        for prefetch in self._alive() if self._prefetches else ():
             prefetch.is_stale = True
 
     def finish_prefetches(self) -> None:
         """Return when no prefetch reads the memory."""
-        if any(not prefetch.is_taken for prefetch in self._alive()):
+        if self._prefetches and any(not prefetch.is_taken for prefetch in self._alive()):
             kernels.finish_transfers()
 
     def drain(self) -> None:

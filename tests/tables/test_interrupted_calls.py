@@ -23,6 +23,7 @@ from torch import Tensor
 
 import speedswap
 from speedswap import Column, Table, init
+from speedswap.tables import Block
 from speedswap.tables.disk.columns import LogColumns
 from speedswap.tables.disk.commits import LogCommits
 
@@ -359,7 +360,7 @@ def test_a_commit_that_began_as_ctrl_c_came_is_known(started: Path, tmp_path: Pa
     items = speedswap.Embedding(100_000, 64, path=tmp_path / "t")
     rows = torch.arange(100_000)
     for line in range(1, 9):
-        items.table.store.scatter(rows, {"weight": torch.full((100_000, 64), float(line))})
+        items.table.store.scatter(Block(rows, {}), {"weight": torch.full((100_000, 64), float(line))})
         with suppress(KeyboardInterrupt), interrupted_at(line, "kernels/row_log.py"):
             items.table.flush()
         items.table.attributes["line"] = line

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from speedswap.kernels import _C
 from speedswap.kernels.host import as_ids, get_num_threads
-from speedswap.kernels.records import Part, Records, Stored, cpu_part, cpu_parts
+from speedswap.kernels.records import Part, Records, WantedColumn, cpu_part, cpu_parts
 from speedswap.kernels.transfers.transfer import Transfer, finish_threads
 
-__all__ = ["Found", "WantedColumn", "finish_transfers", "prefetch_on_cpu", "scatter_on_cpu"]
+__all__ = ["Found", "finish_transfers", "prefetch_on_cpu", "scatter_on_cpu"]
 
 T = TypeVar("T")
 
@@ -27,20 +27,6 @@ T = TypeVar("T")
 # lock might be asked for again by a finalizer that runs while it is held.
 _running: dict[_C.Job, object] = {}
 os.register_at_fork(after_in_child=_running.clear)  # which has none of them
-
-
-class WantedColumn(NamedTuple):
-    """A column to gather: its ``offset`` in a record, what a row of its block looks like, and how it is stored."""
-
-    offset: int
-    row_shape: tuple[int, ...]
-    dtype: torch.dtype
-    stored: Stored | None = None
-
-    @property
-    def block_row_bytes(self) -> int:
-        """Bytes per row in the block."""
-        return torch.Size(self.row_shape).numel() * self.dtype.itemsize
 
 
 class Found(NamedTuple):
@@ -102,7 +88,7 @@ def prefetch_on_cpu(
         flat.numel(),
         num_rows,
         [
-            (r.pointer, r.stride, [cpu_part(c.offset, 0, c.block_row_bytes, c.stored) for c in columns])
+            (r.pointer, r.stride, [cpu_part(c.offset, 0, c.row_bytes, c.stored) for c in columns])
             for r, columns in moves
         ],
         _background_threads(),
@@ -126,7 +112,7 @@ def prefetch_on_cpu(
 
 def _block(memory: _C.Buffer, count: int, column: WantedColumn) -> Tensor:
     shape = (count, *column.row_shape)
-    if not column.block_row_bytes:
+    if not column.row_bytes:
         return torch.empty(shape, dtype=column.dtype)
     return torch.frombuffer(memory, dtype=column.dtype).view(shape)
 

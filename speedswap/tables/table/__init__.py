@@ -265,10 +265,11 @@ class Table:
         Raises:
             TableClosedError: it is closed, or cannot be read here, or written if that is asked for.
         """
-        if self.closed:
+        store = self.store
+        if store.closed:
             raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
-        if self.store.check(writing=writing):
-            self.store.note_change(None)
+        if store.check(writing=writing):
+            store.note_change(None)
 
 
 def _opened_to_read(path: str, commit: int | None) -> Table:

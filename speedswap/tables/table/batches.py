@@ -246,5 +246,6 @@ def commit(table: Table, *, known: bool = True) -> None:
     Args:
         known: False if live attributes would have to be waited for.
     """
-    with table.lock:
-        table.store.commit(known=known)
+    store = table.store
+    with store.locked.lock:
+        store.commit(known=known)
