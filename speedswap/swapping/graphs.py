@@ -15,7 +15,14 @@ from speedswap.errors import WeightError
 from speedswap.swapping.refusals import NOT_TAKEN_ALONG
 from speedswap.tables import Block
 
-__all__ = ["constant_rows", "in_transform", "outside_graphs", "outside_transforms", "refuse_training"]
+__all__ = [
+    "constant_rows",
+    "in_transform",
+    "leaving_transforms",
+    "outside_graphs",
+    "outside_transforms",
+    "refuse_training",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,6 +79,19 @@ def outside_transforms() -> Iterator[None]:
 
     with temporarily_clear_interpreter_stack():
         yield
+
+
+def leaving_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run in :func:`outside_transforms`."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not in_transform():
+            return function(*args, **kwargs)
+        with outside_transforms():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def refuse_training(table: str) -> None:

@@ -25,7 +25,7 @@ from speedswap.swapping.collections.modules import rows_of
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.tables import TableInGroup, TablesByName
 from speedswap.swapping.collections.unfinished import require_finished, unfinished
-from speedswap.swapping.graphs import outside_transforms
+from speedswap.swapping.graphs import leaving_transforms
 from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.request import Request
@@ -291,17 +291,18 @@ class TableCollection(nn.Module, Generic[Config]):
         assert isinstance(homes, TablesByName)
         return homes
 
-    @outside_transforms()
+    @leaving_transforms
     def _given(self, features: Any) -> Given:
         """Read what forward was called with."""
         return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
 
     def _of_one_commit(self, look_up: Callable[[], _Found]) -> _Found:
         """Return what a lookup finds, with keys and rows of one moment."""
-        return of_one_commit((keyed for group in self._groups() for keyed in group.keyed.values()), look_up)
+        keyed = [each for group in self._groups() for each in group.keyed.values()]
+        return of_one_commit(keyed, look_up) if keyed else look_up()
 
     def _groups(self) -> list[TableGroup]:
-        return list(self.groups)  # type: ignore[arg-type]
+        return list(self.groups._modules.values())  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ lookups
 
@@ -329,9 +330,7 @@ class TableCollection(nn.Module, Generic[Config]):
 
     def _look_up(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
         """Look up the rows of one group; see :meth:`TableModule._looked_up`."""
-        group = self.groups[index]
-        assert isinstance(group, TableGroup)
-        device = found.device
+        group, device = self._groups()[index], found.device
         try:
             ids_of = functools.partial(found.rows, index, checked=True)
             return group._looked_up(Request(found.tensors(index, device), device, ids_of))

@@ -16,7 +16,7 @@ from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.swapping.collections.pieces import Piece, has_methods, piece_of, require_ids, require_weights
 from speedswap.swapping.collections.slots import Slots
 from speedswap.swapping.collections.small_tensors import near, positions, steps
-from speedswap.swapping.graphs import outside_transforms
+from speedswap.swapping.graphs import leaving_transforms
 
 __all__ = ["Given", "given", "given_by_slot", "require_features"]
 
@@ -67,15 +67,15 @@ class Given:
         self.starts = [0, *counts.cumsum(0).tolist()]
 
     @functools.cached_property
-    @outside_transforms()
+    @leaving_transforms
     def _rows(self) -> Tensor:
         return kernels.merge_ids(self._asked)
 
     @functools.cached_property
-    @outside_transforms()
+    @leaving_transforms
     def _are_inside(self) -> bool:
         """True if no lookup of one group's rows is left to find an id that is outside of another group's table."""
-        return len(self.slots.of_group) == 1 or not len(self._rows) or int(self._rows.min()) >= 0
+        return not self._rows.shape[0] or int(self._rows.min()) >= 0
 
     def rows(self, group: int, *, checked: bool = False) -> Tensor:
         """Return a group's rows, int64, shape (ids,); -1 for an id that is outside of its table.
@@ -84,7 +84,7 @@ class Given:
             group: its index.
             checked: raise IdError for such an id of any group, where a lookup of this one would not find it.
         """
-        if checked and not self._are_inside:
+        if checked and len(self.slots.of_group) > 1 and not self._are_inside:
             raise self.outside(IdError("an id is outside of its table"))
         return self._rows[slice(*self.bounds(group))]
 
@@ -116,7 +116,7 @@ class Given:
         assert isinstance(self._asked.ids, Tensor)
         return self._asked.ids[begin:end], self.counts[some.start : some.stop]
 
-    @outside_transforms()
+    @leaving_transforms
     def outside(self, error: IdError) -> IdError:
         """Return the error for the first id that is outside of its table, in place of one that does not name it."""
         found = kernels.first_outside(self._asked)
@@ -145,6 +145,8 @@ def given(features: Any, slots: Slots, is_weighted: bool) -> Given:
 
 def require_features(features: Any) -> Any:
     """Return features, once they are known to be a mapping or a keyed jagged tensor."""
+    if type(features) is dict:
+        return features
     is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
     if has_methods(features, ["variable_stride_per_key"]) and features.variable_stride_per_key():
         raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
