@@ -16,13 +16,11 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
-from speedswap.ranks.alone import alone
 from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.owned_store import OwnedStore
-from speedswap.ranks.parts import read_part, write_part
 from speedswap.ranks.route import LentRows, Routes, Wanted
-from speedswap.ranks.saving import save_shards
 from speedswap.ranks.step import ShardedStep
+from speedswap.ranks.whole import alone, read_part, save_shards, write_part
 from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.joint import JointRows

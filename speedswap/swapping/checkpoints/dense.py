@@ -17,7 +17,6 @@ from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
 from speedswap.swapping.apart import rows_apart
 from speedswap.swapping.attach import attach
-from speedswap.swapping.checkpoints.divided import divided_as, whole
 from speedswap.swapping.checkpoints.manifest import says_malformed
 from speedswap.swapping.checkpoints.plain import Encoder
 from speedswap.swapping.checkpoints.random_state import check_generator, random_state
@@ -91,7 +90,7 @@ def content_of(
     """
     with rows_apart():
         states = [dict(model.state_dict()), *[each.state_dict() for each in optimizers]]
-    states = whole(states, is_kept=not rank)
+    states = _whole(states, is_kept=not rank)
     generators = {random_of(rank): encoder.encode(random_state(), random_of(rank))}
     if rank:
         return generators
@@ -168,7 +167,7 @@ def load_dense(
     """Load the dense parameters, and the optimizers' state."""
     with rows_apart():
         ours = model.state_dict()
-        model.load_state_dict({name: divided_as(ours.get(name), value) for name, value in saved.items()})
+        model.load_state_dict({name: _divided_as(ours.get(name), value) for name, value in saved.items()})
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict({**state, "state": dict(_divided(optimizer, state))})
             _undo_casts(innermost(optimizer), state)
@@ -180,7 +179,7 @@ def _divided(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any,
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_name = dict(zip(names, parameters, strict=True))
     for name, values in state["state"].items():
-        yield name, {key: divided_as(by_name.get(name), value) for key, value in values.items()}
+        yield name, {key: _divided_as(by_name.get(name), value) for key, value in values.items()}
 
 
 def _undo_casts(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -240,3 +239,38 @@ def _restore(target: Any, state: Any) -> None:
         target.set_state(state)
     else:
         target.load_state_dict(state)
+
+
+# ---- of which each rank has a part, as fully_shard divides them
+
+
+def _whole(value: Any, *, is_kept: bool) -> Any:
+    """Return nested data with the parts of all ranks put together, which each of them has to ask for.
+
+    Args:
+        value: dicts and lists, among whose values are DTensors.
+        is_kept: False on ranks that need no whole tensors: there they are None.
+    """
+    if isinstance(value, Mapping):
+        return {key: _whole(each, is_kept=is_kept) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        found = [_whole(each, is_kept=is_kept) for each in value]
+        return found if isinstance(value, list) else tuple(found)
+    if not hasattr(value, "full_tensor"):
+        return value
+    together = value.full_tensor()
+    return together.cpu() if is_kept else None
+
+
+def _divided_as(like: Any, value: Any) -> Any:
+    """Return this rank's part of a whole tensor that it has, divided as another one of its shape is.
+
+    Args:
+        like: a DTensor; anything else leaves the value as it is.
+        value: a tensor, on every rank alike.
+    """
+    if not hasattr(like, "full_tensor") or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -1,0 +1,237 @@
+"""All rows of a table that ranks own: read by the first rank alone, divided in a ``state_dict``, and saved by all."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedswap.collectives import Kind, RankGroup, Task
+from speedswap.tables.block import Block
+from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.manifest_file import ManifestFile
+from speedswap.tables.files.open_directory import OpenDirectory
+from speedswap.tables.files.place import Place
+from speedswap.tables.files.shards_manifest import ShardsManifest, require_shared, shard_name
+from speedswap.tables.store import RowStore, WrappedStore
+from speedswap.tables.whole_table import require_memory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from speedswap.ranks.sharded import ShardedStore
+
+__all__ = ["alone", "manifest_of", "read_part", "salt_of", "save_shards", "write_part"]
+
+_PIECE_BYTES = 8 << 20
+_DONE = 0
+
+# ---- read by the first rank alone, such as to write a file: the others serve it meanwhile
+
+
+class _Alone(WrappedStore):
+    """A store that one rank reads by itself.
+
+    Args:
+        inner: the rows.
+        task: in which the other ranks serve it.
+    """
+
+    def __init__(self, inner: RowStore, task: Task) -> None:
+        super().__init__(inner)
+        self.group = None
+        self._task = task
+
+    def gather(
+        self,
+        rows: Tensor,
+        columns: Sequence[str] | None = None,
+        device: torch.device | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        found: dict[str, Tensor] = {}
+        for column in columns or self.columns:
+            self._task.round(note=-self._number(column))
+            into = {column: out[column]} if out and column in out else None
+            found |= self.inner.gather(rows, [column], device, into).columns
+        return Block(rows, found)
+
+    def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        self._task.round(note=self._number(column))
+        return self.inner.read(column, start, stop, device)
+
+    def _number(self, column: str) -> int:
+        """Return the number by which the other ranks know a column: as it is for a range, negative for ids."""
+        return 1 + [*self.columns].index(column)
+
+    def flush_at_end(self) -> None:
+        return None  # the table of these rows does
+
+
+@contextmanager
+def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
+    """Provide the first rank with a store that it reads by itself, and the others, which serve it, with None.
+
+    Args:
+        joint: the rows that ranks own. Every rank calls this.
+        outer: the same, or a store in front of it, which is to be read.
+
+    Raises:
+        PeerError: the first rank has failed.
+    """
+    with joint.group.main.task(Kind.ALONE, joint.number) as task:
+        if joint.group.rank == 0:
+            yield _Alone(outer, task)
+            task.round(note=_DONE)
+        else:
+            while (wanted := task.round().notes[0]) != _DONE:
+                column = [*joint.columns][abs(wanted) - 1]
+                if wanted > 0:
+                    joint.read(column, 0, 0)
+                else:
+                    joint.gather(torch.empty(0, dtype=torch.int64), [column], torch.device("cpu"))
+            yield None
+        task.finish()
+
+
+# ---- a part on each rank
+#
+# A rank's part is a range of ids, not the rows that it owns: so a state_dict looks the same for any number of ranks,
+# and for one process, and torch.distributed.checkpoint saves it on some and loads it on others.
+
+
+def read_part(store: ShardedStore, column: str) -> Tensor:
+    """Copy this rank's part of a column; see :meth:`JointRows.read_part`."""
+    found = store.columns[column]
+    with store.task(Kind.STATE):
+        mine = _part(store)
+        require_memory(
+            len(mine) * found.width * found.dtype.itemsize,
+            f"rows {mine.start} to {mine.stop - 1} of table {store.name!r}",
+        )
+        return _distributed(store.read(column, mine.start, mine.stop, torch.device("cpu")), store)
+
+
+def write_part(store: ShardedStore, column: str, values: Any) -> None:
+    """Overwrite a column; see :meth:`JointRows.write_part`."""
+    dtype = store.columns[column].dtype
+    with store.task(Kind.STATE):
+        mine, part = _part(store), _local(values, store)
+        for ids in _pieces(store, column):
+            store.write_rows(column, ids, part[ids - mine.start].to("cpu", dtype))
+
+
+def _part(store: ShardedStore) -> range:
+    """Return the ids of this rank's part, as a DTensor divides a dimension."""
+    size, rank, rows = -(-store.num_embeddings // len(store.group)), store.group.rank, store.num_embeddings
+    return range(min(rank * size, rows), min((rank + 1) * size, rows))
+
+
+def _pieces(store: ShardedStore, column: str) -> Iterator[Tensor]:
+    """Yield the ids of this rank's part in pieces, as many on every rank."""
+    mine, step = _part(store), max(1, _PIECE_BYTES // store.columns[column].row_bytes)
+    for start in range(0, -(-store.num_embeddings // len(store.group)), step):
+        some = mine[start : start + step]
+        yield torch.arange(some.start, some.stop)
+
+
+def _local(values: Any, store: ShardedStore) -> Any:
+    """Return this rank's part of a DTensor."""
+    is_divided = values.device_mesh.size() == len(store.group) and [*map(str, values.placements)] == ["S(0)"]
+    if is_divided and len(local := values.to_local()) == len(_part(store)):
+        return local.detach()
+    mine = _part(store)
+    return values.full_tensor().detach()[mine.start : mine.stop]
+
+
+def _distributed(part: Tensor, store: ShardedStore) -> Tensor:
+    shape = torch.Size((store.num_embeddings, *part.shape[1:]))
+    rows: Tensor = _kind()(part, _mesh(store.group), shape)
+    return rows
+
+
+@functools.cache
+def _kind() -> Any:
+    from torch.distributed.tensor import DTensor, Shard
+
+    class DividedRows(DTensor):
+        """A rank's part of a table's rows, which cannot be mistaken for all of them."""
+
+        def __new__(cls, part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Any:
+            stride = torch.empty(shape, device="meta").stride()
+            of_torch = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+            return super().__new__(cls, part, of_torch._spec, requires_grad=False)
+
+        def __init__(self, *args: Any) -> None:
+            pass
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return DividedRows(self._local_tensor.clone(), self.device_mesh, self.shape)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError(
+                f"this rank has a part of a tensor of shape {tuple(self.shape)}, and a file of it would lack the "
+                "others'; save with speedswap.save_checkpoint(path, model, optimizer) or torch.distributed.checkpoint, "
+                "or call full_tensor() on every rank and save what it returns on one"
+            )
+
+    return DividedRows
+
+
+def _mesh(group: RankGroup) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if group not in _meshes:
+        _meshes[group] = DeviceMesh.from_group(group.process_group, "cpu")
+    return _meshes[group]
+
+
+_meshes: weakref.WeakKeyDictionary[RankGroup, Any] = weakref.WeakKeyDictionary()
+
+
+# ---- saved by all: a directory for each rank's rows, and a manifest that counts
+
+
+def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool) -> None:
+    """Write the rows of every rank to a directory, which appears complete or not at all.
+
+    Args:
+        store: this rank's view of the table.
+        task: the ranks' common one.
+        path, overwrite: as for :meth:`Table.save`.
+    """
+    rank, directory = store.group.rank, None
+    with ExitStack() as held:
+        try:
+            if rank == 0:
+                directory = held.enter_context(TableDirectory.replacing(path, overwrite=overwrite))
+            task.round()
+            hidden = require_shared(Place(path).hidden, path)
+            place = hidden / shard_name(rank, len(store.group))
+            store.own.save(place)
+            salts = task.share(salt_of(place))
+            if directory is not None:
+                directory.write_manifest(manifest_of(store, salts))
+        except BaseException:
+            task.give_up()  # the others write no more when the directory goes
+            raise
+    task.round()
+
+
+def manifest_of(store: ShardedStore, salts: list[int]) -> ShardsManifest:
+    """Return the description of a table in files, given the salts of its ranks' own tables."""
+    return ShardsManifest(store.name, store.num_embeddings, store.seed, store.columns["weight"], tuple(salts))
+
+
+def salt_of(place: Path) -> int:
+    """Return the salt by which a rank's own table in files is known."""
+    manifest = ManifestFile.load(OpenDirectory(place))[1]
+    assert isinstance(manifest, LogManifest)
+    return manifest.salt
