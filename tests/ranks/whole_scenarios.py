@@ -140,7 +140,7 @@ def walk(group):
     return {name: value if isinstance(value, bool | float | int | str) else None for name, value in found.items()}
 
 
-PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned id_map lock version".split()
+PROPERTIES = "embedding_dim dtype nbytes seed writes path pinned id_map lock version was_found".split()
 
 
 def _between(table, values):
