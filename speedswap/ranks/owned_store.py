@@ -145,8 +145,8 @@ class OwnedStore(RowStore, Files):
     def drain(self) -> None:
         self.own.drain()
 
-    def commit(self, *, known: bool = True) -> None:
-        self.own.commit(known=known)
+    def commit(self) -> None:
+        self.own.commit()
 
     def flush(self) -> None:
         self.own.flush()

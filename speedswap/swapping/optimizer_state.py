@@ -57,16 +57,6 @@ class Scalars:
         """Note that the rows have only the state that they start with."""
         self._state = None
 
-    @property
-    def at_hand(self) -> bool:
-        """True if they can be read without waiting for a GPU."""
-        if self._state is not None:
-            for name in self._names:
-                value = self._state.get(name)
-                if isinstance(value, Tensor) and value.device.type != "cpu":
-                    return False
-        return True
-
     def __call__(self) -> dict[str, Any] | None:
         """Return the scalars as plain data; None before the first step."""
         if self._state is None:
@@ -195,7 +185,7 @@ class OptimizerState:
         if held or not self._row_state.columns:
             self._is_initial = False
             self._scalars.remember(self._row_state.scalars, state)
-        commit.add(self.table, known=self._scalars.at_hand)
+        commit.add(self.table)
         self._before = {}
 
     def put_back(self) -> None:

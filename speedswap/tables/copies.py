@@ -7,9 +7,10 @@ import copy
 import torch
 
 from speedswap import kernels
-from speedswap.tables.disk.layout import LogLayout, is_lazy
+from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.fresh import FreshRows
 from speedswap.tables.groups import RecordGroups
+from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import host as storages
 from speedswap.tables.store import RowStore

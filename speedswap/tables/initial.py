@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap.tables.init import ColumnMemory, CopyOf
+from speedswap.tables.init import ColumnMemory, CopyOf, from_json
 from speedswap.tables.record import Column
 
 __all__ = [
     "Origin",
     "initial_chunk",
     "initial_values",
+    "is_lazy",
     "origins_of",
     "require_functions_of_row",
     "require_sources",
@@ -72,6 +73,11 @@ def starts_of(
         ]
         for name, origin in origins.items()
     }
+
+
+def is_lazy(column: Column) -> bool:
+    """Return whether the initial values of untouched rows can be computed whenever the table is opened again."""
+    return isinstance(column.init, CopyOf) or from_json(column.init.to_json()) is not None
 
 
 def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:

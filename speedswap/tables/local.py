@@ -14,10 +14,10 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.block import Block
-from speedswap.tables.disk.layout import is_lazy
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.groups import RecordGroups
 from speedswap.tables.init import CHUNK_ROWS
+from speedswap.tables.initial import is_lazy
 from speedswap.tables.memory import host as storages
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Column

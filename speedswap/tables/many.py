@@ -50,7 +50,7 @@ class Commit:
 
     def __init__(self) -> None:
         self._transfers: Transfers | None = None
-        self._tables: list[tuple[Table, bool]] = []
+        self._tables: list[Table] = []
 
     @property
     def transfers(self) -> Transfers:
@@ -59,14 +59,9 @@ class Commit:
             self._transfers = Transfers("out")
         return self._transfers
 
-    def add(self, table: Table, *, known: bool = True) -> None:
-        """Add a table that the step has written.
-
-        Args:
-            table: the table.
-            known: False if its live attributes would have to be waited for.
-        """
-        self._tables.append((table, known))
+    def add(self, table: Table) -> None:
+        """Add a table that the step has written."""
+        self._tables.append(table)
 
     def __enter__(self) -> Commit:
         return self
@@ -83,9 +78,8 @@ class Commit:
     def _commit(self, first: int) -> None:
         """Commit the tables from one on: each of them, also where an earlier one raises."""
         for place in range(first, len(self._tables)):
-            table, known = self._tables[place]
             try:
-                table.commit(known=known)
+                self._tables[place].commit()
             except BaseException:
                 self._commit(place + 1)
                 raise

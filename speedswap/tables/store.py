@@ -215,12 +215,8 @@ class RowStore(ABC):
         """Return when every pending write has arrived. Raises what the first that failed has raised."""
         return None
 
-    def commit(self, *, known: bool = True) -> None:
-        """Note that a step over all tables of one optimizer has ended: what was scattered and the attributes are one.
-
-        Args:
-            known: False if live attributes would have to be waited for.
-        """
+    def commit(self) -> None:
+        """Note that a step over all tables of an optimizer has ended: what was scattered and the attributes are one."""
         return None
 
     # ------------------------------------------------------------------ whole columns
@@ -462,8 +458,8 @@ class WrappedStore(RowStore):
     def drain(self) -> None:
         self.inner.drain()
 
-    def commit(self, *, known: bool = True) -> None:
-        self.inner.commit(known=known)
+    def commit(self) -> None:
+        self.inner.commit()
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         return self.inner.read(column, start, stop, device)

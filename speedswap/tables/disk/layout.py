@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from speedswap import kernels
-from speedswap.tables.init import CopyOf, from_json
+from speedswap.tables.init import CopyOf
 from speedswap.tables.initial import Origin
 from speedswap.tables.record import Column, RecordLayout
 
@@ -23,7 +23,6 @@ __all__ = [
     "added",
     "added_unwritten",
     "collapsed",
-    "is_lazy",
     "least_group",
     "moves",
     "reset",
@@ -124,11 +123,6 @@ def least_group(num_embeddings: int, stride: int) -> int:
     while rows * stride < GROUP_BYTES or -(-num_embeddings // rows) > _MAX_GROUPS:
         rows *= 2
     return rows
-
-
-def is_lazy(column: Column) -> bool:
-    """Return whether the initial values of untouched rows can be computed whenever the table is opened again."""
-    return isinstance(column.init, CopyOf) or from_json(column.init.to_json()) is not None
 
 
 def added(layout: LogLayout | None, columns: Sequence[Column]) -> LogLayout:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.disk.damaged_log import Chunk, DamagedLog
-from speedswap.tables.disk.layout import collapsed, is_lazy, moves
+from speedswap.tables.disk.layout import collapsed, moves
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.damage import ranges_of, require, says_damaged
@@ -37,6 +37,7 @@ from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.files.whole import open_regular
 from speedswap.tables.fresh import FreshRows
 from speedswap.tables.id_map import IdMap
+from speedswap.tables.initial import is_lazy
 from speedswap.tables.key_parts import assembled
 
 __all__ = ["Salvaged", "salvage"]

@@ -19,11 +19,11 @@ from speedswap.tables.block import Block
 from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.ahead import RowsAheadOfStep
 from speedswap.tables.disk.columns import LogColumns, new_log
-from speedswap.tables.disk.layout import LogLayout, is_lazy
+from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.initial import starts_of
+from speedswap.tables.initial import is_lazy, starts_of
 from speedswap.tables.local import LocalStore
 from speedswap.tables.record import Column
 from speedswap.tables.store import Commits, RowStore
@@ -128,7 +128,7 @@ class LogStore(LogColumns, Commits):
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:
         return self._held.add(self._cache, lookup, transfers)
 
-    def commit(self, *, known: bool = True) -> None:
+    def commit(self) -> None:
         if not self._reads and not self._closed:
             self._commits.step(self._cache.log)
 

@@ -240,12 +240,8 @@ def drain(table: Table) -> None:
         table.store.drain()
 
 
-def commit(table: Table, *, known: bool = True) -> None:
-    """Note that a step has ended: what it has written and the live attributes belong together.
-
-    Args:
-        known: False if live attributes would have to be waited for.
-    """
+def commit(table: Table) -> None:
+    """Note that a step has ended: what it has written and the live attributes belong together."""
     store = table.store
     with store.locked.lock:
-        store.commit(known=known)
+        store.commit()
