@@ -5,6 +5,7 @@ import warnings
 
 from speedswap import errors, monitor, optim
 from speedswap.batching import BatchSplitter
+from speedswap.ranks import Ranks
 from speedswap.swapping import (
     Embedding,
     EmbeddingBag,
@@ -25,13 +26,26 @@ from speedswap.swapping import (
     parameters_to_ignore,
     save_checkpoint,
 )
-from speedswap.tables import Column, IdMap, Table, gather_rows, init, scatter_rows
+from speedswap.tables import (
+    Column,
+    Device,
+    Disk,
+    IdMap,
+    Pageable,
+    Pinned,
+    Table,
+    gather_rows,
+    init,
+    scatter_rows,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchSplitter",
     "Column",
+    "Device",
+    "Disk",
     "Embedding",
     "EmbeddingBag",
     "EmbeddingBagCollection",
@@ -44,6 +58,9 @@ __all__ = [
     "KeyedTensor",
     "ModelFactory",
     "OptimizerFactory",
+    "Pageable",
+    "Pinned",
+    "Ranks",
     "Table",
     "attach",
     "convert",

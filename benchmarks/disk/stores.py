@@ -72,7 +72,7 @@ class Ours:
 
     def __init__(self, folder: Path, shape: Shape, limits: Limits) -> None:
         self.table = speedswap.Table.open(
-            folder / "table", cache_bytes=limits.cache, commit_seconds=limits.commit_seconds
+            speedswap.Disk(folder / "table", cache_bytes=limits.cache, commit_seconds=limits.commit_seconds)
         )
         self._block = Block(torch.empty(0, dtype=torch.int64), {})
         self._step = int(self.table.attributes.get("step", 0))

@@ -145,8 +145,8 @@ def overlap(
 
 @contextmanager
 def _trainer(rows: int, dim: int, path: Path | None = None, **options: Any) -> Iterator[Ours]:
-    storage = {"storage": "pageable"} if path is None else {"storage": "disk", "path": path}
-    trainer = Ours(rows, dim, "adam", "cpu", fused=True, **storage, **options)
+    storage = "pageable" if path is None else speedswap.Disk(path, **options)
+    trainer = Ours(rows, dim, "adam", "cpu", fused=True, storage=storage)
     try:
         yield trainer
     finally:

@@ -72,7 +72,12 @@ class Ours:
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
         self.items = speedswap.Embedding(
-            shape.rows, shape.dim, dtype=dtype, seed=1, process_group=group, local_to_rank=group is None
+            shape.rows,
+            shape.dim,
+            dtype=dtype,
+            seed=1,
+            storage="auto" if group is None else speedswap.Ranks(group=group),
+            local_to_rank=group is None,
         )
         self._optimizer = torch.optim.Adagrad(self.items.parameters(), lr=LEARNING_RATE, eps=EPS)
 

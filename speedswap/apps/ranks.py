@@ -7,20 +7,24 @@ each batch. The first rank leads: it alone shows progress, writes results and re
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedswap.apps.files import scratch_folder
 from speedswap.apps.launched import is_launched, of_attempt
+from speedswap.apps.options import ON_DISK
 from speedswap.collectives import Buckets, Kind, RankGroup
 from speedswap.errors import PeerError
-from speedswap.tables import Table
+from speedswap.ranks import Ranks
+from speedswap.tables import Disk, Storage, Table, as_storage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,9 +76,26 @@ class Job:
         """
         return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
-    def of_tables(self) -> Mapping[str, Any]:
-        """Return the arguments of an embedding whose rows the ranks own, each with its share of a batch's loss."""
-        return {} if self.process_group is None else {"process_group": self.process_group, "reduction": "sum"}
+    def place_of_tables(
+        self, model: object, storage: str, scratch: Path | None
+    ) -> tuple[Storage, Callable[[], object]]:
+        """Return the place of a model's tables, whose rows the ranks own, each with its share of a batch's loss.
+
+        Args:
+            model: on disk, tables are in a temporary directory that goes with it.
+            storage: the name of a place.
+            scratch: the directory to make that in; the system's by default.
+
+        Returns:
+            The place, and a function that removes what the tables leave.
+        """
+        place: Storage
+        if storage in ON_DISK:
+            folder, remove = scratch_folder(model, scratch)
+            place = Disk(folder, scratch=True)
+        else:
+            place, remove = as_storage(storage), lambda: None
+        return place if self.process_group is None else Ranks(place, self.process_group, reduction="sum"), remove
 
     def agree(self, number: int) -> list[int]:
         """Return the number of every rank.

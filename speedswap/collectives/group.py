@@ -94,7 +94,7 @@ class RankGroup:
             found = task.difference_of({name: str(value) for name, value in settings.items()})
             task.finish()
         if found is not None:
-            raise ValueError(f"{what} has {found.text()}; give the same on all ranks of process_group")
+            raise ValueError(f"{what} has {found.text()}; give the same on all ranks")
 
     def call(self) -> AbstractContextManager[None]:
         """Surround a call that all ranks make: an error that ends it becomes a PeerError of the others."""
@@ -139,18 +139,16 @@ class RankGroup:
         """
         if not is_distributed():
             raise ValueError(
-                "process_group was given, but this process is of no job yet; call "
+                "speedswap.Ranks was given, but this process is of no job yet; call "
                 "torch.distributed.init_process_group() first, and start the script with torchrun"
             )
         if not isinstance(process_group, dist.ProcessGroup):
             if process_group == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ValueError(
-                    f"process_group is without rank {dist.get_rank()}, this process; make the embedding in its ranks "
-                    "only"
+                    f"group is without rank {dist.get_rank()}, this process; make the embedding in its ranks only"
                 )
             raise TypeError(
-                f"process_group is {process_group!r}; give torch.distributed.group.WORLD, or one that new_group "
-                "has returned"
+                f"group is {process_group!r}; give torch.distributed.group.WORLD, or one that new_group has returned"
             )
         for known in [each for each in _groups if not _is_alive(each)]:
             del _groups[known]
@@ -227,13 +225,14 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 
     Args:
         function: one of its first two arguments, or ``model`` or ``table``, is an object with ``ranks``, a
-            :class:`RankGroup` or None, a model that has some in it or a mapping of some; or it makes one for a
-            ``process_group``.
+            :class:`RankGroup` or None, a model that has some in it or a mapping of some; or it makes one
+            with a ``storage`` that has ``ranks``.
     """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        ranks = False if not args or "process_group" in kwargs else getattr(args[0], "ranks", False)
+        is_made = "storage" in kwargs or "process_group" in kwargs
+        ranks = False if not args or is_made else getattr(args[0], "ranks", False)
         if ranks is not None and not isinstance(ranks, RankGroup):
             ranks = _ranks_among(args, kwargs)
         if ranks is None:
@@ -247,6 +246,8 @@ def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
 def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | None:
     if kwargs.get("process_group") is not None:
         return RankGroup.of(kwargs["process_group"])
+    if isinstance(ranks := getattr(kwargs.get("storage"), "ranks", None), RankGroup):
+        return ranks
     for given in (*args[:2], kwargs.get("model"), kwargs.get("table")):
         within: Iterable[Any] = [given]
         if isinstance(given, Mapping):  # of modules

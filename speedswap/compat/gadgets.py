@@ -20,7 +20,7 @@ from speedswap.errors import DuplicateRowsWarning
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.collection import warn_of_duplicates
 from speedswap.swapping.switchers.files import ColumnArray
-from speedswap.tables import gather_rows, scatter_rows
+from speedswap.tables import as_storage, gather_rows, scatter_rows
 from speedswap.tables import init as initializers
 
 __all__ = ["DataGadget", "DataGadgetMM"]
@@ -37,7 +37,7 @@ class DataGadget(CupyMethods):
     init_methods = "gadgetInit or loadCupy"
 
     def __init__(self, fileName: str | os.PathLike[str], CPUPinn: bool = False) -> None:
-        storage = "pinned" if CPUPinn else "device"
+        storage = as_storage("pinned" if CPUPinn else "device")
         super().__init__(0, (), torch.float32, storage=storage, name=os.fspath(fileName))
         self.fileName = fileName
         self.CPUPinn = CPUPinn

@@ -15,7 +15,7 @@ from speedswap.tables import Column, LocalStore
 from speedswap.tables.files.inspection import Checked
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.groups import RecordGroups
-from speedswap.tables.memory.host import Memory
+from speedswap.tables.memory.host import Memory, MemoryKind, default_kind
 from speedswap.tables.record import RecordLayout
 from speedswap.tables.record_group import RecordGroup
 from speedswap.tables.store import Files
@@ -48,7 +48,8 @@ class NpyStore(LocalStore, Files):
     """
 
     def __init__(self, path: Path, num_embeddings: int, seed: int, name: str) -> None:
-        super().__init__(RecordGroups(num_embeddings, "disk", seed, name, written=True))
+        super().__init__(RecordGroups(num_embeddings, "pageable", seed, name, written=True))
+        self.storage = "disk"
         self._path = path
 
     @classmethod
@@ -85,8 +86,8 @@ class NpyStore(LocalStore, Files):
             store._adopt(column, array)
         return store
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
-        return super().copy(storage or "auto", engine)
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> LocalStore:
+        return super().copy(storage or default_kind(), engine)
 
     @property
     def files(self) -> Files:

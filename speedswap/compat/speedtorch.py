@@ -61,6 +61,7 @@ from speedswap.compat.views import CupyMethods, DiskMethods, TorchMethods
 from speedswap.errors import SpeedswapWarning
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.collection import Collection
+from speedswap.tables import Device, Pageable, Pinned, Storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
 
@@ -186,7 +187,6 @@ class OptimizerFactoryMM(DiskMethods, swapping.OptimizerFactory):
         CPUPinn: bool = False,
     ) -> None:
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, CPUPinn)
-        self.storage = "disk"
         self.diskname = variable_name.removesuffix(".weight") + type(given_optimizer).__name__
 
 
@@ -249,7 +249,7 @@ class _Matrix(Collection):
 
     init_methods = "comInit or loadCupy"
 
-    def __init__(self, total_classes: int, datatype: Any, storage: str) -> None:
+    def __init__(self, total_classes: int, datatype: Any, storage: Storage) -> None:
         size = count("total_classes", total_classes)
         super().__init__(size, (size,), arrays.as_dtype(datatype), storage=storage, name="COM")
         self.total_classes = total_classes
@@ -269,13 +269,13 @@ class COM(CupyMethods, _Matrix):
     """
 
     def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
-        super().__init__(total_classes, datatype, "pinned" if CPUPinn else "device")
+        super().__init__(total_classes, datatype, Pinned() if CPUPinn else Device())
         self.CPUPinn = CPUPinn
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Make the matrix, all zeros; in pinned memory if this or the constructor says so."""
         if CPUPinn:
-            self.storage = "pinned"
+            self.storage = Pinned()
         self.make(initializers.zeros())
 
     @property
@@ -294,7 +294,7 @@ class COMMM(DiskMethods, _Matrix):
         datatype: Any = "uint32",
         CPUPinn: bool = False,
     ) -> None:
-        super().__init__(total_classes, datatype, "disk")
+        super().__init__(total_classes, datatype, Pageable())
         self.diskname = diskname
         self.CPUPinn = CPUPinn
 
@@ -339,19 +339,19 @@ class CPUPytorchCOM(PytorchCOM):
 # ---------------------------------------------------------------------- arguments
 
 
-def _torch_storage(deviceType: str | torch.device, pinType: bool) -> str:
+def _torch_storage(deviceType: str | torch.device, pinType: bool) -> Storage:
     if str(deviceType) not in ("cuda", "cpu"):
         raise ValueError(f"deviceType is {str(deviceType)!r}; choose 'cuda' or 'cpu'")
     if str(deviceType) == "cpu":
-        return "pinned" if pinType else "pageable"
+        return Pinned() if pinType else Pageable()
     if pinType:
         raise ValueError(
             "pinType is True, but deviceType is 'cuda' and only host memory is pinned; give deviceType='cpu'"
         )
     if not torch.cuda.is_available():
         _say_no_gpu()
-        return "pageable"
-    return "device"
+        return Pageable()
+    return Device()
 
 
 @functools.cache

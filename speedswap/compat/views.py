@@ -65,17 +65,13 @@ class DiskMethods(Collection):
     diskname: str | os.PathLike[str]
     fileName: str
 
-    def place(self) -> Path:
+    def new_table(self, init: Initializer, seed: int) -> Table:
         number = 0
         while os.path.lexists(f"{os.fspath(self.diskname)}{number}.memmap"):
             number += 1
         self.fileName = f"{os.fspath(self.diskname)}{number}.memmap"
-        return Path(self.fileName)
-
-    def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
-        assert path is not None
         weight = Column("weight", (self.width,), self.row_dtype, init)
-        return Table(NpyStore.create_in(path, self.num_rows, weight, seed, self.name))
+        return Table(NpyStore.create_in(Path(self.fileName), self.num_rows, weight, seed, self.name))
 
     def open_table(self, path: Path) -> Table:
         return Table(NpyStore.opened_at(path, self.num_rows, self.table_columns(), self.name))

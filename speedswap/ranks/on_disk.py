@@ -18,12 +18,12 @@ from speedswap.tables.files.manifest_file import ManifestFile
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
 from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
-from speedswap.tables.opening import create_store, open_store
 from speedswap.tables.record import Column
 from speedswap.tables.shards.in_files import different_steps, open_shard, read_manifest
 from speedswap.tables.shards.moving import Shard, remove_former, take_shards
 from speedswap.tables.shards.owned import owned_column, whole_columns
 from speedswap.tables.shards.owners import Owners
+from speedswap.tables.storage import Disk
 from speedswap.tables.table import Table
 
 __all__ = ["OnDisk", "on_disk", "remove_former"]
@@ -50,13 +50,11 @@ def on_disk(
     group: RankGroup,
     task: Task,
     owners: Owners,
-    path: Path,
+    disk: Disk,
     columns: tuple[Column, Column],
     *,
     seed: int,
     name: str,
-    disk: DiskOptions,
-    exist_ok: bool,
 ) -> OnDisk:
     """Return the rows that this rank owns of a table on disk; every rank calls this.
 
@@ -67,28 +65,24 @@ def on_disk(
         group: the ranks.
         task: their common one.
         owners: the division of the rows.
-        path: of the table.
+        disk: where the table of all ranks is.
         columns: the first one, of the whole table and of this rank's rows.
         seed: of the initial values of a new table.
         name: of it.
-        disk: cache and commits.
-        exist_ok: take up rows that are there already.
 
     Raises:
         ValueError: another table is there.
-        FileExistsError: something else is; or anything is, and ``exist_ok`` is False.
+        FileExistsError: something else is.
     """
-    whole, weight = columns
+    path, (whole, weight) = disk.folder, columns
     before = _found(path)
-    if not exist_ok and path.exists():
-        raise FileExistsError(f"path is {str(path)!r}, which exists; load what is there, or give another path")
     task.round()  # before anything is made there
     if before is not None:
         _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
         seed, name = before.seed, before.name
     place = path / shard_name(group.rank, len(group))
     was_there = before is not None or place.exists()
-    store, problem = _opened(place, owners.rows_of(group.rank), weight, seed, name, disk), None
+    store, problem = _opened(disk.at(place), owners.rows_of(group.rank), weight, seed, name), None
     try:
         if before is not None and before.world_size != len(group):
             problem = _take_over(path, before, Shard(Table(store), owners, group.rank))
@@ -132,19 +126,19 @@ def _found(path: Path) -> ShardsManifest | None:
     elif all(is_shard(name) for name in os.listdir(path)):
         return None
     raise FileExistsError(
-        f"path is {str(path)!r}, where there is something else than a table of a process group; give another path"
+        f"path is {str(path)!r}, where there is something else than a table of ranks; give another path"
     )
 
 
-def _opened(place: Path, rows: int, weight: Column, seed: int, name: str, disk: DiskOptions) -> LogStore:
+def _opened(disk: Disk, rows: int, weight: Column, seed: int, name: str) -> LogStore:
     """Return the table in a rank's directory, a new one if none is there."""
     try:
-        store = open_store(place, "r+", disk)
+        store = disk.open("r+", None)
     except FileNotFoundError:
-        store = create_store(rows, weight, storage="disk", path=place, seed=seed, name=name, disk=disk)
+        store = disk.create(rows, weight, seed=seed, name=name)
     assert isinstance(store, LogStore)
     try:
-        _require_same(place, store.num_embeddings, store.columns["weight"], rows, weight)
+        _require_same(disk.folder, store.num_embeddings, store.columns["weight"], rows, weight)
     except ValueError:
         store.close()
         raise

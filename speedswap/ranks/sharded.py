@@ -32,6 +32,7 @@ from speedswap.tables.store import Prefetched, RowStore
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
+    from speedswap.tables.memory.host import MemoryKind
     from speedswap.tables.table import Table
 
 __all__ = ["ShardedStore"]
@@ -49,9 +50,11 @@ class ShardedStore(OwnedStore, JointRows):
 
     Attributes:
         number: of this table among those of the group, the same on every rank.
+        reduction: of the ranks' gradients, in a training step.
     """
 
     reads_copies = True
+    reduction = "mean"
 
     def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
         super().__init__(own, owners, group, name=name, weight=weight)
@@ -275,11 +278,11 @@ class ShardedStore(OwnedStore, JointRows):
 
     # ------------------------------------------------------------------ lifetime
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
         raise TypeError(
             f"table {self.name!r} is owned by {len(self.group)} ranks, and cannot be copied; save it, or make another "
-            "model with process_group= that loads this one's state_dict(). To average dense layers (AveragedModel), "
-            "take a module without the embedding"
+            "model with storage=speedswap.Ranks() that loads this one's state_dict(). To average dense layers "
+            "(AveragedModel), take a module without the embedding"
         )
 
     def save(self, path: Path, *, overwrite: bool) -> None:

@@ -122,7 +122,6 @@ class ShardedStep(RowStep):
         state: the optimizer's state for the rows that this rank owns.
         padding: ids that get no gradient.
         store: the rows of all ranks.
-        reduction: ``"mean"`` to divide the sum of the ranks' gradients by their number, ``"sum"`` not to.
     """
 
     is_sharded = True
@@ -134,18 +133,16 @@ class ShardedStep(RowStep):
         table: Table,
         weight: TableWeight,
         padding: Padding,
-        reduction: str,
         state_dtype: torch.dtype | None,
         rounding: str | None,
     ) -> ShardedStep:
         """Return the training step of a table over a store."""
-        return cls(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding, store, reduction)
+        return cls(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding, store)
 
-    def __init__(self, state: OptimizerState, padding: Padding, store: ShardedStore, reduction: str) -> None:
+    def __init__(self, state: OptimizerState, padding: Padding, store: ShardedStore) -> None:
         super().__init__(state, padding)
         self.store = store
         self.group: RankGroup = store.group
-        self.reduction = reduction
         self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent yet, and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and their gradient, to be sent to the owners
         self._answered: set[TrainedLookup] = set()  # lookups whose gradient is in it
@@ -370,7 +367,7 @@ class ShardedStep(RowStep):
         assert outgoing.way is not None
         route, block, version = outgoing.way
         total = route.add_up(came)
-        if average and self.reduction == "mean":
+        if average and self.store.reduction == "mean":
             total /= len(self.group)
         keeps = any(standing.keeps for standing in outgoing.standings)
         self._has_rows = any(standing.has_rows for standing in outgoing.standings) or (keeps and self._has_rows)

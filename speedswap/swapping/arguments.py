@@ -3,45 +3,72 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from speedswap._words import a_kind
-from speedswap.tables import IdMap, Table
-from speedswap.tables.disk.options import DiskOptions
+from speedswap.collectives import RankGroup
+from speedswap.tables import IdMap, Storage, Table
+from speedswap.tables.storage import given_formerly
 
-__all__ = ["disk_options", "refuse_disk", "require_id_map", "require_table"]
+__all__ = ["refuse_place", "refuse_torchs", "require_id_map", "require_table"]
 
 
-def disk_options(callee: str, given: Mapping[str, object]) -> DiskOptions:
-    """Return the settings of a table on disk among the keyword arguments of a call.
+def refuse_place(
+    callee: str,
+    table: Table,
+    storage: Storage | str,
+    path: str | os.PathLike[str] | None,
+    former: Mapping[str, Any],
+) -> None:
+    """Raise ValueError if a place for a new table was given together with an existing one.
 
     Args:
         callee: the name of what was called.
-        given: the keyword arguments that are not parameters of its own.
+        table: the existing table.
+        storage, path, former: as for :func:`speedswap.tables.as_storage`. The names of places, and the ranks of the
+            table, are no places for a new one.
+    """
+    former = {**former}
+    if "process_group" in former and RankGroup.of(former["process_group"]) is table.ranks:
+        del former["process_group"]
+    given = {"path": path, "storage": storage if isinstance(storage, Storage) else None}
+    given |= given_formerly(callee, former)
+    for name, value in given.items():
+        if value is not None or name in former:
+            raise ValueError(
+                f"{name} is {value!r}, but table is {table!r}, which exists; give it to Table.create or Table.open"
+            )
+
+
+_REFUSED = {
+    "max_norm": (None, "but a lookup does not change the table; scale the rows it returns"),
+    "norm_type": (2.0, "but there is no max_norm that it could belong to; leave it out"),
+    "scale_grad_by_freq": (False, "which is not supported; leave it out, and weigh the loss by how often ids occur"),
+    "sparse": (False, "but only the batch's rows have gradients, dense ones, anyway; leave it out"),
+}
+
+
+def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, Any]) -> None:
+    """Refuse the arguments of torch's embeddings that a table lacks, unless they are left at their defaults.
+
+    Args:
+        callee: the name of what was called.
+        by_place: their values: max_norm, norm_type, scale_grad_by_freq, sparse.
+        by_name: keyword arguments, from which theirs are taken out.
 
     Raises:
-        TypeError: one is unknown, with Python's words for it; or scratch is not True or False.
+        ValueError: one is set.
+        TypeError: there are more.
     """
-    for name in given:
-        if name not in DiskOptions._fields:
-            raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
-    scratch = given.get("scratch", False)
-    if not isinstance(scratch, bool):
-        raise TypeError(f"scratch is {scratch!r}; give True for a table that is gone with its process, or False")
-    return DiskOptions(**given)  # type: ignore[arg-type]
-
-
-def refuse_disk(table: Table, path: str | os.PathLike[str] | None, disk: DiskOptions) -> None:
-    """Raise ValueError if something was given for a new table on disk, beside an existing table."""
-    if path is not None:
-        raise ValueError(
-            f"path is {os.fspath(path)!r}, but table is {table!r}; give one of the two, and a path to Table.create or "
-            "Table.open"
-        )
-    for name, value in disk._asdict().items():
-        if value != DiskOptions._field_defaults[name]:
-            where = "Table.create" if name == "scratch" else "Table.open or Table.create"
-            raise ValueError(f"{name} is {value!r}, but table is {table!r}, which exists; give it to {where}")
+    if len(by_place) > len(_REFUSED):
+        raise TypeError(f"{callee}() takes at most {len(_REFUSED)} arguments of torch's by place, from max_norm on")
+    given = [*zip(_REFUSED, by_place, strict=False)]
+    given += [(name, by_name.pop(name)) for name in _REFUSED if name in by_name]
+    for name, value in given:
+        default, remedy = _REFUSED[name]
+        if value != default:
+            raise ValueError(f"{name} is {value!r}, {remedy}")
 
 
 def require_table(table: object) -> None:

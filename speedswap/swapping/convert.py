@@ -8,8 +8,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
 import torch
@@ -18,19 +17,10 @@ from torch import Tensor, nn
 from speedswap._warnings import users_level
 from speedswap.collectives import Kind, RankGroup, digest_of, of_all_ranks
 from speedswap.errors import ConversionError, SpeedswapWarning
-from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables.disk.options import DiskOptions
-from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.memory.host import resolve_engine, resolve_storage
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
+from speedswap.tables import Storage, as_storage
 
 __all__ = ["convert"]
 
@@ -59,15 +49,12 @@ def convert(
     min_rows: int = 100_000,
     *,
     skip: Collection[str] = (),
-    storage: str = "auto",
-    engine: str = "auto",
+    storage: Storage | str = "auto",
     path: str | os.PathLike[str] | None = None,
     stored_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
     rounding: str | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    reduction: str = "mean",
-    **disk: Unpack[DiskArguments],
+    **former: Any,
 ) -> Model:
     """Replace the large embeddings of a model, in place, by speedswap's with the same rows.
 
@@ -88,10 +75,10 @@ def convert(
         model: any module; it may be an embedding itself.
         min_rows: smaller embeddings are left unchanged.
         skip: dotted names of further embeddings to leave unchanged.
-        storage, engine, stored_dtype, state_dtype, rounding, disk: of the tables, as for :class:`speedswap.Embedding`.
-        process_group, reduction: the ranks that are to own the rows together, as for :class:`speedswap.Embedding`; each
-            converts the same model, before it is wrapped.
-        path: a directory for tables on disk, each in a subdirectory named like its module.
+        storage, path: of the tables, as for :class:`speedswap.Embedding`; a directory gets a subdirectory for each,
+            named like its module. Ranks that are to own the rows together convert the same model, before it is wrapped.
+        stored_dtype, state_dtype, rounding: as for :class:`speedswap.Embedding`.
+        former: arguments of version 0.1, with a DeprecationWarning.
 
     Returns:
         The model; its replacement, if it is an embedding itself.
@@ -101,8 +88,8 @@ def convert(
             to another module, it has ``max_norm`` or ``scale_grad_by_freq``, hooks, parametrizations, or a gradient,
             is of a subclass, a setting does not fit its dtype, its rows differ between the ranks that are to own them,
             and so on. It lists all of them; nothing was changed.
-        ValueError: ``skip`` names no embedding; an unknown storage or engine; settings of a disk that do not fit, or
-            for tables in memory. Nothing was changed.
+        ValueError: ``skip`` names no embedding; an unknown storage, or a setting of it that does not fit.
+            Nothing was changed.
         FileExistsError: the path of a table exists. Nothing was changed.
         TableFullError, TableTooLargeError: there is no room for a table: its embedding and the following ones are
             unchanged.
@@ -119,35 +106,20 @@ def convert(
         Table('0', 200,000 × 8 float32, pageable, 0.01 GiB)
         >>> optimizer = torch.optim.Adam(model.parameters())
     """
-    disk_options("convert", disk)
-    settings = {
-        "storage": storage,
-        "engine": engine,
-        "stored_dtype": stored_dtype,
-        "state_dtype": state_dtype,
-        "rounding": rounding,
-        "process_group": process_group,
-        "reduction": reduction,
-        **disk,
-    }
-    kind = resolve_storage(storage, path)
-    resolve_engine(engine, storage, kind)
-    options = DiskOptions(**disk)
-    options.require() if kind == "disk" else options.require_none(storage)
+    place = as_storage(storage, path, former, "convert")
+    settings = {"stored_dtype": stored_dtype, "state_dtype": state_dtype, "rounding": rounding}
     found = _large(model, min_rows, skip)
     if not found:
         _warn_of_nothing(model, min_rows)
         return model
-    places = {names[0]: _place(path, names[0]) for _, names in found}
-    for place in filter(None, places.values()):
-        TableDirectory.discard_scratch(place)
-        if place.exists():
-            raise FileExistsError(f"path is {os.fspath(path or '')!r}, where {place.name!r} exists; remove it first")
-    _refuse(model, found, settings)
+    places = {names[0]: place.of_table(quote(names[0] or "embedding", safe=" ")) for _, names in found}
+    for each in places.values():
+        each.require_free()
+    _refuse(model, found, settings, place.ranks)
     _warn_of_sparse([names[0] or "the model" for module, names in found if module.sparse])
     while found:
         old, names = found.pop(0)
-        new = _replacement(old, {**settings, "name": names[0] or "embedding", "path": places[names[0]]})
+        new = _replacement(old, {**settings, "name": names[0] or "embedding"}, places[names[0]])
         over = "without rows, on the meta device" if new._is_on_meta else f"over {new.table!r}"
         _log.info("%s: speedswap.%s %s", names[0] or "the model", type(new).__name__, over)
         if old is model:
@@ -179,19 +151,13 @@ def _large(model: nn.Module, min_rows: int, skip: Collection[str]) -> list[tuple
     return list(found.values())
 
 
-def _place(path: str | os.PathLike[str] | None, name: str) -> Path | None:
-    """Return a table's directory; characters of the module's name that file names lack are quoted."""
-    return None if path is None else Path(path) / quote(name or "embedding", safe=" ")
-
-
-def _replacement(old: _Plain, settings: dict[str, Any]) -> TableModule:
+def _replacement(old: _Plain, settings: dict[str, Any], place: Storage) -> TableModule:
     """Return speedswap's equivalent of an embedding, with its values and settings."""
-    place = settings["path"]
     try:
-        new = _with_rows(old, old.weight, old.padding_idx, settings)
+        new = _with_rows(old, old.weight, old.padding_idx, {**settings, "storage": place})
     except BaseException:
-        if place is not None and settings["process_group"] is None:  # else other ranks' rows are there, too
-            shutil.rmtree(place, ignore_errors=True)
+        if place.folder is not None:
+            shutil.rmtree(place.folder, ignore_errors=True)
         raise
     for name in _own_attributes(old):
         setattr(new, name, getattr(old, name))
@@ -219,7 +185,9 @@ def _with_rows(old: _Plain, rows: Tensor, padding_idx: int | None, settings: dic
 # ---------------------------------------------------------------------- refusals
 
 
-def _refuse(model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], settings: dict[str, Any]) -> None:
+def _refuse(
+    model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], settings: dict[str, Any], ranks: RankGroup | None
+) -> None:
     """Raise ConversionError, with all reasons, if any of the embeddings cannot be replaced."""
     holders = _holders(model)
     reasons = []
@@ -230,8 +198,8 @@ def _refuse(model: nn.Module, found: Sequence[tuple[_Plain, list[str]]], setting
     for module, names in found:
         name = names[0] or "the model"
         reasons += [f"{name}: {reason}" for reason in _reasons_against(module, holders, settings)]
-    if not reasons and settings["process_group"] is not None:
-        reasons += _differing(found, RankGroup.of(settings["process_group"]))
+    if not reasons and ranks is not None:
+        reasons += _differing(found, ranks)
     if reasons:
         raise ConversionError(
             "nothing was converted:\n  " + "\n  ".join(reasons) + "\nchange that, or leave embeddings unchanged with "
@@ -284,10 +252,8 @@ def _reasons_against(module: _Plain, holders: _Holders, settings: dict[str, Any]
     if more:
         yield f"it has parameters, buffers or modules of its own: {', '.join(more)}"
     try:
-        in_memory = {name: value for name, value in settings.items() if name not in DiskOptions._fields}
-        plain = {"storage": "pageable", "engine": "auto", "process_group": None}
         one_row = torch.zeros_like(weight[:1], device="cpu") if weight.is_meta else weight[:1]
-        trial = _with_rows(module, one_row, None, {**in_memory, **plain})
+        trial = _with_rows(module, one_row, None, {**settings, "storage": "pageable"})
     except (ValueError, TypeError) as error:
         yield str(error)
         return

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from speedswap.swapping.arguments import refuse_torchs
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.table_module import TableModule
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["Embedding"]
 
@@ -48,18 +41,19 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         num_embeddings: rows of the table.
         embedding_dim: items per row.
         padding_idx: a row that starts as zeros and gets no gradient.
-        max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
-        storage: where the table lives: ``device``, ``pinned``, ``pageable``, ``disk`` or
-            ``auto`` (see :meth:`speedswap.Table.create`).
-        engine: the way between a pinned table and a GPU: ``zero_copy``, ``staged``, ``split``, or ``auto`` (see there).
-        path: the directory of a table on disk.
+        torchs: ``max_norm``, ``norm_type``, ``scale_grad_by_freq`` and ``sparse``, by place or by name: refused with
+            an alternative.
+        storage: where the rows live: :class:`speedswap.Device`, :class:`speedswap.Pinned`, :class:`speedswap.Pageable`,
+            :class:`speedswap.Disk`, or :class:`speedswap.Ranks`: the processes of a job, which own them together; or
+            the name of one (see :meth:`speedswap.Table.create`).
+        path: the directory of a table on disk, for short.
         dtype: of the weights; torch's default dtype by default.
         init: initial values, one of :mod:`speedswap.init` or a function of ``torch.nn.init``; standard normal, as in
             ``nn.Embedding``, by default.
         seed: of the initial values; drawn from torch's random generator by default.
         name: of the table, for messages.
-        table: an existing table to use; of the arguments above only the first three then matter. A path or settings of
-            the disk are refused beside it: they go to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
+        table: an existing table to use; of the arguments above only the first three then matter, and a place or a path
+            is refused: it goes to :meth:`speedswap.Table.open` or :meth:`speedswap.Table.create`.
         device: of ``weight``, as ``.to(device)`` would set it; rows go to the device of the ids. On ``meta``, also by
             ``with torch.device("meta")`` or accelerate's ``init_empty_weights``, there is no table, and no memory is
             taken, until ``load_state_dict`` (or a library) loads rows, or ``to_empty`` draws the initial values.
@@ -69,23 +63,16 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             float32. ``torch.bfloat16`` suits Adam; the squares of small gradients are out of float16's range.
         rounding: of trained values that are stored so: ``"stochastic"`` (the default: small updates survive in the
             mean) or ``"nearest"``.
-        local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it, or a
-            ``process_group``, a training forward is refused there: nothing would keep the ranks' tables alike. The
-            wrapper of the model must leave ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`,
+        local_to_rank: True lets each process of a torch.distributed job train a table of its own. Without it, or
+            :class:`speedswap.Ranks`, a training forward is refused there: nothing would keep the ranks' tables alike.
+            The wrapper of the model must leave ``weight`` alone, too (:func:`speedswap.ignore_in_ddp`,
             :func:`speedswap.parameters_to_ignore`).
         id_map: an :class:`speedswap.IdMap` that gives keys their rows; ``num_embeddings`` is its ``capacity``, and the
             table has one row more: row 0, the padding row, for keys without a row. A training lookup (in training mode,
             of a weight that requires a gradient, with gradients enabled) adds new keys. A row that goes to another key
             starts anew, and takes no part in what is left of a step that its old key is in. The map is kept with the
             table: an existing ``table`` brings its own.
-        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds``, ``synchronous_commit`` and ``scratch`` of a table
-            on disk, as for :meth:`speedswap.Table.create`.
-        process_group: the ranks of a torch.distributed job that own the rows together, each about as many; every rank
-            makes the embedding, with the same arguments. Lookups, backward passes and optimizer steps are then made by
-            all of them at once, in one order, each with ids of its own, of any number; the result is that of one
-            process that trains on all their batches.
-        reduction: of the ranks' gradients, with a process group: ``"mean"``, as DistributedDataParallel reduces those
-            of other layers, or ``"sum"``.
+        former: arguments of version 0.1, with a DeprecationWarning.
 
     Shape:
         input: ids of any shape, int32 or int64 → (*ids.shape, embedding_dim) on the ids' device. With an id map: keys,
@@ -113,19 +100,8 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
         embeddings: Tensor,
         freeze: bool = True,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        *,
-        storage: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        name: str | None = None,
-        stored_dtype: torch.dtype | None = None,
-        local_to_rank: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        reduction: str = "mean",
-        **disk: Unpack[DiskArguments],
+        *torchs: object,
+        **settings: Any,
     ) -> Embedding:
         """Return an embedding with the given rows, as ``nn.Embedding.from_pretrained`` does.
 
@@ -133,9 +109,9 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             embeddings: the rows, shape (num_embeddings, embedding_dim), of a floating-point dtype.
             freeze: True if they are for lookup only.
             padding_idx: a row that gets no gradient.
-            max_norm, norm_type, scale_grad_by_freq, sparse: torch's; refused with an alternative.
-            storage, path, name, stored_dtype, disk: as for the class.
-            local_to_rank, process_group, reduction: as for the class; every rank gives the same rows.
+            torchs: as for the class.
+            settings: keyword arguments of the class: ``storage``, ``path``, ``name``, ``stored_dtype`` and the like.
+                Ranks that own the rows together all give the same ones.
 
         Raises:
             ValueError, TypeError: an argument of torch's is not supported, or the rows are no matrix or are integers.
@@ -148,23 +124,8 @@ class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
             >>> small(torch.tensor([1]))
             tensor([[0.0000, 0.1000]])
         """
-        return cls._with_rows(
-            embeddings,
-            freeze,
-            padding_idx,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            scale_grad_by_freq=scale_grad_by_freq,
-            sparse=sparse,
-            storage=storage,
-            path=path,
-            name=name,
-            stored_dtype=stored_dtype,
-            local_to_rank=local_to_rank,
-            process_group=process_group,
-            reduction=reduction,
-            **disk,
-        )
+        refuse_torchs("from_pretrained", torchs, settings)
+        return cls._with_rows(embeddings, freeze, padding_idx, **settings)
 
     @outside_graphs
     def forward(self, input: Tensor) -> Tensor:

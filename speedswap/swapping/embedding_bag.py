@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,6 @@ from speedswap.swapping.bags import Bags, bags_of, keyed_bags
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import pool
 from speedswap.swapping.table_module import TableModule
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["EmbeddingBag"]
 
@@ -102,15 +95,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
         sparse: bool = False,
         include_last_offset: bool = False,
         padding_idx: int | None = None,
-        *,
-        storage: str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        name: str | None = None,
-        stored_dtype: torch.dtype | None = None,
-        local_to_rank: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        reduction: str = "mean",
-        **disk: Unpack[DiskArguments],
+        **settings: Any,
     ) -> EmbeddingBag:
         """Return a bag over the given rows, as ``nn.EmbeddingBag.from_pretrained`` does.
 
@@ -126,14 +111,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):  # type: ignore[misc]
             sparse=sparse,
             mode=mode,
             include_last_offset=include_last_offset,
-            storage=storage,
-            path=path,
-            name=name,
-            stored_dtype=stored_dtype,
-            local_to_rank=local_to_rank,
-            process_group=process_group,
-            reduction=reduction,
-            **disk,
+            **settings,
         )
 
     @outside_graphs

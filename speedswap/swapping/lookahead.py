@@ -48,10 +48,10 @@ def lookahead(loader: Iterable[Batch], ids: Mapping[Module, GivenOf[Batch]], *, 
     random generator as the model's forward pass draws other numbers. After an exception, Ctrl-C or ``break`` the table
     has every step that was completed; reading or changing it in between waits for pending writes.
 
-    Where ranks own the rows (``process_group``), all of them iterate alike, and the ids go to the owners and the rows
-    come back while a step computes, on the CPU. The ranks learn of the end of each other's batches one step early: with
-    the first rank whose loader ends, all stop, and ranks with more batches warn that they leave them out. An error of
-    one rank's loader or ids is raised on all ranks in the turn of its batch.
+    Where ranks own the rows (:class:`speedswap.Ranks`), all of them iterate alike; ids go to the owners and rows come
+    back while a step computes, on the CPU. The ranks learn of the end of each other's batches one step early: with the
+    first rank whose loader ends, all stop, and ranks with more batches warn that they leave them out. An error of one
+    rank's loader or ids is raised on all ranks in the turn of its batch.
 
     An embedding's id map is given the keys ``depth`` steps earlier than without, in the order of the batches. Until a
     batch is looked up for training, everybody else sees the map without its keys; a batch that never is never came.

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
 from speedswap.swapping.apart import rows_are_apart, says_checkpoint
-from speedswap.swapping.arguments import disk_options, refuse_disk, require_id_map, require_table
+from speedswap.swapping.arguments import refuse_place, refuse_torchs, require_id_map, require_table
 from speedswap.swapping.excluded import Exclude
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
@@ -33,20 +33,14 @@ from speedswap.swapping.scoring import Scored, read_rows
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
 from speedswap.swapping.whole_rows import HandedOut, MapBytes, is_divided, read_all, write_all
 from speedswap.swapping.wrappers import is_in_job, require_own_table
-from speedswap.tables import IdMap, Table, is_single_key
+from speedswap.tables import IdMap, Storage, Table, as_storage, is_single_key
 from speedswap.tables import init as initializers
-from speedswap.tables.disk.options import DiskArguments
 from speedswap.tables.record import ROUNDINGS, count
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
 
 __all__ = ["TableModule"]
 
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableModule")
-_REDUCTIONS = ("mean", "sum")
 
 
 class TableModule(nn.Module):
@@ -73,13 +67,8 @@ class TableModule(nn.Module):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        *,
-        storage: str = "auto",
-        engine: str = "auto",
+        *torchs: object,
+        storage: Storage | str = "auto",
         path: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | None = None,
         init: initializers.Initializer | Callable[..., Any] | None = None,
@@ -92,16 +81,18 @@ class TableModule(nn.Module):
         rounding: str | None = None,
         local_to_rank: bool = False,
         id_map: IdMap | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        reduction: str = "mean",
-        **disk: Unpack[DiskArguments],
+        **former: Any,
     ) -> None:
         nn.Module.__init__(self)  # torch's embeddings would make a weight of their own
-        _refuse(max_norm, norm_type, scale_grad_by_freq, sparse)
-        on_disk = disk_options(type(self).__name__, disk)
+        callee = type(self).__name__
+        refuse_torchs(callee, torchs, former)
         if table is not None:
             require_table(table)
-            refuse_disk(table, path, on_disk)
+            refuse_place(callee, table, storage, path, former)
+            ranks = table.ranks
+        else:
+            where = as_storage(storage, path, former, callee)
+            ranks = where.ranks
         if id_map is not None:
             require_id_map(id_map)
         if padding_idx is not None:
@@ -118,55 +109,40 @@ class TableModule(nn.Module):
         place = _device_of_weights(device)  # raises where there is no such device, before a table is made
         if rounding not in (None, *ROUNDINGS):
             raise ValueError(f"rounding is {rounding!r}; choose one of {', '.join(ROUNDINGS)}")
-        if reduction not in _REDUCTIONS:
-            raise ValueError(f"reduction is {reduction!r}; choose one of {', '.join(_REDUCTIONS)}")
-        if process_group is not None and local_to_rank:
-            raise ValueError(
-                "local_to_rank is True, but process_group has the ranks own the rows together; leave it out"
-            )
+        if ranks is not None and local_to_rank:
+            raise ValueError("local_to_rank is True, but the ranks own the rows together; leave it out")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
         self.local_to_rank = local_to_rank
-        ranks = None if table is None else table.ranks
-        if process_group is not None:
-            ranks = RankGroup.of(process_group)
         if ranks is not None:
             # By the name, ranks notice that they make tables in another order.
-            settings = {"class": type(self).__name__, "name": name, "reduction": reduction, "rounding": rounding}
+            settings = {"class": callee, "name": name, "rounding": rounding}
             state = {"state_dtype": state_dtype, "id_map": id_map is not None}
             ranks.require_same_settings(
                 f"an embedding of {num_embeddings} rows", {**settings, **state, **self._alike()}
             )
         self._init: initializers.Initializer | None = None
-        self._trained_as = reduction, state_dtype, rounding
+        self._trained_as = state_dtype, rounding
         self._map_to_keep = id_map
         if table is None:
             first_values = self._init = initializers.normal() if init is None else initializers.resolve(init)
             compact = stored_dtype in (torch.float16, torch.bfloat16) and stored_dtype != dtype
-            create = Table.create
-            if process_group is not None:
-                from speedswap.ranks.creating import create_sharded
-
-                create = functools.partial(create_sharded, process_group)
 
             def make(rows: Tensor | None = None) -> Table:
                 values = first_values if rows is None else initializers.GivenRows(weakref.ref(rows))
                 is_drawn = seed is None and rows is None
-                return create(
+                return Table.create(
                     num_embeddings,
                     embedding_dim,
                     dtype=rows_dtype,
-                    storage=storage,
-                    engine=engine,
-                    path=path,
+                    storage=where,
                     init=values,
                     seed=int(torch.randint(2**62, (), device="cpu").item()) if is_drawn else seed or 0,
                     name=name,
                     zero_row=padding_idx,
                     stored_dtype=stored_dtype,
                     rounding=(rounding or "stochastic") if compact else "nearest",
-                    **disk,
                 )
 
             self._make = make
@@ -182,7 +158,6 @@ class TableModule(nn.Module):
             )
         else:
             _require_stored(table, stored_dtype)
-            _require_owners(table, process_group)
         self._begin(table, TableWeight(table, "cpu" if place.type == "meta" else place))
 
     def _begin(self, table: Table, weight: TableWeight) -> None:
@@ -609,7 +584,7 @@ class TableModule(nn.Module):
             raise TypeError(
                 f"the rows of table {self.table.name!r} cannot be shared between processes: each that trains would "
                 "change rows of its own; call share_memory() of the other layers alone, or let processes train one "
-                "table with process_group="
+                "table with storage=speedswap.Ranks()"
             )
         if after.dtype != self.table.dtype:
             raise TypeError(
@@ -716,27 +691,14 @@ def _step_over(
     table: Table,
     weight: TableWeight,
     padding: Padding,
-    reduction: str,
     state_dtype: torch.dtype | None,
     rounding: str | None,
 ) -> RowStep:
     """Return the training step of a table's rows, or of those of them that this rank owns."""
     if (joint := table.store.joint) is not None:
-        step: RowStep = joint.make_step(table, weight, padding, reduction, state_dtype, rounding)
+        step: RowStep = joint.make_step(table, weight, padding, state_dtype, rounding)
         return step
     return RowStep(OptimizerState(table, weight, state_dtype, rounding), padding)
-
-
-def _refuse(max_norm: float | None, norm_type: float, scale_grad_by_freq: bool, sparse: bool) -> None:
-    """Raise ValueError for settings of torch's embeddings that these lack."""
-    if max_norm is not None:
-        raise ValueError(f"max_norm is {max_norm}, but a lookup does not change the table; scale the rows it returns")
-    if norm_type != 2:
-        raise ValueError(f"norm_type is {norm_type}, but there is no max_norm that it could belong to; leave it out")
-    if scale_grad_by_freq:
-        raise ValueError("scale_grad_by_freq is True; leave it out, and weigh the loss by how often ids occur")
-    if sparse:
-        raise ValueError("sparse is True; leave it out: only the batch's rows have gradients, dense ones, anyway")
 
 
 def _check_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
@@ -756,17 +718,6 @@ def _require_stored(table: Table, stored_dtype: torch.dtype | None) -> None:
         raise ValueError(
             f"stored_dtype is {stored_dtype}, but table {table.name!r} stores its weights as {stored}; leave it out, "
             "or copy them to a new table"
-        )
-
-
-def _require_owners(table: Table, process_group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError unless an existing table is owned by the ranks that were given, if they were."""
-    if process_group is None:
-        return
-    if table.ranks is not RankGroup.of(process_group):
-        raise ValueError(
-            f"table is {table!r}, which is not owned by the ranks of process_group; leave table out, or give the table "
-            "of an embedding that was made with this process_group"
         )
 
 

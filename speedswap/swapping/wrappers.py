@@ -90,9 +90,9 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
     if not local_to_rank:
         raise RanksError(
             f"table {table!r} belongs to this process, rank {dist.get_rank()} of {dist.get_world_size()}: the tables "
-            "of the ranks would drift apart in training. Make the embedding with process_group=, so that the ranks own "
-            "its rows together; or freeze it with embedding.weight.requires_grad_(False); or, if each rank is to train "
-            "a table of its own, make it with local_to_rank=True. Then wrap it with "
+            "of the ranks would drift apart in training. Make the embedding with storage=speedswap.Ranks(), so that "
+            "they own its rows together; or freeze it with embedding.weight.requires_grad_(False); or, if each rank is "
+            "to train a table of its own, make it with local_to_rank=True. Then wrap it with "
             "DistributedDataParallel(speedswap.ignore_in_ddp(model)) or "
             "fully_shard(model, ignored_params=speedswap.parameters_to_ignore(model))"
         )

@@ -15,6 +15,7 @@ from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, prefetch
 from speedswap.tables.record import Column
 from speedswap.tables.rows import gather_rows, scatter_rows
+from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place
 from speedswap.tables.store import Prefetched, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
@@ -23,18 +24,25 @@ __all__ = [
     "Block",
     "Column",
     "Commit",
+    "Device",
+    "Disk",
     "IdMap",
     "Keys",
     "LocalStore",
     "LogStore",
+    "Pageable",
+    "Pinned",
     "Prefetched",
     "RowStore",
+    "Storage",
     "Table",
     "WrappedStore",
     "as_keys",
+    "as_storage",
     "gather_rows",
     "init",
     "is_single_key",
+    "opened_place",
     "prefetch",
     "scatter_rows",
 ]

@@ -23,15 +23,14 @@ def layout_of(store: RowStore) -> LogLayout:
     return LogLayout.of([*store.columns.values()], store.origins)
 
 
-def copy_rows(source: RowStore, storage: str | None, engine: str) -> LocalStore:
+def copy_rows(source: RowStore, storage: storages.MemoryKind | None, engine: str) -> LocalStore:
     """Return a store in memory with the same rows, attributes and id maps.
 
     Args:
         source: the rows.
-        storage, engine: as for :meth:`RowStore.copy`; ``auto`` if None is given for storage.
+        storage, engine: as for :meth:`RowStore.copy`; the default memory if None is given for storage.
     """
-    kind = storages.resolve_storage(storage or "auto", None)
-    engine = storages.resolve_engine(engine, storage or "auto", kind)
+    kind = storage or storages.default_kind()
     groups = RecordGroups(source.num_embeddings, kind, source.seed, source.name, engine=engine)
     groups.add_unfilled(list(source.columns.values()))
     (group,) = groups

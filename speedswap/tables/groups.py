@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from speedswap.kernels import WantedColumn
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.memory import host as storages
-from speedswap.tables.memory.host import Storage
+from speedswap.tables.memory.host import MemoryKind
 from speedswap.tables.record import Column, RecordLayout
 from speedswap.tables.record_group import RecordGroup
 
@@ -36,7 +36,7 @@ class RecordGroups:
     def __init__(
         self,
         num_embeddings: int,
-        storage: Storage,
+        storage: MemoryKind,
         seed: int,
         name: str,
         *,

@@ -55,35 +55,34 @@ class LocalStore(RowStore):
         num_embeddings: int,
         weight: Column,
         *,
-        storage: str = "auto",
+        storage: storages.MemoryKind = "pageable",
         engine: str = "auto",
         seed: int = 0,
         name: str | None = None,
     ) -> LocalStore:
-        """Return a new store, filled with initial values; other arguments and errors are those of :meth:`Table.create`.
+        """Return a new store, filled with initial values; the errors are those of :meth:`Table.create`.
 
         Args:
             num_embeddings: rows, at least 1.
             weight: the first column.
+            storage: the memory.
+            engine: how rows go between it and a GPU.
+            seed: of the initial values.
+            name: for messages.
         """
-        kind = storages.resolve_storage(storage, None)
-        engine = storages.resolve_engine(engine, storage, kind)
         require_size(num_embeddings, [weight])
-        groups = RecordGroups(num_embeddings, kind, seed, name or "table", engine=engine, written=weight.init.is_given)
+        name, written = name or "table", weight.init.is_given
+        groups = RecordGroups(num_embeddings, storage, seed, name, engine=engine, written=written)
         groups.add([weight])
         return cls(groups)
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
+    def copy(self, storage: storages.MemoryKind | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
-            storage, engine = self.storage, self.engine
-            kind = storages.resolve_storage(storage, None)
-        else:
-            kind = storages.resolve_storage(storage, None)
-            engine = storages.resolve_engine(engine, storage, kind)
+            storage, engine = self.groups.storage, self.engine
         self.drain()
         for group in self._groups:
             group.memory.settle()
-        groups = RecordGroups(self.num_embeddings, kind, self.seed, self.name, engine=engine)
+        groups = RecordGroups(self.num_embeddings, storage, self.seed, self.name, engine=engine)
         groups.copy(self._groups)
         copied = LocalStore(groups)
         copied.notes.take_over(self.notes)

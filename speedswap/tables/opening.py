@@ -1,4 +1,4 @@
-"""Stores by the arguments of a table: made in the storage that is asked for, or opened as their files have them."""
+"""Stores in files: opened, and written as copies of others."""
 
 from __future__ import annotations
 
@@ -8,63 +8,20 @@ from pathlib import Path
 
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.copies import layout_of
-from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.local import LocalStore
-from speedswap.tables.memory import host as storages
-from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 
-__all__ = ["create_store", "lives_there", "open_store", "save_copy", "save_store"]
+__all__ = ["lives_there", "open_store", "save_copy", "save_store"]
 
 _log = logging.getLogger("speedswap")
 _SAVE_BYTES = 64 * 2**20
 _TRIES = 100
 
 
-def create_store(
-    num_embeddings: int,
-    weight: Column,
-    *,
-    storage: str = "auto",
-    engine: str = "auto",
-    path: str | os.PathLike[str] | None = None,
-    seed: int = 0,
-    name: str | None = None,
-    disk: DiskOptions = DiskOptions(),  # noqa: B008
-) -> RowStore:
-    """Return a new store with initial values; other arguments and errors are those of :meth:`Table.create`.
-
-    Args:
-        num_embeddings: rows, at least 1.
-        weight: the first column.
-        disk: settings of a table on disk.
-    """
-    kind = storages.resolve_storage(storage, path)
-    engine = storages.resolve_engine(engine, storage, kind)
-    if kind != "disk":
-        disk.require_none(storage)
-        return LocalStore.create(num_embeddings, weight, storage=storage, engine=engine, seed=seed, name=name)
-    disk.require()
-    assert path is not None
-    directory = TableDirectory.create(Path(path))
-    store = None
-    try:
-        layout = LogLayout.of([weight])
-        store = LogStore.create(directory, name or directory.path.name, num_embeddings, seed, layout, disk)
-        directory.publish()
-    except BaseException:
-        if store is not None:
-            store.close_log()
-        directory.remove()
-        raise
-    return store
-
-
 def open_store(
-    path: str | os.PathLike[str],
+    path: Path,
     mode: str = "r+",
     disk: DiskOptions = DiskOptions(),  # noqa: B008
     commit: int | None = None,
@@ -74,11 +31,10 @@ def open_store(
         raise ValueError(f"mode is {mode!r}; give 'r+' to read and write, or 'r' to read")
     if commit is not None and (isinstance(commit, bool) or not isinstance(commit, int) or commit < 0):
         raise ValueError(f"commit is {commit!r}; give the number of a commit that is kept, or None for the last one")
-    disk.require()
-    if (sharded := _opened_shards(Path(path), mode, disk)) is not None:
+    if (sharded := _opened_shards(path, mode, disk)) is not None:
         return _of_last_commit(sharded, commit)
     for last in (*[False] * _TRIES, True):
-        directory, manifest, contents = TableDirectory.open(Path(path), writable=mode == "r+")
+        directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+")
         try:
             return LogStore(directory, manifest, contents, disk, commit)
         except TableFormatError:

@@ -15,6 +15,7 @@ from speedswap.tables.copies import copy_rows
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.initial import initial_chunk
 from speedswap.tables.local import LocalStore
+from speedswap.tables.memory.host import MemoryKind
 from speedswap.tables.ranges import InRanges
 from speedswap.tables.record import Column
 from speedswap.tables.store import Files, RowStore, WrappedStore
@@ -146,9 +147,10 @@ class PartStore(WrappedStore):
 
     # ------------------------------------------------------------------ lifetime
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> LocalStore:
         if storage is None:
-            storage, engine = "auto" if self.storage == "disk" else self.storage, self.engine
+            engine = self.engine
+            storage = None if self.storage == "disk" else self.storage  # type: ignore[assignment]
         return copy_rows(self, storage, engine)
 
     def flush_at_end(self) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from speedswap.tables.files.inspection import Checked
     from speedswap.tables.id_map import IdMap
     from speedswap.tables.joint import JointRows
+    from speedswap.tables.memory.host import MemoryKind
 
 __all__ = ["Commits", "Files", "Found", "Prefetched", "RowStore", "WrappedStore"]
 
@@ -284,7 +285,7 @@ class RowStore(ABC):
     # ------------------------------------------------------------------ lifetime
 
     @abstractmethod
-    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
         """Return a store in memory with the same rows and attributes.
 
         Args:
@@ -485,7 +486,7 @@ class WrappedStore(RowStore):
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
         return self.inner.alone(outer or self)
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
         return self.inner.copy(storage, engine)
 
     def flush(self) -> None:

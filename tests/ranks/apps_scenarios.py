@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import owned
 
 import speedswap
 from speedswap.apps import dlrm, ncf, word2vec
@@ -100,7 +101,7 @@ def train_dlrm(group, output=None, *, raise_at=None, **settings):
 
 def lead_and_fail(group):
     """Return the error of a result that the first rank cannot write, and rows that are read after it."""
-    items = speedswap.Embedding(10, 2, seed=1, process_group=group)
+    items = speedswap.Embedding(10, 2, seed=1, storage=owned(group))
     job = Job.of(group)
 
     def fail(table):

@@ -8,6 +8,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from outcomes import error_of
+from places import owned
 from torch import nn
 
 import speedswap
@@ -22,7 +23,7 @@ class Model(nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        more = {"process_group": group}
+        more = {"storage": owned(group)}
         names = {"num_embeddings": ROWS, "embedding_dim": DIM}
         self.rows = speedswap.Embedding(ROWS, DIM, name="rows", **more)
         self.bags = speedswap.EmbeddingBag(ROWS, DIM, mode="sum", name="bags", **more)
@@ -58,7 +59,7 @@ def calls(group, folder):
     lengths = torch.ones(8, dtype=torch.int64)
     jagged = KeyedJaggedTensor(["a", "b"], torch.cat([IDS, IDS]), torch.ones(8), lengths=lengths)
     speedswap.save_checkpoint(f"{folder}/checkpoints", model)
-    switcher = speedswap.ModelFactory(nn.Embedding(4, 2), 9, 2, process_group=group)
+    switcher = speedswap.ModelFactory(nn.Embedding(4, 2), 9, 2, storage=owned(group))
     switcher.zerosInit()
     switcher.saveCupy(f"{folder}/switched.npy")
     column = speedswap.Column("more", (DIM,), torch.float32, speedswap.init.zeros())
@@ -241,8 +242,8 @@ def calls(group, folder):
         ),
         "ModelFactory": [
             (
-                lambda: speedswap.ModelFactory(nn.Embedding(9, 3), 9, 2, process_group=group),
-                lambda: speedswap.ModelFactory(nn.Embedding(9, 2), 9, 2, process_group=group),
+                lambda: speedswap.ModelFactory(nn.Embedding(9, 3), 9, 2, storage=owned(group)),
+                lambda: speedswap.ModelFactory(nn.Embedding(9, 2), 9, 2, storage=owned(group)),
             ),
             *one_by_one(switcher.beforeForwardPass, (floats,), (IDS + 99,), (IDS,)),
             *one_by_one(switcher.afterOptimizerStep, (IDS[:3],), (IDS,)),
@@ -252,15 +253,15 @@ def calls(group, folder):
         "making an Embedding": [
             (
                 lambda change=change: speedswap.Embedding(
-                    **{"num_embeddings": 9, "embedding_dim": 2, "process_group": group, **change}
+                    **{"num_embeddings": 9, "embedding_dim": 2, "storage": owned(group), **change}
                 ),
-                lambda: speedswap.Embedding(9, 2, process_group=group),
+                lambda: speedswap.Embedding(9, 2, storage=owned(group)),
             )
             for change in (
                 {"num_embeddings": 0},
                 {"padding_idx": 9},
                 {"reduction": "max"},
-                {"storage": "tape"},
+                {"path": "taken twice"},
                 {"init": "zeros"},
                 {"sparse": True},
                 {"dtype": torch.int64},
@@ -271,29 +272,29 @@ def calls(group, folder):
         ],
         "making an EmbeddingBag": [
             (
-                lambda: speedswap.EmbeddingBag(9, 2, mode="median", process_group=group),
-                lambda: speedswap.EmbeddingBag(9, 2, process_group=group),
+                lambda: speedswap.EmbeddingBag(9, 2, mode="median", storage=owned(group)),
+                lambda: speedswap.EmbeddingBag(9, 2, storage=owned(group)),
             )
         ],
         "from_pretrained": [
             (
-                lambda: speedswap.Embedding.from_pretrained(IDS.view(2, 2), process_group=group),
-                lambda: speedswap.Embedding.from_pretrained(torch.ones(2, 2), process_group=group),
+                lambda: speedswap.Embedding.from_pretrained(IDS.view(2, 2), storage=owned(group)),
+                lambda: speedswap.Embedding.from_pretrained(torch.ones(2, 2), storage=owned(group)),
             )
         ],
         "making a collection": [
             (
-                lambda some=some: speedswap.EmbeddingCollection(some, process_group=group),
+                lambda some=some: speedswap.EmbeddingCollection(some, storage=owned(group)),
                 lambda: speedswap.EmbeddingCollection(
-                    [EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=2)], process_group=group
+                    [EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=2)], storage=owned(group)
                 ),
             )
             for some in ([], "ab", [EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=2)] * 2)
         ],
         "convert": [
             (
-                lambda: speedswap.convert(nn.Embedding(9, 2), min_rows=1, skip=["none"], process_group=group),
-                lambda: speedswap.convert(nn.Embedding(9, 2), min_rows=1, process_group=group),
+                lambda: speedswap.convert(nn.Embedding(9, 2), min_rows=1, skip=["none"], storage=owned(group)),
+                lambda: speedswap.convert(nn.Embedding(9, 2), min_rows=1, storage=owned(group)),
             )
         ],
     }
@@ -312,7 +313,7 @@ def bad_calls(group, folder, only=""):
         For each call its error here and how long it took to come; and whether all ranks go on after it.
     """
     is_bad = group.rank() == group.size() - 1
-    watched = speedswap.Embedding(ROWS, DIM, process_group=group, init=speedswap.init.zeros())
+    watched = speedswap.Embedding(ROWS, DIM, storage=owned(group), init=speedswap.init.zeros())
     found = {}
 
     def meet():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from places import owned
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,7 @@ class Net(nn.Module):
     def __init__(self, group, is_sharded=True):
         super().__init__()
         torch.manual_seed(3)
-        more = {} if group is None else {"process_group": group}
+        more = {} if group is None else {"storage": owned(group)}
         self.rows = speedswap.Embedding(ROWS, DIM, seed=3, dtype=torch.float64, **more)
         self.first = nn.Linear(DIM, 5, dtype=torch.float64)
         self.last = nn.Linear(5, 1, dtype=torch.float64)
@@ -98,7 +99,7 @@ def split_over_others(group):
     mesh, some = DeviceMesh.from_group(group, "cpu"), dist.new_group([0, 1])
     if group.rank() > 1:
         return None
-    net = nn.Sequential(speedswap.Embedding(ROWS, DIM, process_group=some), nn.Linear(DIM, 1))
+    net = nn.Sequential(speedswap.Embedding(ROWS, DIM, storage=owned(some)), nn.Linear(DIM, 1))
     fully_shard(net[1], mesh=mesh)
     try:
         speedswap.BatchSplitter(net)

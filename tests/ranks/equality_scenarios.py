@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from places import owned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
@@ -82,7 +83,7 @@ class Model(nn.Module):
         torch.manual_seed(7)
         settings: dict[str, Any] = {"padding_idx": case.padding_idx, "dtype": case.dtype, "seed": 5, **case.settings}
         if process_group is not None:
-            settings |= {"process_group": process_group, "reduction": case.reduction}
+            settings |= {"storage": owned(process_group, reduction=case.reduction)}
         self.kind = case.model
         if self.kind.startswith("bag"):
             self.items = speedswap.EmbeddingBag(case.rows, DIM, mode=self.kind.split()[1], **settings)

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from places import owned
 
 import speedswap
 
@@ -30,7 +31,7 @@ class Net(torch.nn.Module):
 
     def __init__(self, group) -> None:
         super().__init__()
-        more = {"dtype": torch.float64, "seed": 3, "process_group": group, "local_to_rank": group is None}
+        more = {"dtype": torch.float64, "seed": 3, "storage": owned(group), "local_to_rank": group is None}
         self.users = speedswap.Embedding(ROWS, DIM, name="users", **more)
         self.items = speedswap.Embedding(ROWS, DIM, padding_idx=2, name="items", **more)
 
@@ -236,7 +237,7 @@ def full_disk(group, folder):
         What each rank has said, and the rows that it has lost by it, at most.
     """
     net = speedswap.Embedding(
-        60_000, 32, process_group=group, path=Path(folder) / "table", seed=1, init=speedswap.init.zeros()
+        60_000, 32, storage=owned(group, path=Path(folder) / "table"), seed=1, init=speedswap.init.zeros()
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     generator = torch.Generator().manual_seed(group.rank())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from places import owned
 from torch import nn
 
 import speedswap
@@ -65,7 +66,7 @@ class Net(nn.Module):
             id_map = speedswap.IdMap(100, **KINDS[kind])
             configs.append(config(name="keyed", id_map=id_map, seed=3, feature_names=["key", "other"], **more))
         make = speedswap.EmbeddingBagCollection if bags else speedswap.EmbeddingCollection
-        self.tables = make(configs, **({} if group is None else {"process_group": group}))
+        self.tables = make(configs, **({} if group is None else {"storage": owned(group)}))
         self.layer = nn.Linear(DIM, 2 * DIM, dtype=torch.float64)
 
     def features(self, batch):

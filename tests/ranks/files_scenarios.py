@@ -9,6 +9,7 @@ import saved_scenarios as saved
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from places import owned
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import speedswap
@@ -17,8 +18,8 @@ import speedswap
 def on_disk(group, folder):
     """Train tables on disk, one with an id map; return the rows by key, and what a pickle of one is."""
     id_map = speedswap.IdMap(50, keys="exact")
-    words = speedswap.Embedding(51, 3, id_map=id_map, seed=1, process_group=group, path=f"{folder}/words")
-    items = speedswap.Embedding(40, 3, seed=2, process_group=group, path=f"{folder}/items")
+    words = speedswap.Embedding(51, 3, id_map=id_map, seed=1, storage=owned(group, path=f"{folder}/words"))
+    items = speedswap.Embedding(40, 3, seed=2, storage=owned(group, path=f"{folder}/items"))
     optimizer = torch.optim.Adagrad([*words.parameters(), *items.parameters()], 0.1)
     for number in range(3):
         optimizer.zero_grad()

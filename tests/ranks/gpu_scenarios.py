@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from places import owned
 from whole_scenarios import excluded_by, queries_of, weights
 
 import speedswap
@@ -32,7 +33,7 @@ def trained(items, optimizer, group, device, keys_of=lambda ids: ids):
 def keyed(group, device):
     """Train rows of keys, some of which start anew."""
     id_map = speedswap.IdMap(50, evict="lru")
-    items = speedswap.Embedding(id_map.num_rows, DIM, id_map=id_map, seed=5, process_group=group).to(device)
+    items = speedswap.Embedding(id_map.num_rows, DIM, id_map=id_map, seed=5, storage=owned(group)).to(device)
     optimizer = torch.optim.Adagrad(items.parameters(), 0.1)
     losses = trained(items, optimizer, group, device, lambda ids: ids * 7919 - 1000)
     return losses, items.read()
@@ -44,7 +45,7 @@ def collection(group, device):
         speedswap.EmbeddingBagConfig(name=name, num_embeddings=ROWS, embedding_dim=dim, seed=dim, pooling=pooling)
         for name, dim, pooling in (("a", DIM, "sum"), ("b", DIM, "mean"), ("c", 3, "sum"))
     ]
-    tables = speedswap.EmbeddingBagCollection(configs, process_group=group).to(device)
+    tables = speedswap.EmbeddingBagCollection(configs, storage=owned(group)).to(device)
     optimizer = torch.optim.Adam(tables.parameters(), 0.05)
     norms = []
     for ids in batches(group):
@@ -57,7 +58,7 @@ def collection(group, device):
 
 
 def scored(group, device):
-    items = speedswap.Embedding.from_pretrained(weights(), padding_idx=3, process_group=group).to(device)
+    items = speedswap.Embedding.from_pretrained(weights(), padding_idx=3, storage=owned(group)).to(device)
     found = items.score(queries_of(group.rank()).to(device), 4, exclude=excluded_by(group.rank(), "ids"))
     assert found.values.device.type == device
     return found.values.cpu().nan_to_num(9.0), found.ids.cpu()
@@ -66,7 +67,7 @@ def scored(group, device):
 def compact(group, device):
     """Train rows that are rounded stochastically, by their ids."""
     settings = {"stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16, "seed": 5}
-    items = speedswap.Embedding(ROWS, DIM, process_group=group, **settings).to(device)
+    items = speedswap.Embedding(ROWS, DIM, storage=owned(group), **settings).to(device)
     optimizer = torch.optim.Adam(items.parameters(), 0.01)
     return trained(items, optimizer, group, device), items.read()
 

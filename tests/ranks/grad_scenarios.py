@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from places import owned
 
 import speedswap
 
@@ -48,7 +49,7 @@ REDUCTIONS = {
 
 def norms(group, ids):
     """Return norms and the like of a gradient, by name, and what those that no rank can know raise."""
-    items = speedswap.Embedding(20, 2, **owned(group, "sum"))
+    items = speedswap.Embedding(20, 2, **settings_of(group, "sum"))
     items(torch.tensor(ids if group is None or group.rank() == 0 else [], dtype=torch.int64)).square().sum().backward()
     grad, said = items.weight.grad, []
     for norm in (lambda: torch.linalg.norm(grad, 2), lambda: torch.linalg.matrix_norm(grad, "nuc")):
@@ -63,7 +64,7 @@ def norms(group, ids):
 
 def reduce_no_rows(group):
     """Return the sum of a gradient that has no rows on any rank, and what its largest value raises."""
-    items = speedswap.Embedding(20, 2, **owned(group, "sum"))
+    items = speedswap.Embedding(20, 2, **settings_of(group, "sum"))
     items(torch.empty(0, dtype=torch.int64)).sum().backward()
     grad, said = items.weight.grad, ""
     try:
@@ -75,7 +76,7 @@ def reduce_no_rows(group):
 
 def clip_another(group, how):
     """Clip gradients that are not those of the backward pass: set anew, or by hand, with their detached norm."""
-    items, dense = speedswap.Embedding(20, 2, **owned(group, "mean")), torch.nn.Linear(2, 1, dtype=torch.float64)
+    items, dense = speedswap.Embedding(20, 2, **settings_of(group, "mean")), torch.nn.Linear(2, 1, dtype=torch.float64)
     torch.nn.init.ones_(dense.weight)
     parameters = [items.weight, *dense.parameters()]
     optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
@@ -95,6 +96,6 @@ def clip_another(group, how):
     return items.read(), dense.weight.detach()
 
 
-def owned(group, reduction):
+def settings_of(group, reduction):
     settings = {"seed": 1, "dtype": torch.float64}
-    return settings if group is None else {**settings, "process_group": group, "reduction": reduction}
+    return settings if group is None else {**settings, "storage": owned(group, reduction=reduction)}

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from outcomes import error_of
+from places import owned
 from torch import nn
 from torch.optim import Adam
 from torch.utils.data import DataLoader, Dataset
@@ -24,7 +25,7 @@ ROWS, DIM = 30, 3
 def table(group, seed=1, **more):
     more = {"dtype": torch.float64, "seed": seed, **more}
     return speedswap.Embedding(
-        ROWS, DIM, **more, **({} if group is None else {"process_group": group, "reduction": "sum"})
+        ROWS, DIM, **more, **({} if group is None else {"storage": owned(group, reduction="sum")})
     )
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from signal import SIGKILL
 
 import torch
+from places import owned
 
 import speedswap
 from speedswap.collectives import RankGroup
@@ -52,13 +53,7 @@ def train_embedding(group, kind, *, begin=0, end=STEPS, folder=None, storage="au
     """
     id_map = speedswap.IdMap(200, **KINDS[kind])
     items = speedswap.Embedding(
-        id_map.num_rows,
-        WIDTH,
-        id_map=id_map,
-        seed=5,
-        dtype=torch.float64,
-        process_group=group,
-        reduction="sum",
+        id_map.num_rows, WIDTH, id_map=id_map, seed=5, dtype=torch.float64, storage=owned(group, reduction="sum")
     )
     optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
     if begin:
@@ -98,7 +93,7 @@ def train_collection(group):
     ad = speedswap.EmbeddingBagConfig(
         name="ad", embedding_dim=2, id_map=ads, seed=8, dtype=torch.float64, feature_names=["seen", "bought"]
     )
-    tables = speedswap.EmbeddingBagCollection([*configs, ad], process_group=group, reduction="sum")
+    tables = speedswap.EmbeddingBagCollection([*configs, ad], storage=owned(group, reduction="sum"))
     optimizer = torch.optim.Adagrad(tables.parameters(), lr=0.1)
     losses = []
     for (numbers, wanted), (others, _) in zip(batches(1), batches(2), strict=True):
@@ -130,8 +125,7 @@ def evict(group, policy, admit_after):
         2,
         id_map=speedswap.IdMap(capacity, evict=policy, admit_after=admit_after),
         seed=3,
-        process_group=group,
-        reduction="sum",
+        storage=owned(group, reduction="sum"),
     )
     shares = [capacity // size + (rank < capacity % size) for rank in range(size)]
     expected = [speedswap.IdMap(share, evict=policy, admit_after=admit_after) for share in shares]
@@ -171,7 +165,7 @@ def evict_and_resume(group, policy, admit_after, folder, begin=0):
 
     def training():
         ids = speedswap.IdMap(41, evict=policy, admit_after=admit_after)
-        rows = speedswap.Embedding(42, 2, id_map=ids, seed=3, process_group=group, reduction="sum")
+        rows = speedswap.Embedding(42, 2, id_map=ids, seed=3, storage=owned(group, reduction="sum"))
         return rows, torch.optim.Adam(rows.parameters(), lr=0.1)
 
     def train(rows, optimizer, steps):
@@ -201,7 +195,7 @@ def lose_the_gradient(group):
     size = group.size()
     id_map = speedswap.IdMap(size, evict="lru")
     items = speedswap.Embedding(
-        size + 1, 2, id_map=id_map, seed=3, dtype=torch.float64, process_group=group, reduction="sum"
+        size + 1, 2, id_map=id_map, seed=3, dtype=torch.float64, storage=owned(group, reduction="sum")
     )
     numbers = torch.arange(100)
     first, second = numbers[owners_of_keys(numbers, size) == 1][:2].view(2, 1)
@@ -222,7 +216,7 @@ def fill(group):
     found = []
     for evict in (None, "lru"):
         id_map = speedswap.IdMap(10, evict=evict)
-        items = speedswap.Embedding(11, 2, id_map=id_map, process_group=group)
+        items = speedswap.Embedding(11, 2, id_map=id_map, storage=owned(group))
         optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
         rank = group.rank()
         keys = torch.tensor([3 * rank, 3 * rank + 1])
@@ -254,7 +248,7 @@ def look_up_at_own_pace(group):
     """Return the rows that keys got in passes of which ranks have made different numbers, and those they have after."""
     ranks, found = RankGroup.of(group), {}
     id_map = speedswap.IdMap(20, keys="exact", evict="lru")
-    items = speedswap.Embedding(21, 2, id_map=id_map, process_group=group, init=speedswap.init.constant(0.5))
+    items = speedswap.Embedding(21, 2, id_map=id_map, storage=owned(group), init=speedswap.init.constant(0.5))
     lookups = [["a", "b"], ["c"], ["a", "d"]][group.rank() :]
     with ranks.own_pace.task(1):
         for keys in lookups:
@@ -273,7 +267,7 @@ def train_on_disk(group, path, begin, end):
     id_map = speedswap.IdMap(200, keys="exact", admit_after=2)
     place = None if group is None else path
     items = speedswap.Embedding(
-        201, WIDTH, id_map=id_map, seed=5, dtype=torch.float64, process_group=group, reduction="sum", path=place
+        201, WIDTH, id_map=id_map, seed=5, dtype=torch.float64, storage=owned(group, path=place, reduction="sum")
     )
     optimizer = torch.optim.SGD(items.parameters(), lr=0.01)
     losses = []
@@ -292,8 +286,8 @@ def train_on_disk(group, path, begin, end):
 def share_evicting_map(group, folder, kind):
     """Give an evicting map to two tables, new, in a collection, or as one has it from files; return errors."""
     id_map, said = speedswap.IdMap(4, evict="lru"), []
-    more = {} if group is None else {"process_group": group}
-    kept = {"path": f"{folder}/kept", **more}
+    more = {} if group is None else {"storage": owned(group)}
+    kept = {"storage": owned(group, path=f"{folder}/kept")}
     if kind == "on disk" and group is not None:
         speedswap.Embedding(5, 2, id_map=speedswap.IdMap(4, evict="lru"), **kept).table.close()
     try:
@@ -320,7 +314,7 @@ def evict_on_disk(group, policy, path, close_before):
     def opened():
         ids = speedswap.IdMap(41, evict=policy)
         rows = speedswap.Embedding(
-            42, 2, id_map=ids, seed=3, dtype=torch.float64, process_group=group, reduction="sum", path=path
+            42, 2, id_map=ids, seed=3, dtype=torch.float64, storage=owned(group, path=path, reduction="sum")
         )
         return rows, torch.optim.SGD(rows.parameters(), lr=0.1)
 
@@ -350,7 +344,7 @@ def evict_until_killed(group, folder, killed_at=None):
         Steps before; rows of keys, all weights and all state.
     """
     items = speedswap.Embedding(
-        42, 2, id_map=speedswap.IdMap(41, evict="lru"), seed=3, process_group=group, path=f"{folder}/rows"
+        42, 2, id_map=speedswap.IdMap(41, evict="lru"), seed=3, storage=owned(group, path=f"{folder}/rows")
     )
     optimizer = torch.optim.Adagrad(items.parameters(), lr=0.1)
     begin = 0

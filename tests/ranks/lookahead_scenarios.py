@@ -9,6 +9,7 @@ from itertools import pairwise
 from unittest import mock
 
 import torch
+from places import owned
 from torch import nn
 
 import speedswap
@@ -55,9 +56,9 @@ def batches_of(group, steps, sizes=((7, 4, 0, 9, 5),), seed=3):
     return [some[group.rank()] for some in everyone]
 
 
-def embedding(group, **settings):
+def embedding(group, each="auto", **settings):
     settings = {"padding_idx": 1, "seed": 5, "dtype": torch.float64, **settings}
-    return speedswap.Embedding(ROWS, DIM, process_group=group, **settings)
+    return speedswap.Embedding(ROWS, DIM, storage=owned(group, each=each), **settings)
 
 
 def train(group, depth, optimizer="adam", sizes=((7, 4, 0, 9, 5),), steps=6, between="", **settings):
@@ -122,15 +123,15 @@ def stored(group, store, folder):
     for depth in (0, 1):
         settings = {"dtype": torch.float32, "stored_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
         if store == "disk":
-            settings = {"path": folder / f"depth-{depth}", "cache_bytes": 1 << 20}
+            settings = {"each": speedswap.Disk(folder / f"depth-{depth}", cache_bytes=1 << 20)}
         found.append(train(group, depth, **settings))
     return found
 
 
 def bags(group, depth):
     """Train a bag, an embedding and a collection in one step."""
-    words = speedswap.EmbeddingBag(ROWS, DIM, mode="sum", seed=1, process_group=group)
-    items = speedswap.Embedding(ROWS, DIM, seed=2, process_group=group)
+    words = speedswap.EmbeddingBag(ROWS, DIM, mode="sum", seed=1, storage=owned(group))
+    items = speedswap.Embedding(ROWS, DIM, seed=2, storage=owned(group))
     both = nn.ModuleList([words, items])
     optimizer = torch.optim.Adagrad(both.parameters(), 0.1)
     patch, taken = counted()
@@ -152,10 +153,10 @@ def many(group, count, depth, *, in_collection):
     names = [f"table {number}" for number in range(count)]
     if in_collection:
         configs = [speedswap.EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=3, seed=4) for name in names]
-        model = speedswap.EmbeddingCollection(configs, process_group=group)
+        model = speedswap.EmbeddingCollection(configs, storage=owned(group))
         ids = {model: lambda batch: batch}
     else:
-        model = nn.ModuleDict({name: speedswap.Embedding(ROWS, 3, seed=4, process_group=group) for name in names})
+        model = nn.ModuleDict({name: speedswap.Embedding(ROWS, 3, seed=4, storage=owned(group)) for name in names})
         ids = {model[name]: lambda batch, name=name: batch[name] for name in names}
     optimizer = torch.optim.Adagrad(model.parameters(), 0.1)
     loader = [
@@ -350,7 +351,7 @@ def load_between(group, folder, on_disk, depth):
     Returns:
         The rows looked up right after that, and those after all steps.
     """
-    items = embedding(group, path=folder / f"rows-{depth}" if on_disk else None)
+    items = embedding(group, speedswap.Disk(folder / f"rows-{depth}") if on_disk else "auto")
     optimizer = torch.optim.SGD(items.parameters(), 1.0)
     speedswap.save_checkpoint(folder / f"run-{depth}", items, optimizer)
     some, others = torch.arange(6), torch.arange(20, 26)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from outcomes import error_of
+from places import owned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, SparseAdam
@@ -22,7 +23,7 @@ class Net(nn.Module):
     def __init__(self, group):
         super().__init__()
         torch.manual_seed(3)
-        more = {"dtype": torch.float64, "seed": 3} | ({} if group is None else {"process_group": group})
+        more = {"dtype": torch.float64, "seed": 3} | ({} if group is None else {"storage": owned(group)})
         self.users = speedswap.Embedding(ROWS, DIM, padding_idx=7, **more)
         self.words = speedswap.EmbeddingBag(ROWS, DIM, mode="sum", **more)
         self.layer = nn.Linear(DIM, 2, dtype=torch.float64)
@@ -254,7 +255,7 @@ def begins_in_inference_mode(group, in_mode):
     with torch.inference_mode(in_mode):
         RankGroup.of(own)
     for dim in (2, 64):  # each row wider than those before
-        items.append(speedswap.Embedding(40, dim, seed=dim, process_group=own))
+        items.append(speedswap.Embedding(40, dim, seed=dim, storage=owned(own)))
         with torch.inference_mode(in_mode):
             items[-1](torch.arange(5))
     optimizer = SGD([each.weight for each in items], 0.1)

@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -20,12 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from outcomes import error_of
+from places import owned
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.checkpoint import checkpoint
 
 import speedswap
 from speedswap.collectives import Kind
 from speedswap.errors import SpeedswapError
+from speedswap.tables import LocalStore
 from speedswap.tables.shards import Owners
 
 
@@ -153,7 +154,7 @@ def skipped(group, how):
         how: the loop: over a lookahead of some depth, or over the batches of an elastic sampler.
     """
     group = faults.fresh(group, f"skipped-{how}")
-    items = speedswap.Embedding(20, 2, process_group=group, name="items")
+    items = speedswap.Embedding(20, 2, storage=owned(group), name="items")
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     sampler = speedswap.batching.elastic.ElasticSampler(20 * group.size(), global_batch_size=2 * group.size())
     given = [torch.tensor([number, group.rank()]) for number in range(10)]
@@ -185,7 +186,7 @@ def classics(group, what):
         what: it does.
     """
     group = faults.fresh(group, f"classics-{what}")
-    items = speedswap.Embedding(20, 2, process_group=group, name="items")
+    items = speedswap.Embedding(20, 2, storage=owned(group), name="items")
     optimizer = torch.optim.SGD(items.parameters(), lr=0.1)
     said = []
     for number in range(3):
@@ -209,13 +210,13 @@ def classics(group, what):
 
 def unnamed(group):
     """Return the names of tables that were given none."""
-    items, bags = speedswap.Embedding(9, 2, process_group=group), speedswap.EmbeddingBag(9, 2, process_group=group)
-    return [each.table.name for each in (items, bags, speedswap.Embedding(9, 2, process_group=group))]
+    items, bags = speedswap.Embedding(9, 2, storage=owned(group)), speedswap.EmbeddingBag(9, 2, storage=owned(group))
+    return [each.table.name for each in (items, bags, speedswap.Embedding(9, 2, storage=owned(group)))]
 
 
 def zero_redundancy(group):
     """Give a model to a ZeroRedundancyOptimizer; then train it as the error says. Return the error, and rows."""
-    items = speedswap.Embedding(9, 2, process_group=group, init=speedswap.init.zeros())
+    items = speedswap.Embedding(9, 2, storage=owned(group), init=speedswap.init.zeros())
     model, optimizer = torch.nn.Sequential(items, torch.nn.Linear(2, 1)), ZeroRedundancyOptimizer
     how = {"optimizer_class": torch.optim.Adam, "process_group": group, "lr": 0.1}
     said = error_of(lambda: optimizer(model.parameters(), **how))
@@ -301,7 +302,7 @@ def oddities(group):
         task.finish()
     dist.barrier(group)
     assert life.attempt(0, contextlib.nullcontext()) is None
-    extra = speedswap.Embedding(50, 4, process_group=group, dtype=torch.float64)
+    extra = speedswap.Embedding(50, 4, storage=owned(group), dtype=torch.float64)
     if group.rank() == 0:
         del extra
         gc.collect()
@@ -312,19 +313,18 @@ def oddities(group):
 def making(group):
     """Let one rank have no memory for its part of a table; then make another one, and train it."""
     life = faults.Life(group, "making")
-    creating = sys.modules["speedswap.ranks.creating"]
-    create_store, said = creating.create_store, ""
+    create_store, said = LocalStore.create, ""
 
     def fail(*arguments, **more):
         raise MemoryError("no room")
 
     if group.rank() == 1:
-        creating.create_store = fail
+        LocalStore.create = fail
     try:
-        speedswap.Embedding(50, 4, process_group=group)
+        speedswap.Embedding(50, 4, storage=owned(group))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    creating.create_store = create_store
+    LocalStore.create = create_store
     life.net = faults.Net(group)
     life.optimizer = optimizer_of(life.net)
     return said, [life.attempt(number, contextlib.nullcontext()) for number in (0, 1)]
@@ -348,11 +348,11 @@ def step_again(group, how, size):
     """
     rows, owners = 20, Owners(20, 2)
     settings = {"seed": 1, "dtype": torch.float64, "init": speedswap.init.constant(1.0)}
-    items = speedswap.Embedding(rows, 2, **settings, **({} if group is None else {"process_group": group}))
+    items = speedswap.Embedding(rows, 2, **settings, **({} if group is None else {"storage": owned(group)}))
     optimizer = torch.optim.Adam(items.parameters(), lr=0.1, weight_decay=0.5)
-    owned = torch.arange(rows)
-    owned, others = (owned[owners.of(owned) == rank] for rank in (0, 1))
-    items(owned[:3]).sum().backward()
+    every = torch.arange(rows)
+    mine, others = (every[owners.of(every) == rank] for rank in (0, 1))
+    items(mine[:3]).sum().backward()
     if how == "retried" and group is not None:
         with pytest.raises(MemoryError if group.rank() == size - 1 else speedswap.errors.PeerError):
             fail_once(items, optimizer, fails=group.rank() == size - 1)
@@ -393,7 +393,7 @@ def fail_once(items, optimizer, *, fails):
 
 def other_columns(group, what):
     """Ask for, or write, other columns than the other ranks; return the error, and all columns after it."""
-    items = speedswap.Embedding(20, 2, process_group=group, init=speedswap.init.zeros())
+    items = speedswap.Embedding(20, 2, storage=owned(group), init=speedswap.init.zeros())
     table, rows = items.table, torch.arange(4) + 4 * group.rank()
     table.add_columns([speedswap.Column(name, (2,), torch.float32, speedswap.init.constant(7.0)) for name in "ab"])
     name, said = ("weight", "a", "b")[group.rank()], ""
@@ -422,16 +422,15 @@ def other_settings(group):
     """
     is_other = group.rank() > 0
     rows, bags = (
-        functools.partial(kind, 20, 2, process_group=group) for kind in (speedswap.Embedding, speedswap.EmbeddingBag)
+        functools.partial(kind, 20, 2, storage=owned(group)) for kind in (speedswap.Embedding, speedswap.EmbeddingBag)
     )
     shared = rows()
-    over = functools.partial(rows, table=shared.table)
     one = functools.partial(speedswap.EmbeddingBagConfig, name="a", num_embeddings=20, embedding_dim=2)
-    collection = functools.partial(speedswap.EmbeddingBagCollection, process_group=group)
+    collection = functools.partial(speedswap.EmbeddingBagCollection, storage=owned(group))
 
     def mapped(**settings):
         id_map = speedswap.IdMap(10, **settings)
-        return speedswap.Embedding(11, 2, id_map=id_map, process_group=group)
+        return speedswap.Embedding(11, 2, id_map=id_map, storage=owned(group))
 
     def add(name):
         try:
@@ -444,7 +443,7 @@ def other_settings(group):
 
     found = {}
     for name, *makers in (
-        ("reduction", lambda: rows(reduction="sum"), lambda: rows()),
+        ("reduction", lambda: rows(storage=owned(group, reduction="sum")), lambda: rows()),
         ("state_dtype", lambda: rows(state_dtype=torch.bfloat16), lambda: rows()),
         ("name", lambda: rows(name="users"), lambda: rows(name="items")),  # as tables made in the order of a set
         ("padding_idx", lambda: rows(padding_idx=3), lambda: rows()),
@@ -454,11 +453,10 @@ def other_settings(group):
         ("rounding", lambda: rows(state_dtype=torch.bfloat16, rounding="nearest"), lambda: rows(rounding="stochastic")),
         ("mode", lambda: bags(mode="mean"), lambda: bags(mode="sum")),
         ("class", lambda: rows(), lambda: bags()),
-        ("reduction of a table that is there", lambda: over(reduction="sum"), lambda: over()),
         (
             "mode of a table that is there",
-            lambda: bags(table=shared.table, mode="sum"),
-            lambda: bags(table=shared.table),
+            lambda: speedswap.EmbeddingBag(20, 2, table=shared.table, mode="sum"),
+            lambda: speedswap.EmbeddingBag(20, 2, table=shared.table),
         ),
         ("pooling of table 'a'", lambda: collection([one(pooling="mean")]), lambda: collection([one()])),
         ("feature_names of table 'a'", lambda: collection([one(feature_names=["b"])]), lambda: collection([one()])),
@@ -483,7 +481,7 @@ def other_optimizers(group, how):
         The error; whether it left the tables as they were; and whether ranks train on once their settings are the same.
     """
     is_other = group.rank() == group.size() - 1
-    users, items = (speedswap.Embedding(20, 2, process_group=group, name=name) for name in ("users", "items"))
+    users, items = (speedswap.Embedding(20, 2, storage=owned(group), name=name) for name in ("users", "items"))
     both = torch.nn.ModuleList([users, items])
 
     def optimizer_of(is_other):
@@ -522,7 +520,7 @@ def same_optimizers(group):
         group: the ranks; None for one process that has all their samples.
     """
     is_other = group is not None and group.rank() == 1
-    items, own = speedswap.Embedding(20, 2, dtype=torch.float64, process_group=group), torch.nn.Linear(2, 2)
+    items, own = speedswap.Embedding(20, 2, dtype=torch.float64, storage=owned(group)), torch.nn.Linear(2, 2)
     groups = [
         {"params": own.parameters(), "lr": 0.3 if is_other else 0.2},
         {"params": items.parameters(), "name": f"of {is_other}", "lr": torch.tensor(0.1) if is_other else 0.1},
@@ -543,7 +541,7 @@ def late_gradient(group, ranks, passes):
         ranks: how many.
         passes: after the first lookup, whose gradients are looked at one by one.
     """
-    more = {} if group is None else {"process_group": group}
+    more = {} if group is None else {"storage": owned(group)}
     items = speedswap.Embedding(20, 2, seed=1, dtype=torch.float64, **more)
     optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
     first = items(torch.arange(3))
@@ -559,9 +557,9 @@ def late_gradient(group, ranks, passes):
 def given(group, how):
     """Give the ranks other rows, then the same; return what was said first, and the rows before and after."""
     rows = {rank: torch.arange(60.0).view(20, 3) + rank for rank in (0, group.rank())}
-    more = {"process_group": group, "name": "items"}
+    more = {"storage": owned(group), "name": "items"}
     items = speedswap.Embedding(20, 3, init=speedswap.init.zeros(), **more)
-    keyed = speedswap.Embedding(20, 3, id_map=speedswap.IdMap(19), process_group=group)
+    keyed = speedswap.Embedding(20, 3, id_map=speedswap.IdMap(19), storage=owned(group))
     optimizer = torch.optim.SGD(items.parameters(), 0.1, momentum=0.9)
     items(torch.arange(20)).sum().backward()
     optimizer.step()
@@ -571,7 +569,7 @@ def given(group, how):
         if how == "convert":
             pair = torch.nn.ModuleList([torch.nn.Embedding(20, 3, _weight=torch.ones(20, 3)), plain])
             try:
-                return speedswap.convert(pair, 1, process_group=group)[1].read()
+                return speedswap.convert(pair, 1, storage=owned(group))[1].read()
             except ValueError:
                 assert [type(each) for each in pair] == [torch.nn.Embedding] * 2
                 raise
@@ -579,7 +577,7 @@ def given(group, how):
             return speedswap.EmbeddingBag.from_pretrained(rows, **more).read()
         if how == "collection":
             modules = {"a": torch.nn.Embedding(4, 3, _weight=torch.ones(4, 3)), "b": plain}
-            return speedswap.EmbeddingCollection.from_modules(modules, process_group=group).embeddings["b"].read()
+            return speedswap.EmbeddingCollection.from_modules(modules, storage=owned(group)).embeddings["b"].read()
         if how == "load_state_dict":
             items.load_state_dict({"weight": rows})
         elif how == "id_map":
@@ -607,6 +605,6 @@ def given(group, how):
 def random_rows(group):
     """Draw rows by a generator that is not the ranks' common one: each owner's are its own."""
     torch.manual_seed(group.rank())
-    items = speedswap.Embedding(20, 3, process_group=group)
+    items = speedswap.Embedding(20, 3, storage=owned(group))
     torch.nn.init.uniform_(items.weight, 5, 6)
     return items.read()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from places import owned
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -25,10 +26,6 @@ def shares(whole, group):
     return whole if group is None else whole.chunk(group.size())[group.rank()]
 
 
-def owned(group, **more):
-    return {**more} if group is None else {"process_group": group, **more}
-
-
 # ---------------------------------------------------------------------- collections
 
 
@@ -41,16 +38,16 @@ def collection_of(kind, group):
             bags(name="item", num_embeddings=ROWS, embedding_dim=DIM, pooling="mean", init=nn.init.xavier_uniform_),
             bags(name="slow", num_embeddings=7, embedding_dim=2, pooling="max", seed=4),
         ]
-        return speedswap.EmbeddingBagCollection(configs, **owned(group))
+        return speedswap.EmbeddingBagCollection(configs, storage=owned(group))
     if kind == "given":
         torch.manual_seed(0)
         old = {"u": nn.Embedding(20, DIM, padding_idx=2), "item": nn.Embedding(ROWS, DIM), "slow": nn.Embedding(7, 2)}
         old["u"].weight.data[2] = 1.5
-        return speedswap.EmbeddingCollection.from_modules(old, **owned(group))
+        return speedswap.EmbeddingCollection.from_modules(old, storage=owned(group))
     configs = [embeddings(name="u", num_embeddings=20, embedding_dim=DIM, padding_idx=2),
                embeddings(name="item", num_embeddings=ROWS, embedding_dim=DIM),
                embeddings(name="slow", num_embeddings=7, embedding_dim=2, group="slow")]  # fmt: skip
-    return speedswap.EmbeddingCollection(configs, **owned(group))
+    return speedswap.EmbeddingCollection(configs, storage=owned(group))
 
 
 def train_collection(group, kind):
@@ -97,7 +94,7 @@ INITS = {
 def initial_rows(group, name, dtype, stored_dtype=None, rows=ROWS):
     settings = {} if stored_dtype is None else {"stored_dtype": stored_dtype}
     items = speedswap.Embedding(rows, DIM, init=INITS[name], seed=9, padding_idx=0, dtype=dtype,
-                                **owned(group), **settings)  # fmt: skip
+                                storage=owned(group), **settings)  # fmt: skip
     return items.read()
 
 
@@ -107,15 +104,15 @@ def initial_rows_of_all(group, cases):
 
 def given_rows(group, freeze):
     rows = torch.arange(ROWS * DIM, dtype=torch.float32).view(ROWS, DIM)
-    items = speedswap.Embedding.from_pretrained(rows, freeze, padding_idx=3, **owned(group))
-    bags = speedswap.EmbeddingBag.from_pretrained(rows, freeze, mode="sum", **owned(group, reduction="sum"))
+    items = speedswap.Embedding.from_pretrained(rows, freeze, padding_idx=3, storage=owned(group))
+    bags = speedswap.EmbeddingBag.from_pretrained(rows, freeze, mode="sum", storage=owned(group, reduction="sum"))
     ids = shares(torch.arange(12), group)
     return items.read(), bags.read(), items(ids), bags(ids.view(-1, 1))
 
 
 def filled_rows(group):
     """Fill, read and write whole tables and single rows, each rank with rows of its own."""
-    items = speedswap.Embedding(ROWS, DIM, seed=3, dtype=torch.float64, **owned(group))
+    items = speedswap.Embedding(ROWS, DIM, seed=3, dtype=torch.float64, storage=owned(group))
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     seen = []
     torch.manual_seed(4)
@@ -152,13 +149,13 @@ def filled_rows(group):
 
 def refused(group):
     """Return what is said of arguments that do not fit."""
-    plain, said = speedswap.Table.create(ROWS, DIM), []
-    items = speedswap.Embedding(ROWS, DIM, process_group=group)
+    said = []
+    items = speedswap.Embedding(ROWS, DIM, storage=owned(group))
     for call in (
-        lambda: speedswap.Embedding(ROWS, DIM, process_group=group, reduction="max"),
-        lambda: speedswap.Embedding(ROWS, DIM, process_group=group, local_to_rank=True),
-        lambda: speedswap.Embedding(ROWS, DIM, table=plain, process_group=group),
-        lambda: speedswap.Embedding(ROWS + group.rank(), DIM, process_group=group),
+        lambda: speedswap.Embedding(ROWS, DIM, storage=owned(group, reduction="max")),
+        lambda: speedswap.Embedding(ROWS, DIM, storage=owned(group), local_to_rank=True),
+        lambda: speedswap.Embedding(ROWS, DIM, table=items.table, storage=owned(group)),
+        lambda: speedswap.Embedding(ROWS + group.rank(), DIM, storage=owned(group)),
         lambda: copy.deepcopy(items),
     ):
         try:
@@ -167,7 +164,7 @@ def refused(group):
             said.append(f"{type(error).__name__}: {error}")
         else:
             said.append("")
-    assert speedswap.Embedding(ROWS, DIM, table=items.table, process_group=group).table is items.table
+    assert speedswap.Embedding(ROWS, DIM, table=items.table).table is items.table
     return said
 
 
@@ -176,9 +173,10 @@ def refused(group):
 
 def train_compact(group, folder, storage, settings):
     """Train with gradients whose sums are exact in any order; return the rows' bits, and the state's."""
-    path = Path(folder, "one" if group is None else f"of-{group.size()}", storage) if folder else None
-    items = speedswap.Embedding(ROWS, DIM, seed=6, storage=storage, path=path,
-                                **owned(group, reduction="sum"), **settings)  # fmt: skip
+    if storage == "disk":
+        path = Path(folder, "one" if group is None else f"of-{group.size()}", storage)
+        storage = speedswap.Disk(path, cache_bytes=1 << 16)
+    items = speedswap.Embedding(ROWS, DIM, seed=6, storage=owned(group, each=storage, reduction="sum"), **settings)
     optimizer = torch.optim.Adam(items.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(2)
     for step in range(6):
@@ -212,7 +210,7 @@ def train_switched(group, folder):
     torch.manual_seed(1)
     words = nn.Embedding(4, DIM)
     optimizer = torch.optim.Adam(words.parameters(), lr=0.1)
-    more = {} if group is None else {"process_group": group}
+    more = {} if group is None else {"storage": owned(group)}
     weights = speedswap.ModelFactory(words, ROWS, DIM, **more)
     state = speedswap.OptimizerFactory(optimizer, ROWS, DIM, nn.ModuleDict({"words": words}), "words", **more)
     weights.customInit(nn.init.xavier_uniform_)
@@ -254,7 +252,7 @@ def train_switched(group, folder):
 def train_under_fully_shard(group, clips):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-    speedswap.convert(model, min_rows=ROWS, **owned(group))
+    speedswap.convert(model, min_rows=ROWS, storage=owned(group))
     if group is not None:
         mesh = DeviceMesh.from_group(group, "cpu")
         for layer in (model[1], model[3], model):
@@ -281,7 +279,7 @@ def train_two_models(group):
 
     def make(seed):
         torch.manual_seed(seed)
-        items = speedswap.Embedding(ROWS, DIM, dtype=torch.float64, **owned(group))
+        items = speedswap.Embedding(ROWS, DIM, dtype=torch.float64, storage=owned(group))
         return items, torch.optim.Adagrad(items.parameters(), lr=0.1)
 
     stale, _ = make(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from places import owned
 
 import speedswap
 from speedswap.collectives import RankGroup
@@ -23,7 +24,7 @@ class Loop:
     def __init__(self, group, size, count, ignoring=None):
         self.ranks = range(size) if group is None else [group.rank()]
         self.group, self.size, self.ignoring = group, size, ignoring
-        more = {"process_group": group, "init": speedswap.init.constant(1.0)}
+        more = {"storage": owned(group), "init": speedswap.init.constant(1.0)}
         self.tables = torch.nn.ModuleList(
             torch.nn.Embedding(ROWS, DIM + number, dtype=torch.float64)
             if group is None

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from places import owned
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,7 +29,7 @@ def training(group, path=None, *, keyed=False, **settings):
     """Return model and optimizer; without a group those of one process."""
     settings |= {"id_map": speedswap.IdMap(ROWS - 1), "padding_idx": None} if keyed else {}
     torch.manual_seed(0)
-    options = {"local_to_rank": True} if group is None else {"process_group": group, "reduction": "sum", "path": path}
+    options = {"local_to_rank": True} if group is None else {"storage": owned(group, path=path, reduction="sum")}
     made = {"padding_idx": 3, "seed": 5, "dtype": torch.float64, **options, **settings}
     rows = speedswap.Embedding(ROWS, DIM, **made)
     model = nn.ModuleDict({"rows": rows, "head": nn.Linear(DIM, 2, dtype=rows.table.dtype)})
@@ -180,8 +181,7 @@ def add_column(group, folder, adds):
         folder: for the table.
         adds: whether it is to be added.
     """
-    more = {} if group is None else {"process_group": group}
-    table = speedswap.Embedding(ROWS, DIM, seed=1, path=f"{folder}/rows", **more).table
+    table = speedswap.Embedding(ROWS, DIM, seed=1, storage=owned(group, path=f"{folder}/rows")).table
     if adds:
         table.add_columns([speedswap.Column("noise", (2,), torch.float32, speedswap.init.normal(), zero_row=4)])
     found, rows = table.read(0, ROWS, column="noise"), torch.tensor([3, 700, ROWS - 1])

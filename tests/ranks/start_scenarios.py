@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from outcomes import error_of
+from places import owned
 
 import speedswap
 from speedswap.swapping.collections import group as groups
@@ -32,7 +33,7 @@ def collection(group, folder, names="ab", rows=ROWS, width=4):
         )
         for place, name in enumerate(names)
     ]
-    return speedswap.EmbeddingCollection(configs, path=folder, process_group=group)
+    return speedswap.EmbeddingCollection(configs, storage=owned(group, path=folder))
 
 
 def first_of(group, folder, **settings):
@@ -77,7 +78,7 @@ def fail_to_begin(group, folder):
 
 def remove(group, folder):
     """Remove a table; return what is left, and a column of a new one in its place."""
-    made = {"process_group": group, "path": f"{folder}/items"}
+    made = {"storage": owned(group, path=f"{folder}/items")}
     items = speedswap.Embedding(ROWS, 2, init=speedswap.init.constant(1.0), **made)
     items.table.remove()
     torch.distributed.barrier(group)
@@ -89,7 +90,7 @@ def remove(group, folder):
 
 def save_over_itself(group, folder):
     """Train, save a table in its own place, train on; return the error and a column, from memory and from files."""
-    items = speedswap.Embedding(ROWS, 2, init=speedswap.init.zeros(), process_group=group, path=f"{folder}/items")
+    items = speedswap.Embedding(ROWS, 2, init=speedswap.init.zeros(), storage=owned(group, path=f"{folder}/items"))
     optimizer = torch.optim.SGD(items.parameters(), 1.0)
 
     def step():
@@ -102,7 +103,7 @@ def save_over_itself(group, folder):
     step()
     found = items.read()[:, 0]
     items.table.close()
-    again = speedswap.Embedding(ROWS, 2, process_group=group, path=f"{folder}/items")
+    again = speedswap.Embedding(ROWS, 2, storage=owned(group, path=f"{folder}/items"))
     return said, found, again.read()[:, 0]
 
 
@@ -117,8 +118,8 @@ def switch_again(group, folder):
     """Make a switcher's collection, fill it, and make and load it again; return errors, and a column of the rows."""
 
     def factory():
-        more = {} if group is None else {"process_group": group}
-        return speedswap.ModelFactory(torch.nn.Embedding(4, 2), ROWS, 2, f"{folder}/words", **more)
+        place = owned(group, path=f"{folder}/words")
+        return speedswap.ModelFactory(torch.nn.Embedding(4, 2), ROWS, 2, storage=place)
 
     weights = factory()
     weights.zerosInit()
@@ -138,7 +139,7 @@ def load_on_meta(group):
     found = []
     for load in ({"weight": rows}, None):
         with torch.device("meta"):
-            items = speedswap.Embedding(ROWS, 2, process_group=group)
+            items = speedswap.Embedding(ROWS, 2, storage=owned(group))
             tables = collection(group, None)
         items.load_state_dict(load or found[0].state_dict())
         tables.load_state_dict({"embeddings.a.weight": rows, "embeddings.b.weight": rows.repeat(1, 2)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from places import owned
 from ranks import trainers
 from ranks.processes import Here
 from ranks.stages import recorded, timed_stages
@@ -32,7 +33,7 @@ def step_of_tables(group, count):
     dtypes = (torch.float32, torch.float64)
     tables = torch.nn.ModuleList(
         speedswap.Embedding(
-            50, 2 + number, process_group=group, dtype=dtypes[number % 2], init=speedswap.init.zeros(), reduction="sum"
+            50, 2 + number, storage=owned(group, reduction="sum"), dtype=dtypes[number % 2], init=speedswap.init.zeros()
         )
         for number in range(count)
     )

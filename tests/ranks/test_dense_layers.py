@@ -58,5 +58,5 @@ def test_splitter_over_divided_layers_trains_as_one_process(ranks: RankPool, siz
 def test_splitter_over_layers_that_other_ranks_divide_is_refused(ranks: RankPool) -> None:
     first, second, *others = ranks.run(scenarios.split_over_others, 5)
     assert first == second
-    assert "over ranks [0, 1, 2, 3, 4], and process_group= of its embeddings has [0, 1]; give both the same" in first
+    assert "over ranks [0, 1, 2, 3, 4], and storage=Ranks() of its embeddings has [0, 1]; give both the same" in first
     assert others == [None] * 3

@@ -23,7 +23,7 @@ def test_threads_of_gloo_end_before_python_does():
         START
         + """
 before = set(os.listdir("/proc/self/task"))
-table = speedswap.Embedding(100, 4, process_group=dist.group.WORLD)
+table = speedswap.Embedding(100, 4, storage=speedswap.Ranks())
 table.read(torch.arange(4))
 assert len(set(os.listdir("/proc/self/task")) - before) >= 2
 atexit._run_exitfuncs()
@@ -42,7 +42,7 @@ import gc
 def held():
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 before = held()
-table = speedswap.Embedding(100, 4, process_group=dist.group.WORLD)
+table = speedswap.Embedding(100, 4, storage=speedswap.Ranks())
 table.read(torch.arange(4))
 dist.barrier()
 assert held()[0] > before[0] and held()[1] > before[1]
@@ -60,7 +60,7 @@ def test_process_ends_in_a_round_to_which_another_rank_does_not_come():
     done = run_script(
         START
         + """
-table = speedswap.Embedding(100, 4, process_group=dist.group.WORLD)
+table = speedswap.Embedding(100, 4, storage=speedswap.Ranks())
 while rank == 1:
     time.sleep(0.1)
     if os.getppid() != parent:

@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import torch
+from places import owned
 
 import speedswap
 from speedswap.tables import Column
@@ -44,7 +45,7 @@ def excluded_by(rank, form):
 def score(group, form, chunk):
     """Return the best rows for this rank's queries, with another k on each rank."""
     rank = group.rank()
-    items = speedswap.Embedding.from_pretrained(weights(), padding_idx=3, process_group=group)
+    items = speedswap.Embedding.from_pretrained(weights(), padding_idx=3, storage=owned(group))
     found = items.score(queries_of(rank), [6, 1, 40][rank], exclude=excluded_by(rank, form), chunk=chunk)
     single = items.score(torch.ones(WIDTH), 5)
     return found, single.ids.tolist()
@@ -56,9 +57,9 @@ def score_in_collection(group):
         speedswap.EmbeddingConfig(name="first", num_embeddings=500, embedding_dim=WIDTH, seed=1),
         speedswap.EmbeddingConfig(name="second", num_embeddings=ROWS, embedding_dim=WIDTH, seed=2),
     ]
-    tables = speedswap.EmbeddingCollection(configs, process_group=group)
+    tables = speedswap.EmbeddingCollection(configs, storage=owned(group))
     tables.tables["second"].write(0, weights())
-    small = speedswap.Embedding.from_pretrained(torch.tensor([[1.0], [3.0]]), process_group=group)
+    small = speedswap.Embedding.from_pretrained(torch.tensor([[1.0], [3.0]]), storage=owned(group))
     found = tables.embeddings["second"].score(queries_of(2)[:20], 9, exclude=excluded_by(0, "ids"))
     return found, small.score(torch.ones(1, 1), 2).ids.tolist()
 
@@ -66,7 +67,7 @@ def score_in_collection(group):
 def export(group, folder):
     """Write a table with keys in some formats, its part in a collection, and fail once where the file exists."""
     id_map = speedswap.IdMap(300, keys="exact")
-    items = speedswap.Embedding(id_map.num_rows, WIDTH, id_map=id_map, seed=6, process_group=group)
+    items = speedswap.Embedding(id_map.num_rows, WIDTH, id_map=id_map, seed=6, storage=owned(group))
     words = [f"word-{number}" for number in range(200)]
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     items(words[rank * 50 : 200 if rank == size - 1 else (rank + 1) * 50])
@@ -74,7 +75,7 @@ def export(group, folder):
         items.table.export(f"{folder}/{size}.{suffix}")
     config = speedswap.EmbeddingConfig(name="second", num_embeddings=90, embedding_dim=WIDTH, seed=2)
     before = speedswap.EmbeddingConfig(name="first", num_embeddings=80, embedding_dim=WIDTH, seed=1)
-    tables = speedswap.EmbeddingCollection([before, config], process_group=group)
+    tables = speedswap.EmbeddingCollection([before, config], storage=owned(group))
     tables.tables["second"].export(f"{folder}/{size}-part.npy")
     state = items.state_dict()["id_map"].tolist()
     try:
@@ -87,7 +88,7 @@ def walk(group):
     """Call every method of a table, and return what it did: a value, or the error's name and message."""
     rank = group.rank()
     values = weights().nan_to_num()
-    items = speedswap.Embedding.from_pretrained(values, process_group=group, name="walked")
+    items = speedswap.Embedding.from_pretrained(values, storage=owned(group), name="walked")
     table, found = items.table, {}
 
     def call(name, function):

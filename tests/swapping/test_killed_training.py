@@ -26,7 +26,7 @@ def killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 def made(path, kind=torch.optim.NAdam, **settings):
-    items = embedding(path=path, commit_every=1)
+    items = embedding(storage=speedswap.Disk(path, commit_every=1))
     return items, kind(items.parameters(), lr=0.1, **settings)
 """
 
@@ -186,7 +186,7 @@ def test_no_commit_is_made_inside_a_step(
     if moves:
         monkeypatch.setattr(log_manifest, "_MAX_LAYOUTS", 1)
     new, normal = partial(speedswap.IdMap, 20, evict="lru", admit_after=2), speedswap.init.normal(std=1.0)
-    items = speedswap.Embedding(21, 3, id_map=new(), path=path, seed=1, commit_every=1, init=normal)
+    items = speedswap.Embedding(21, 3, id_map=new(), storage=speedswap.Disk(path, commit_every=1), seed=1, init=normal)
     store, scatter, copies = items.table.store, LogStore.scatter, list[tuple[int, Path]]()
 
     def copying(store: LogStore, *args: Any) -> None:

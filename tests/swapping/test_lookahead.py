@@ -167,7 +167,7 @@ def test_every_storage(storage: str, device: str, way: str, tmp_path: Path) -> N
     plain = embedding(device)
     on_disk = {"disk": None, "small cache": 1}
     if storage in on_disk:
-        ours = embedding(device, path=tmp_path / "table", cache_bytes=on_disk[storage])
+        ours = embedding(device, storage=speedswap.Disk(tmp_path / "table", cache_bytes=on_disk[storage]))
     else:
         ours = embedding(device, storage=storage)
     for items, ahead in ((ours, True), (plain, False)):
@@ -638,7 +638,7 @@ def test_a_gpu_has_a_queue_for_every_stream(engine: str, device: str, monkeypatc
     monkeypatch.setattr(modules, "_streams", made)
     rings = functools.cache(Ring)
     monkeypatch.setattr(engines, "ring", rings)
-    items = embedding(device, storage="pinned", engine=engine)
+    items = embedding(device, storage=speedswap.Pinned(engine))
     optimizer = torch.optim.Adam(items.parameters(), lr=0.01)
     speedswap.attach(optimizer, items)
     batches = [uniform(step).to(device) for step in range(5)]

@@ -80,6 +80,6 @@ def test_local_tables_are_named_so_wherever_they_are_made() -> None:
     assert not speedswap.Embedding(5, 2).local_to_rank
 
 
-def test_process_group_without_a_job_names_the_call_that_is_missing():
-    with pytest.raises(ValueError, match=r"process_group was given, but .* call torch.distributed.init_process_group"):
-        speedswap.Embedding(10, 4, process_group=1)
+def test_ranks_without_a_job_name_the_call_that_is_missing():
+    with pytest.raises(ValueError, match=r"Ranks was given, but .* call torch.distributed.init_process_group"):
+        speedswap.Embedding(10, 4, storage=speedswap.Ranks())

@@ -28,31 +28,26 @@ ROWS = EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
 
 @pytest.mark.parametrize("cls", [Embedding, EmbeddingBag])
 @pytest.mark.parametrize(
-    ("given", "remedy"),
+    ("given", "message"),
     [
-        ({"path": "items"}, "path is 'items', but table is Table.*give one of the two"),
-        ({"cache_bytes": 4096}, "cache_bytes is 4096, but table is Table.*give it to Table.open or Table.create"),
-        ({"commit_every": 1}, "commit_every is 1, but table is Table.*give it to Table.open or Table.create"),
-        ({"commit_seconds": None}, "commit_seconds is None, but table is Table.*give it to Table.open or Table.create"),
-        ({"scratch": True}, "scratch is True, but table is Table.*give it to Table.create"),
+        ({"path": "items"}, "path is 'items', but table is Table.*give it to Table.create or Table.open"),
+        ({"storage": speedswap.Pageable()}, r"storage is Pageable\(\), but table is Table.*give it to Table.create"),
     ],
 )
-def test_settings_of_a_new_table_are_refused_beside_an_existing_one(
-    cls: Any, given: dict[str, Any], remedy: str, tmp_path: Path
+def test_a_place_is_refused_beside_an_existing_table(
+    cls: Any, given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with Table.create(9, 4, path=tmp_path / "table") as table:
-        with pytest.raises(ValueError, match=remedy):
-            cls(9, 4, table=table, **given)
-        assert cls(9, 4, table=table, cache_bytes=None, commit_seconds=30.0).table is table  # as if left out
+    with Table.create(9, 4, path=tmp_path / "table") as table, pytest.raises(ValueError, match=message):
+        cls(9, 4, table=table, **given)
 
 
-def test_an_opened_collection_takes_no_scratch_and_a_loaded_one_no_cache(tmp_path: Path) -> None:
+def test_an_opened_collection_takes_no_scratch_and_a_loaded_one_no_disk(tmp_path: Path) -> None:
     EmbeddingBagCollection([BAGS], path=tmp_path / "tables").close()
-    with pytest.raises(ValueError, match=r"scratch is True, but table is Table.*give it to Table\.create"):
-        EmbeddingBagCollection.open([BAGS], tmp_path / "tables", scratch=True)
-    with pytest.raises(ValueError, match="cache_bytes is 4096, but table is Table"):
-        EmbeddingBagCollection.load([BAGS], tmp_path / "tables", cache_bytes=4096)
-    EmbeddingBagCollection.open([BAGS], tmp_path / "tables", cache_bytes=4096, commit_every=2).close()
+    with pytest.raises(ValueError, match=r"scratch is True, but a table that is opened.*give it to Table\.create"):
+        EmbeddingBagCollection.open([BAGS], speedswap.Disk(tmp_path / "tables", scratch=True))
+    with pytest.raises(ValueError, match=r"storage is Disk\(path='copy'\), but a copy lies in memory"):
+        EmbeddingBagCollection.load([BAGS], tmp_path / "tables", storage=speedswap.Disk("copy"))
+    EmbeddingBagCollection.open([BAGS], speedswap.Disk(tmp_path / "tables", cache_bytes=4096, commit_every=2)).close()
 
 
 CALLS: dict[str, Callable[..., Any]] = {
@@ -69,8 +64,6 @@ CALLS: dict[str, Callable[..., Any]] = {
 def test_an_unknown_keyword_is_named_with_what_was_called(name: str) -> None:
     with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'comit_every'$"):
         CALLS[name](comit_every=1)
-    with pytest.raises(TypeError, match=r"^scratch is 'yes'; give True for a table that is gone with its process"):
-        CALLS[name](scratch="yes")
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import speedswap
-from speedswap.tables.disk.options import DiskArguments, DiskOptions
 
 
 @pytest.mark.parametrize("name", ["Embedding", "EmbeddingBag"])
@@ -27,11 +26,15 @@ def test_constructor_takes_torchs_arguments_by_place(name: str) -> None:
     ours, theirs = ([*inspect.signature(getattr(package, name)).parameters.values()] for package in (speedswap, nn))
     by_place = [each for each in ours if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     wanted = theirs[: [each.name for each in theirs].index("_weight")]
-    assert [(each.name, each.default) for each in by_place] == [(each.name, each.default) for each in wanted]
+    rest = [] if name == "EmbeddingBag" else wanted[3:]  # which Embedding refuses, by place and by name
+    assert [(each.name, each.default) for each in [*by_place, *rest]] == [(each.name, each.default) for each in wanted]
     items, bags = speedswap.Embedding(10, 3, 0, None), speedswap.EmbeddingBag(10, 3, None, 2.0, False, "sum")
     assert (items.padding_idx, bags.mode) == (0, "sum")
-    with pytest.raises(ValueError, match=r"max_norm is 1\.0"):
-        speedswap.Embedding(10, 3, 0, 1.0)
+    for given, by_name in (((1.0,), {}), ((None, 2.0, False), {"max_norm": 1.0})):
+        with pytest.raises(ValueError, match=r"max_norm is 1\.0"):
+            speedswap.Embedding(10, 3, 0, *given, **by_name)
+    with pytest.raises(TypeError, match="takes at most 4 arguments of torch's by place"):
+        speedswap.Embedding(10, 3, 0, None, 2.0, False, False, None)
 
 
 def test_lookups_take_torchs_keywords() -> None:
@@ -50,8 +53,7 @@ def test_repr_and_docstring_say_what_weight_is(cls: Any) -> None:
     assert "``weight`` stands for the whole table" in inspect.getdoc(cls).split("\n\n")[1].replace("\n", " ")
 
 
-DISK = set(DiskOptions._fields)
-MEMORY = {"process_group", "engine", "disk"}  # that the rows lie in: each maker of tables takes them
+MEMORY = {"storage"}  # that the rows lie in: each maker of tables takes it
 # What a switcher says in another way, or what is the business of the caller, who swaps rows by hand.
 SWITCHERS = {
     "ModelFactory": {
@@ -59,7 +61,6 @@ SWITCHERS = {
         "embedding_dim": "embed_dimension",
         "dtype": "datatype",
         "path": "diskname",
-        "storage": "diskname and CPUPinn",
         "name": "diskname",
         "init, seed": "an init method and torch.manual_seed",
         "table": "loadCupy",
@@ -69,21 +70,20 @@ SWITCHERS = {
         "embedding_dim": "embed_dimension",
         "dtype": "dtype",
         "path": "diskname",
-        "storage": "diskname and CPUPinn",
         "name": "variable_name",
         "init, seed": "optInit",
         "table": "loadCupy",
     },
 }
 CALLERS = {
-    *("padding_idx", "device", "local_to_rank", "id_map", "reduction"),  # lookups and gradients are the caller's
+    *("padding_idx", "device", "local_to_rank", "id_map"),  # lookups and gradients are the caller's
     *("stored_dtype", "state_dtype", "rounding"),  # a collection has the bits that it is given
-    *("max_norm", "norm_type", "scale_grad_by_freq", "sparse"),  # torch's, refused anyway
+    "torchs",  # refused anyway
 }
 
 
 def keywords(of: Any) -> set[str]:
-    return set(inspect.signature(of).parameters) - {"self", "args"}
+    return set(inspect.signature(of).parameters) - {"self", "args", "former"}
 
 
 @pytest.mark.parametrize("switcher", SWITCHERS)
@@ -95,15 +95,8 @@ def test_switchers_take_all_that_embeddings_take(switcher: str) -> None:
     assert taken >= MEMORY | {way for way in said.values() if way.isidentifier() and way not in ("loadCupy", "optInit")}
 
 
-def test_settings_of_a_disk_have_one_list() -> None:
-    """Makers of tables take all of them, and openers all but scratch."""
-    assert set(get_type_hints(DiskArguments)) == DISK
-    assert keywords(speedswap.Table.create) >= DISK
-    assert keywords(speedswap.Table.open) >= DISK - {"scratch"}
-    for maker in (speedswap.Embedding, speedswap.EmbeddingBag, speedswap.ModelFactory, speedswap.OptimizerFactory):
-        assert {"disk", "arguments"} & keywords(maker)  # arguments are those of the class above
-    for maker in (speedswap.Embedding.from_pretrained, speedswap.EmbeddingBag.from_pretrained):
-        assert {"disk", "arguments"} & keywords(maker)
+def test_an_embedding_has_few_arguments() -> None:
+    assert len(keywords(speedswap.Embedding) - {"torchs"}) <= 16
 
 
 def switchers(path: Path, **settings: Any) -> tuple[speedswap.ModelFactory, speedswap.OptimizerFactory]:
@@ -111,8 +104,10 @@ def switchers(path: Path, **settings: Any) -> tuple[speedswap.ModelFactory, spee
     optimizer = torch.optim.Adam(variable.parameters())
     model = nn.ModuleDict({"words": variable})
     return (
-        speedswap.ModelFactory(variable, 100, 3, path / "rows", **settings),
-        speedswap.OptimizerFactory(optimizer, 100, 3, model, "words", diskname=path / "state", **settings),
+        speedswap.ModelFactory(variable, 100, 3, storage=speedswap.Disk(path / "rows", **settings)),
+        speedswap.OptimizerFactory(
+            optimizer, 100, 3, model, "words", storage=speedswap.Disk(path / "state", **settings)
+        ),
     )
 
 
@@ -151,12 +146,3 @@ def test_scratch_switchers_leave_nothing(tmp_path: Path) -> None:
     for factory in (weights, state):
         factory.table.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_settings_of_a_disk_without_one_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"cache_bytes is 5 but storage is .* only tables on disk have it"):
-        speedswap.ModelFactory(nn.Embedding(2, 3), 100, 3, cache_bytes=5)
-    with pytest.raises(ValueError, match="commit_every is 0; give at least 1 step"):
-        speedswap.ModelFactory(nn.Embedding(2, 3), 100, 3, "rows", commit_every=0)
-    with pytest.raises(TypeError, match="cache_byte"):
-        speedswap.ModelFactory(nn.Embedding(2, 3), 100, 3, "rows", cache_byte=5)  # type: ignore[call-arg]

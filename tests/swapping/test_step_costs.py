@@ -55,7 +55,7 @@ def waits() -> Iterator[Callable[[], int | None]]:
 
 
 def models(**arguments: Any) -> list[TableModule]:
-    arguments = {"storage": "pinned", "engine": "zero_copy", "device": "cuda", **arguments}
+    arguments = {"storage": speedswap.Pinned("zero_copy"), "device": "cuda", **arguments}
     return [speedswap.Embedding(ROWS, DIM, seed=i, **arguments) for i in range(TABLES)]
 
 
@@ -136,10 +136,10 @@ def test_several_tables_in_any_order_of_the_streams(order: str, engine: str, gpu
         pytest.skip("a real GPU has an order of its own")
     source = batches(8)
     with simulated_gpu.policy("eager"):
-        plain = trained(False, "adam", source, engine=engine)
+        plain = trained(False, "adam", source, storage=speedswap.Pinned(engine))
     name, _, seed = order.partition("-")
     with simulated_gpu.policy(name, int(seed or 0)):
-        ours = trained(True, "adam", source, engine=engine)
+        ours = trained(True, "adam", source, storage=speedswap.Pinned(engine))
     for column, expected in zip(ours, plain, strict=True):
         assert torch.equal(column, expected)
 
@@ -212,7 +212,7 @@ def test_blocks_of_a_gpu_come_in_few_sizes(gpu: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_padding_in_bags_is_not_counted_by_the_host(mode: str, gpu: str) -> None:
-    table = speedswap.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=3, storage="pinned", engine="zero_copy", seed=1)
+    table = speedswap.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=3, storage=speedswap.Pinned("zero_copy"), seed=1)
     ids = torch.tensor([[3, 1, 3], [3, 3, 3], [2, 7, 7]])
     expected = torch.nn.functional.embedding_bag(ids, table.table.read(), mode=mode, padding_idx=3)
     near = ids.to(gpu)
@@ -234,7 +234,7 @@ def started(
 
 @pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
 def test_inputs_of_a_transfer_stay_until_it_has_read_them(order: str, gpu: str) -> None:
-    table = speedswap.Table.create(ROWS, DIM, storage="pinned", engine="zero_copy")
+    table = speedswap.Table.create(ROWS, DIM, storage=speedswap.Pinned("zero_copy"))
     (group,) = table.store.groups
     rows = torch.arange(ROWS, device=gpu)
     with simulated_gpu.policy(order) if simulated_gpu.is_on() else contextlib.nullcontext():
@@ -254,7 +254,7 @@ def test_inputs_of_a_transfer_stay_until_it_has_read_them(order: str, gpu: str) 
 
 @pytest.mark.parametrize("order", simulated_gpu.device.POLICIES)
 def test_prefetched_rows_stay_until_they_were_used(order: str, gpu: str) -> None:
-    table = speedswap.Table.create(ROWS, DIM, storage="pinned", engine="zero_copy")
+    table = speedswap.Table.create(ROWS, DIM, storage=speedswap.Pinned("zero_copy"))
     (group,) = table.store.groups
     rows = torch.arange(ROWS, device=gpu)
 

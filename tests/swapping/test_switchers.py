@@ -747,7 +747,7 @@ def test_a_collection_on_disk_can_be_opened_again(tmp_path: Path, device: str) -
     with torch.no_grad():
         weight_of(factory).zero_()
     factory.afterOptimizerStep([4, 2])
-    with pytest.raises(FileExistsError, match=r"loadCupy\('.*rows'\)"):
+    with pytest.raises(FileExistsError, match=r"rows', which exists.*loadCupy takes what is there"):
         factory.zerosInit()
     factory.table.close()
 
@@ -995,9 +995,8 @@ def test_the_documented_signatures() -> None:
         ("diskname", "variable"),
         ("datatype", "float32"),
         ("CPUPinn", False),
-        ("process_group", None),
-        ("engine", "auto"),
-        ("disk", REQUIRED),
+        ("storage", None),
+        ("former", REQUIRED),
     ]
     assert arguments_of(OptimizerFactory) == [
         ("given_optimizer", REQUIRED),
@@ -1007,10 +1006,9 @@ def test_the_documented_signatures() -> None:
         ("variable_name", REQUIRED),
         ("dtype", "float32"),
         ("CPUPinn", False),
-        ("process_group", None),
         ("diskname", None),
-        ("engine", "auto"),
-        ("disk", REQUIRED),
+        ("storage", None),
+        ("former", REQUIRED),
     ]
     assert arguments_of(ModelFactory.zerosInit) == []
     assert arguments_of(ModelFactory.uniformDistributionInit) == [("low", REQUIRED), ("high", REQUIRED)]

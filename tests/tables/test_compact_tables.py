@@ -185,7 +185,7 @@ def test_rows_that_pass_through_a_small_cache_are_the_same(stored: torch.dtype, 
     arguments = {"stored_dtype": stored, "rounding": rounding, "seed": 2}
     with (
         Table.create(400, 9, **arguments) as plain,
-        Table.create(400, 9, path=tmp_path / "t", cache_bytes=1, **arguments) as table,
+        Table.create(400, 9, storage=speedswap.Disk(tmp_path / "t", cache_bytes=1), **arguments) as table,
     ):
         for step in range(3):
             rows = torch.randperm(400)[:200]

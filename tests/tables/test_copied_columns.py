@@ -20,11 +20,11 @@ from speedswap.tables.files.directory import TableDirectory
 ROWS, WRITTEN = 60, torch.tensor([3, 5, 17, 59])
 
 
-def pair(path: Path, dim: int, **settings: Any) -> tuple[Table, Table]:
+def pair(path: Path, dim: int, *, scratch: bool = False, **settings: Any) -> tuple[Table, Table]:
     """Return a table on disk with the smallest cache, and its equal in memory."""
     given: dict[str, Any] = {"init": initializers.normal(), "seed": 3, **settings}
-    in_memory = {key: value for key, value in given.items() if key != "scratch"}
-    return Table.create(ROWS, dim, path=path, cache_bytes=1, **given), Table.create(ROWS, dim, **in_memory)
+    place = speedswap.Disk(path, cache_bytes=1, scratch=scratch)
+    return Table.create(ROWS, dim, storage=place, **given), Table.create(ROWS, dim, **given)
 
 
 def column(name: str, dim: int, source: str = "weight", **settings: Any) -> Column:
@@ -54,7 +54,7 @@ def assert_same_wherever_it_is_read(ours: Table, other: Table, path: Path) -> No
     assert ours.path is not None
     if not ours.store.manifest.scratch:  # type: ignore[attr-defined]
         ours.flush()
-        with Table.open(ours.path, "r", cache_bytes=1) as reader:
+        with Table.open(speedswap.Disk(ours.path, cache_bytes=1), "r") as reader:
             assert_same(other, reader)
 
 
@@ -254,7 +254,9 @@ def test_given_rows_are_saved_and_loaded_by_a_later_process(tmp_path: Path, dim:
 @pytest.mark.parametrize("dim", [5, 70])
 def test_given_rows_on_scratch_take_an_optimizer(tmp_path: Path, dim: int) -> None:
     given = torch.randn(ROWS, dim)
-    ours = speedswap.Embedding.from_pretrained(given, freeze=False, path=tmp_path / "table", scratch=True)
+    ours = speedswap.Embedding.from_pretrained(
+        given, freeze=False, storage=speedswap.Disk(tmp_path / "table", scratch=True)
+    )
     other = speedswap.Embedding.from_pretrained(given, freeze=False)
     for module in (ours, other):
         optimizer = torch.optim.Adam(module.parameters(), lr=0.1)

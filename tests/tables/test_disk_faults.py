@@ -21,6 +21,7 @@ from children import answer, child
 from torture.folders import Disk
 from torture.reference import OPTIMIZERS, Reference, batch
 
+import speedswap
 from speedswap import Column, Embedding, Table, init
 from speedswap.errors import TableError, TableFormatError, TableFullError
 from speedswap.kernels import RowLog
@@ -35,7 +36,7 @@ class Trainer:
     def __init__(self, path: Path, rows: int = 200, dim: int = 6, size: int = 32, cache_bytes: int = 1) -> None:
         self.rows, self.dim, self.size = rows, dim, size
         self.table = Table.create(
-            rows, dim, dtype=torch.float64, path=path, cache_bytes=cache_bytes, commit_seconds=None
+            rows, dim, dtype=torch.float64, storage=speedswap.Disk(path, cache_bytes=cache_bytes, commit_seconds=None)
         )
         self.items = Embedding(rows, dim, table=self.table)
         self.optimizer = OPTIMIZERS["Adam"](self.items.parameters())
@@ -83,7 +84,7 @@ def test_error_of_the_disk_in_a_read_is_raised_and_changes_nothing(tmp_path):
     for _ in range(3):
         trainer.step()
     trainer.table.close()
-    with Table.open(tmp_path / "t", cache_bytes=1) as table:
+    with Table.open(speedswap.Disk(tmp_path / "t", cache_bytes=1)) as table:
         table.store.log.fail("read", 0, errno.EIO)
         with pytest.raises(OSError, match=r"\[Errno 5\]"):
             table.read()
@@ -113,7 +114,7 @@ def test_a_kill_on_a_slow_disk_loses_no_more_steps_than_promised(
     def trains(path: Path) -> Any:
         def steps(connection: Connection) -> None:
             settings = {"commit_every": every, "commit_seconds": None, "synchronous_commit": synchronous}
-            with Table.create(64, 4, path=path, **settings) as table:
+            with Table.create(64, 4, storage=speedswap.Disk(path, **settings)) as table:
                 table.store.log.fail("sync", 0, 0, times=10**9, seconds=0.01)
                 for step in itertools.count(1):
                     table.scatter(torch.arange(8), torch.full((8, 4), float(step)))
@@ -193,7 +194,7 @@ def test_disk_without_room_for_a_write_refuses_it_before_anything_has_changed(tm
 
 def rewritten(tmp_path: Path, rows: int, dim: int, **settings: Any) -> Table:
     """Make a table of ones, committed, with a cache of a few of its rows."""
-    table = Table.create(rows, dim, path=tmp_path / "t", commit_seconds=None, **settings)
+    table = Table.create(rows, dim, storage=speedswap.Disk(tmp_path / "t", commit_seconds=None, **settings))
     for start in range(0, rows, 10_000):
         table.write(start, torch.ones(min(rows - start, 10_000), dim))
     table.flush()
@@ -224,7 +225,7 @@ def test_room_that_a_commit_made_before_it_was_looked_for_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit under way frees room between the error of a write and the look at what can be freed."""
-    table = Table.create(20_000, 64, path=tmp_path / "t", commit_every=1, cache_bytes=2**20)
+    table = Table.create(20_000, 64, storage=speedswap.Disk(tmp_path / "t", commit_every=1, cache_bytes=2**20))
     table.write(0, torch.ones(20_000, 64))
     table.store.files.reserve_rows(14_000)
     table.flush()
@@ -282,7 +283,7 @@ def test_a_damaged_row_in_a_later_piece_leaves_all_as_it_was(tmp_path: Path, dim
     raw = bytearray((tmp_path / "t" / "rows.log").read_bytes())
     raw[raw.index(torch.full((dim,), 700.0).numpy().tobytes()) + 5] ^= 16
     (tmp_path / "t" / "rows.log").write_bytes(raw)
-    with Table.open(tmp_path / "t", cache_bytes=1) as table:
+    with Table.open(speedswap.Disk(tmp_path / "t", cache_bytes=1)) as table:
         where, count = (torch.arange(0, 1000, 2), 500) if change == "scatter" else (0, 1000)
         with pytest.raises(TableFormatError, match=r"row 700 is not|rows 700 to 703 are not"):
             getattr(table, change)(where, torch.full((count, dim), -1.0))
@@ -314,7 +315,7 @@ def test_rows_of_another_store_are_taken_as_a_whole_or_not_at_all(
     source = Table.create(20_000, 64, storage=storage, path=path, init=init.constant(1.0))
     source.write(0, torch.full((20_000, 64), 3.0))
     first = init.constant(1.0 if begins == "as" else 2.0)
-    target = Table.create(20_000, 64, path=tmp_path / "target", init=first, cache_bytes=2**20)
+    target = Table.create(20_000, 64, storage=speedswap.Disk(tmp_path / "target", cache_bytes=2**20), init=first)
     before = target.read()
     target.store.log.fail("allocate", allocations, errno.ENOSPC, times=10**6)
     with pytest.raises(TableFullError) if allocations == 0 else nullcontext():

@@ -92,7 +92,7 @@ def assert_equal(found: dict[str, bytes], expected: dict[str, bytes]) -> None:
 def test_every_byte_that_is_written_is_as_the_page_has_it(tmp_path: Path) -> None:
     """A new table; rows, attributes and keys in a commit; a column, and a commit that is held; another life."""
     path, rows = tmp_path / "golden", 64
-    table = Table.create(rows, 64, path=path, init=init.constant(0.5), seed=7, commit_seconds=None)
+    table = Table.create(rows, 64, storage=speedswap.Disk(path, commit_seconds=None), init=init.constant(0.5), seed=7)
     salt = json.loads((path / "MANIFEST").read_bytes()[9:])["salt"]
     weight, late = column("weight", [64], 0.5), column("late", [2], 4.0)
     layouts: list[dict[str, Any]] = [{"number": 0, "stride": 256, "held": [[0, 0, 0, 0, None, []]]}]

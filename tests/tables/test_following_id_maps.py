@@ -24,7 +24,9 @@ KEYS = (1, 2, 3, 4)
 def trained(path: Path) -> tuple[speedswap.Embedding, Callable[..., None]]:
     """Return an embedding with two rows for keys, and what gives keys their rows, with the key as each value."""
     id_map = IdMap(2, evict="lru")
-    items = speedswap.Embedding(3, 2, id_map=id_map, path=path, init=init.zeros(), commit_seconds=None)
+    items = speedswap.Embedding(
+        3, 2, id_map=id_map, storage=speedswap.Disk(path, commit_seconds=None), init=init.zeros()
+    )
 
     def put(*keys: int) -> None:
         for key in keys:
@@ -69,13 +71,12 @@ def test_a_commit_between_keys_and_rows_is_noticed(kind: str, tmp_path: Path, mo
         config = speedswap.EmbeddingConfig(
             name="a", num_embeddings=3, embedding_dim=2, id_map=IdMap(2, evict="lru"), init=init.zeros()
         )
-        tables = speedswap.EmbeddingCollection([config], path=path, commit_seconds=None)
+        tables = speedswap.EmbeddingCollection([config], storage=speedswap.Disk(path, commit_seconds=None))
         own, table = tables.id_maps["a"], tables.tables["a"]
         module: torch.nn.Module = tables
     else:
-        module = getattr(speedswap, kind)(
-            3, 2, id_map=IdMap(2, evict="lru"), path=path, init=init.zeros(), commit_seconds=None
-        )
+        place = speedswap.Disk(path, commit_seconds=None)
+        module = getattr(speedswap, kind)(3, 2, id_map=IdMap(2, evict="lru"), storage=place, init=init.zeros())
         own, table = module.id_map, module.table
 
     def put(*keys: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from children import answer, child
 
-from speedswap import Column, Table, init
+from speedswap import Column, Disk, Table, init
 from speedswap.errors import TableBusyError, TableFullError
 
 LATE = Column("late", (2,), torch.float32, init.constant(4.0))
@@ -88,7 +88,7 @@ def free_bytes(disk: Path) -> int:
 
 def test_a_disk_that_fills_up_later_keeps_the_rows_it_has_room_for(small_disk: Path) -> None:
     """Each scatter is there or not as a whole, and training goes on when there is room again."""
-    table = Table.create(20_000, 64, path=small_disk / "t", cache_bytes=2**20)
+    table = Table.create(20_000, 64, storage=Disk(small_disk / "t", cache_bytes=2**20))
     first, last = torch.arange(1000), torch.arange(10_000, 20_000)
     table.scatter(first, torch.ones(1000, 64))
     table.flush()
@@ -207,13 +207,13 @@ def test_training_goes_on_as_long_as_a_commit_makes_room(small_disk: Path) -> No
     num_rows = int(disk.f_bavail * disk.f_frsize * 0.53 / 260)  # 64 numbers and a checksum
     path, generator = small_disk / "t", torch.Generator().manual_seed(1)
     expected = torch.zeros(num_rows)
-    with Table.create(num_rows, 64, path=path, cache_bytes=2**20, commit_seconds=1000.0) as table:
+    with Table.create(num_rows, 64, storage=Disk(path, cache_bytes=2**20, commit_seconds=1000.0)) as table:
         for step in range(1, 180):
             rows = torch.randint(num_rows, (1500,), generator=generator).unique()
             table.scatter(rows, torch.full((len(rows), 64), float(step)))
             expected[rows] = float(step)
         assert torch.equal(table.read()[:, 63], expected)
-    with Table.open(path, "r", cache_bytes=2**20) as again:
+    with Table.open(Disk(path, cache_bytes=2**20), "r") as again:
         assert torch.equal(again.read()[:, 63], expected)
 
 

@@ -124,7 +124,7 @@ def test_more_maps_than_files_may_be_open(tmp_path: Path) -> None:
             for i in range(200)
         ]
 
-    tables = speedswap.EmbeddingCollection(configs(), path=tmp_path / "t", commit_seconds=None)
+    tables = speedswap.EmbeddingCollection(configs(), storage=speedswap.Disk(tmp_path / "t", commit_seconds=None))
     store = tables.groups[0].table.store
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 170, limits[1]))
@@ -154,7 +154,7 @@ def test_a_commit_of_many_maps_waits_for_none_of_their_files(tmp_path: Path, mon
 
         monkeypatch.setattr(os, name, call)
 
-    table = Table.create(1200, 4, path=tmp_path / "t", commit_seconds=None)
+    table = Table.create(1200, 4, storage=speedswap.Disk(tmp_path / "t", commit_seconds=None))
     table.store.notes.id_maps.update({f"m{i}": speedswap.IdMap(9) for i in range(120)})
     for name in ("fsync", "listdir"):
         counted(name)

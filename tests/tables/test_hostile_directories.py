@@ -20,7 +20,7 @@ from children import answer, child
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speedswap import Column, Table, init
+from speedswap import Column, Disk, Table, init
 from speedswap.errors import TableError, TableFormatError
 
 FILES = ("LOCK", "OWNER", "MANIFEST", "MANIFEST.tmp", "rows.log", "HEAD", "keys-0.bin")
@@ -273,14 +273,14 @@ def test_rows_that_are_too_short_to_be_stored_alone_are_refused(tmp_path: Path) 
 def test_opening_takes_no_more_memory_than_is_promised(tmp_path: Path) -> None:
     """At the worst each row of the log has a page of the index to itself."""
     rows = torch.arange(30_000) * 10_007
-    with Table.create(2**29, 64, path=tmp_path / "t", commit_seconds=None) as table:
+    with Table.create(2**29, 64, storage=Disk(tmp_path / "t", commit_seconds=None)) as table:
         for some in rows.split(10_000):
             table.scatter(some, torch.ones(len(some), 64))
     files = sum(each.stat().st_blocks * 512 for each in (tmp_path / "t").iterdir())
 
     def opens(connection: Connection) -> None:
         before = resident()
-        with Table.open(tmp_path / "t", "r", cache_bytes=1):
+        with Table.open(Disk(tmp_path / "t", cache_bytes=1), "r"):
             connection.send(resident() - before)
 
     with child(opens) as (_, connection):

@@ -52,7 +52,7 @@ class Training:
 
     def open(self) -> None:
         if self.table is None or self.table.closed:
-            self.table = Table.open(self.path, cache_bytes=self.cache_bytes, commit_every=2)
+            self.table = Table.open(speedswap.Disk(self.path, cache_bytes=self.cache_bytes, commit_every=2))
         self.items = speedswap.Embedding(self.table.num_embeddings, self.table.embedding_dim, table=self.table)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.items.parameters(), lr=0.1)
 
@@ -209,7 +209,7 @@ def in_files(training: Training, to: Path) -> Snapshot:
         pass
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(training.path, to)
-    with Table.open(to, "r", cache_bytes=1) as copy:
+    with Table.open(speedswap.Disk(to, cache_bytes=1), "r") as copy:
         return snapshot(copy)
 
 

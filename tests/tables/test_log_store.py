@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import multiprocessing
@@ -72,8 +73,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., speedswap.Table]]:
 
     def make(rows: int = ROWS, dim: int = 5, **settings: Any) -> speedswap.Table:
         settings = {"init": speedswap.init.normal(), "seed": 3, "cache_bytes": SMALL, **settings}
-        path = tmp_path / f"table-{len(made)}"
-        made.append(speedswap.Table.create(rows, dim, storage="disk", path=path, **settings))
+        of_disk = {name: settings.pop(name) for name in [*settings] if hasattr(speedswap.Disk, name)}
+        place = speedswap.Disk(tmp_path / f"table-{len(made)}", **of_disk)
+        made.append(speedswap.Table.create(rows, dim, storage=place, **settings))
         return made[-1]
 
     yield make
@@ -120,7 +122,7 @@ def test_untouched_rows_have_the_bits_of_a_table_in_memory(
 def test_a_table_of_10_9_rows_takes_neither_time_nor_room(tmp_path: Path) -> None:
     """With Adam's state, in rows of 1,536 bytes: its index of 4 GB is mapped, and only what is used becomes memory."""
     before, began = peak_of_memory(anew=True), time.monotonic()
-    items = speedswap.Embedding(10**9, 128, storage="disk", path=tmp_path / "table", cache_bytes=2**24, seed=1)
+    items = speedswap.Embedding(10**9, 128, storage=speedswap.Disk(tmp_path / "table", cache_bytes=2**24), seed=1)
     optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
     ids = torch.tensor([0, 999_999_999, 123_456_789])
     first = items(ids)
@@ -137,7 +139,7 @@ def test_a_table_of_10_9_rows_takes_neither_time_nor_room(tmp_path: Path) -> Non
 def test_rows_that_were_given_are_written_at_once(tmp_path: Path) -> None:
     rows = torch.randn(ROWS, 5)
     items = speedswap.Embedding.from_pretrained(
-        rows, storage="disk", path=tmp_path / "table", cache_bytes=SMALL, padding_idx=3
+        rows, storage=speedswap.Disk(tmp_path / "table", cache_bytes=SMALL), padding_idx=3
     )
     items.table.close()
     with speedswap.Table.open(tmp_path / "table", mode="r") as table:
@@ -165,11 +167,11 @@ def test_training_has_the_bits_of_a_table_in_memory(
     train(plain, optimizer, depth=depth, device=device)
     path = tmp_path / "table"
     items = speedswap.Embedding(
-        ROWS, dim, storage="disk", path=path, seed=3, padding_idx=4, cache_bytes=cache_bytes, commit_every=2
+        ROWS, dim, storage=speedswap.Disk(path, cache_bytes=cache_bytes, commit_every=2), seed=3, padding_idx=4
     ).to(device)
     train(items, OPTIMIZERS[kind](items.parameters()), depth=depth, steps=range(4), device=device)
     items.table.close()
-    table = speedswap.Table.open(path, cache_bytes=cache_bytes)
+    table = speedswap.Table.open(speedswap.Disk(path, cache_bytes=cache_bytes))
     items = speedswap.Embedding(ROWS, dim, 4, table=table).to(device)
     train(items, OPTIMIZERS[kind](items.parameters()), depth=depth, steps=range(4, 6), device=device)
     assert_same(table, plain.table)
@@ -194,17 +196,17 @@ def test_bags_and_collections_train_with_the_bits_of_memory(tmp_path: Path, dept
             optimizer.zero_grad()
         (group,) = tables.groups
         found = columns(group.table)
-        if "path" in settings:
+        if settings["storage"] != "pageable":
             tables.save(tmp_path / "saved")
             group.table.close()
-            for path in (settings["path"], tmp_path / "saved"):
-                again = speedswap.EmbeddingBagCollection.open(configs, path, cache_bytes=SMALL)
+            for path in (settings["storage"].path, tmp_path / "saved"):
+                again = speedswap.EmbeddingBagCollection.open(configs, speedswap.Disk(path, cache_bytes=SMALL))
                 assert_same(again.groups[0].table, found)
                 assert torch.equal(again.embedding_bags["page"].read(torch.arange(ROWS)), found["weight"][60:120])
                 again.groups[0].table.close()
         return found
 
-    ours = trained(storage="disk", path=tmp_path / "tables", cache_bytes=SMALL)
+    ours = trained(storage=speedswap.Disk(tmp_path / "tables", cache_bytes=SMALL))
     for name, values in trained(storage="pageable").items():
         assert torch.equal(ours[name], values), name
 
@@ -220,7 +222,7 @@ def test_stochastic_rounding_draws_by_row_not_by_place(tmp_path: Path, device: s
         train(items, torch.optim.Adam(items.parameters(), lr=0.01), depth=depth, device=device)
         return items.table
 
-    ours = trained(storage="disk", path=tmp_path / "table", cache_bytes=SMALL)
+    ours = trained(storage=speedswap.Disk(tmp_path / "table", cache_bytes=SMALL))
     assert ours.columns["exp_avg"].rounding == "stochastic"
     assert_same(ours, trained(storage="pageable"))
     ours.close()
@@ -240,7 +242,7 @@ def test_an_id_map_is_committed_with_the_rows(tmp_path: Path) -> None:
         id_map = speedswap.IdMap(50, evict="lru")
         return speedswap.Embedding(id_map.num_rows, 5, id_map=id_map, seed=3, **settings)
 
-    plain, items = made(storage="pageable"), made(storage="disk", path=path, cache_bytes=SMALL)
+    plain, items = made(storage="pageable"), made(storage=speedswap.Disk(path, cache_bytes=SMALL))
     optimizer = torch.optim.Adam(items.parameters(), lr=0.01)
     lookups(plain, torch.optim.Adam(plain.parameters(), lr=0.01), range(6))
     lookups(items, optimizer, range(6))
@@ -275,7 +277,7 @@ def test_columns_that_are_added_or_reset_keep_every_row(
         if kind == "reopened":
             path = ours.path
             ours.close()
-            ours = speedswap.Table.open(path, cache_bytes=SMALL)
+            ours = speedswap.Table.open(speedswap.Disk(path, cache_bytes=SMALL))
         assert_same(ours, other)
 
     def write(step: int, names: list[str]) -> Callable[[speedswap.Table], object]:
@@ -368,7 +370,7 @@ def test_copies_between_storages_have_every_row_and_attribute(
         assert (loaded.attributes, loaded.writes, loaded.seed) == ({"epoch": 4}, 1, 3)
         loaded.scatter(torch.tensor([1]), torch.ones(1, dim))
         loaded.save(tmp_path / "saved", overwrite=True)
-        with speedswap.Table.open(tmp_path / "saved", cache_bytes=SMALL) as again:
+        with speedswap.Table.open(speedswap.Disk(tmp_path / "saved", cache_bytes=SMALL)) as again:
             assert_same(again, loaded)
             assert (again.attributes, again.writes) == ({"epoch": 4}, 2)
 
@@ -406,7 +408,7 @@ def test_steps_commit_by_number_or_time(make: Callable[..., speedswap.Table], se
 
 def test_a_reader_follows_commits_and_columns(make: Callable[..., speedswap.Table]) -> None:
     table = make()
-    with speedswap.Table.open(table.path, mode="r", cache_bytes=SMALL) as reader:
+    with speedswap.Table.open(speedswap.Disk(table.path, cache_bytes=SMALL), mode="r") as reader:
         assert_same(reader, table)
         table.scatter(torch.arange(0, ROWS, 2), torch.ones(ROWS // 2, 5))
         assert torch.equal(reader.read(), in_memory().read())  # not committed
@@ -506,7 +508,7 @@ def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speed
         "gather": lambda reader: reader.gather(torch.arange(2000)),
         "save": lambda reader: reader.save(tmp_path / "copy"),
     }
-    readers = [speedswap.Table.open(table.path, "r", commit=held, cache_bytes=1) for _ in reads]
+    readers = [speedswap.Table.open(speedswap.Disk(table.path, cache_bytes=1), "r", commit=held) for _ in reads]
     with table.lock:
         table.store.commits.let_go(held)
     for value in range(2, 6):
@@ -521,7 +523,7 @@ def test_a_reader_is_told_that_its_commit_was_released(make: Callable[..., speed
 
 def test_a_scratch_table_is_gone_with_its_process(tmp_path: Path) -> None:
     items = speedswap.Embedding(
-        ROWS, 5, storage="disk", path=tmp_path / "table", scratch=True, cache_bytes=SMALL, seed=3
+        ROWS, 5, storage=speedswap.Disk(tmp_path / "table", scratch=True, cache_bytes=SMALL), seed=3
     )
     plain = speedswap.Embedding(ROWS, 5, storage="pageable", seed=3)
     for each in (items, plain):
@@ -539,7 +541,7 @@ def test_a_scratch_table_is_gone_with_its_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["remove", "close", "remove twice"])
 def test_a_scratch_table_ends_once(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """However often it is asked to, and without a word."""
-    with speedswap.Table.create(ROWS, 5, path=tmp_path / "table", scratch=True) as table:
+    with speedswap.Table.create(ROWS, 5, storage=speedswap.Disk(tmp_path / "table", scratch=True)) as table:
         table.close() if how == "close" else table.remove()
         if how == "remove twice":
             table.remove()
@@ -551,7 +553,7 @@ def killed_scratch(path: Path) -> None:
     """Leave the files of a scratch table whose process was killed."""
 
     def work() -> None:
-        table = speedswap.Table.create(ROWS, 5, path=path, scratch=True)
+        table = speedswap.Table.create(ROWS, 5, storage=speedswap.Disk(path, scratch=True))
         os._exit(int(not table.path))
 
     assert exit_status(work) == 0
@@ -569,14 +571,17 @@ def test_a_scratch_table_of_a_killed_process_is_replaced(tmp_path: Path, caplog:
         assert (table.read() == 5.0).all()
     assert f"removed {path}, a scratch table that a killed process has left behind" in caplog.text
     with pytest.raises(FileExistsError, match=r"open it with Table\.open"):
-        speedswap.Table.create(9, 3, path=path, scratch=True)
+        speedswap.Table.create(9, 3, storage=speedswap.Disk(path, scratch=True))
     assert [each.name for each in tmp_path.iterdir()] == ["table"]
 
     killed_scratch(tmp_path / "0")
-    model = speedswap.convert(torch.nn.Sequential(torch.nn.Embedding(9, 3)), min_rows=1, path=tmp_path, scratch=True)
+    model = speedswap.convert(
+        torch.nn.Sequential(torch.nn.Embedding(9, 3)), min_rows=1, storage=speedswap.Disk(tmp_path, scratch=True)
+    )
     assert model[0].table.path == tmp_path / "0"
     killed_scratch(tmp_path / "rows")
-    switcher = speedswap.ModelFactory(torch.nn.Embedding(2, 3), 9, 3, tmp_path / "rows", scratch=True)
+    place = speedswap.Disk(tmp_path / "rows", scratch=True)
+    switcher = speedswap.ModelFactory(torch.nn.Embedding(2, 3), 9, 3, storage=place)
     switcher.zerosInit()
     assert len(switcher.table) == 9
 
@@ -584,7 +589,9 @@ def test_a_scratch_table_of_a_killed_process_is_replaced(tmp_path: Path, caplog:
 def test_a_scratch_table_that_is_not_only_a_leftover_stays(tmp_path: Path) -> None:
     path = tmp_path / "table"
     with (
-        speedswap.Table.create(ROWS, 5, path=path, scratch=True, init=initializers.constant(5.0)) as table,
+        speedswap.Table.create(
+            ROWS, 5, storage=speedswap.Disk(path, scratch=True), init=initializers.constant(5.0)
+        ) as table,
         pytest.raises(FileExistsError, match=f"a scratch table that is open in process {os.getpid()}.*another path"),
     ):
         speedswap.Table.create(9, 3, path=path)
@@ -601,40 +608,27 @@ def test_a_scratch_table_that_is_not_only_a_leftover_stays(tmp_path: Path) -> No
     assert [each.name for each in tmp_path.iterdir()] == ["table"]
 
 
-def test_settings_of_a_disk_are_refused_elsewhere(tmp_path: Path) -> None:
-    for wrong, settings in (
-        ("cache_bytes is 0", {"storage": "disk", "path": tmp_path / "table", "cache_bytes": 0}),
-        ("commit_every is 0", {"storage": "disk", "path": tmp_path / "table", "commit_every": 0}),
-        ("commit_seconds is -1", {"storage": "disk", "path": tmp_path / "table", "commit_seconds": -1}),
-        ("scratch is True but storage is 'pageable'", {"storage": "pageable", "scratch": True}),
-    ):
-        with pytest.raises(ValueError, match=wrong):
-            speedswap.Table.create(5, 4, **settings)
-    assert not (tmp_path / "table").exists()
-
-
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
-        *(({"cache_bytes": value}, "give at least 1, a whole number of bytes, or None") for value in ("1G", 1.5, True)),
-        *(({"commit_every": value}, "give at least 1 step, a whole number, or None") for value in (2.5, True, "3")),
-        *(({"commit_seconds": value}, "give a number, 0 or more, or None") for value in ("x", True, math.nan)),
+        *(
+            ({"cache_bytes": value}, "give at least 1, a whole number of bytes, or None")
+            for value in ("1G", 1.5, True, 0)
+        ),
+        *(({"commit_every": value}, "give at least 1 step, a whole number, or None") for value in (2.5, True, "3", 0)),
+        *(({"commit_seconds": value}, "give a number, 0 or more, or None") for value in ("x", True, math.nan, -1)),
         ({"scratch": 1}, "give True or False"),
     ],
 )
 def test_settings_of_another_kind_are_refused(settings: dict[str, Any], remedy: str, tmp_path: Path) -> None:
-    """Before anything is made; and the table that is made with right ones can be opened."""
+    """Right ones may be numbers of any kind, for a table that is made and for one that is opened."""
     ((argument, value),) = settings.items()
-    message = re.escape(f"{argument} is {value!r}; {remedy}")
-    with pytest.raises(ValueError, match=message):
-        speedswap.Table.create(5, 4, path=tmp_path / "table", **settings)
-    assert not (tmp_path / "table").exists()
-    right = {"seed": np.int64(3), "cache_bytes": np.int64(SMALL), "commit_every": np.int32(2)}
-    speedswap.Table.create(5, 4, path=tmp_path / "table", commit_seconds=np.float32(9), **right).close()
-    if argument != "scratch":
-        with pytest.raises(ValueError, match=message):
-            speedswap.Table.open(tmp_path / "table", **settings)
-    with speedswap.Table.open(tmp_path / "table", cache_bytes=np.int64(SMALL), commit_seconds=Fraction(1, 2)) as table:
+    with pytest.raises(ValueError, match=re.escape(f"{argument} is {value!r}; {remedy}")):
+        speedswap.Disk(tmp_path / "table", **settings)
+    right = {"cache_bytes": np.int64(SMALL), "commit_every": np.int32(2), "commit_seconds": np.float32(9)}
+    place = speedswap.Disk(tmp_path / "table", **right)
+    speedswap.Table.create(5, 4, storage=place, seed=np.int64(3)).close()
+    with speedswap.Table.open(dataclasses.replace(place, commit_seconds=Fraction(1, 2))) as table:
         assert table.store.seed == 3
 
 
@@ -724,7 +718,7 @@ def test_threads_see_all_of_a_scatter_or_nothing(make: Callable[..., speedswap.T
 
 def test_a_cache_of_more_rows_than_can_be_brought_at_once_brings_them_in_pieces(tmp_path: Path) -> None:
     """A quarter of 17 million slots is more than one bringing takes."""
-    with speedswap.Table.create(17_500_000, 64, path=tmp_path / "t", cache_bytes=5 << 30) as table:
+    with speedswap.Table.create(17_500_000, 64, storage=speedswap.Disk(tmp_path / "t", cache_bytes=5 << 30)) as table:
         cache = table.store._cache
         assert cache.log.num_slots == 17_500_000
         first = next(cache.pieces(17_500_000))

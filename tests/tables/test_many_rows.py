@@ -16,7 +16,9 @@ NEAR = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 1]
 @pytest.mark.parametrize(("rows", "dim"), [(5 * 10**9, 128), (9 * 10**9, 3)], ids=["long rows", "groups of rows"])
 def test_rows_beyond_32_bits_train_as_those_of_a_small_table(rows: int, dim: int, tmp_path: Path, device: str) -> None:
     """With duplicates, and under lookahead; ids that are equal in their low 32 bits are different rows."""
-    items = speedswap.Embedding(rows, dim, path=tmp_path / "t", seed=5, cache_bytes=1 << 22, device=device)
+    items = speedswap.Embedding(
+        rows, dim, storage=speedswap.Disk(tmp_path / "t", cache_bytes=1 << 22), seed=5, device=device
+    )
     near = torch.tensor([*NEAR, rows - 1, (rows - 1) % 2**32])
     untouched = torch.tensor([7, 2**32 + 7])
     before = items.table.gather(untouched).weight
@@ -33,7 +35,7 @@ def test_rows_beyond_32_bits_train_as_those_of_a_small_table(rows: int, dim: int
             optimizer.step()
             optimizer.zero_grad()
     items.table.close()
-    with speedswap.Table.open(tmp_path / "t", cache_bytes=1 << 22) as table:
+    with speedswap.Table.open(speedswap.Disk(tmp_path / "t", cache_bytes=1 << 22)) as table:
         for name in ("weight", "exp_avg_sq"):
             found = table.gather(used).columns[name]
             torch.testing.assert_close(

@@ -34,7 +34,7 @@ def _short_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def table_of(path: Path, id_map: speedswap.IdMap, **options: Any) -> speedswap.Table:
-    table = speedswap.Table.create(id_map.num_rows, 2, path=path, commit_seconds=None, **options)
+    table = speedswap.Table.create(id_map.num_rows, 2, storage=speedswap.Disk(path, commit_seconds=None), **options)
     table.set_id_map(id_map)
     return table
 
@@ -75,7 +75,7 @@ def test_any_batches_between_commits_are_found_again(tmp_path: Path, settings: d
         users.take_back(asked)
         if step % 20 == 19:
             table.close()
-            table = speedswap.Table.open(path, commit_seconds=None)
+            table = speedswap.Table.open(speedswap.Disk(path, commit_seconds=None))
             assert table.id_map is not None
             assert torch.equal(table.id_map.to_bytes(), users.to_bytes())
             users = table.id_map
@@ -133,7 +133,7 @@ def test_a_held_commit_keeps_its_map(tmp_path: Path) -> None:
         users.add(torch.tensor([key]))
         table.flush()
     table.close()
-    with speedswap.Table.open(path, commit_seconds=None) as table:
+    with speedswap.Table.open(speedswap.Disk(path, commit_seconds=None)) as table:
         table.store.commits.return_to(held)
         assert table.id_map is not None
         table.id_map.restore(then)
@@ -163,7 +163,7 @@ def killed_between(path: Path, work: Any) -> Iterator[speedswap.IdMap]:
     step = 0
     while killed_at(step, work, ("open", "write", "posix_fallocate", "fsync", "unlink")):
         step += 1
-        with speedswap.Table.open(path, commit_seconds=None) as table:
+        with speedswap.Table.open(speedswap.Disk(path, commit_seconds=None)) as table:
             assert table.id_map is not None
             yield table.id_map
     assert step > 3
@@ -177,7 +177,7 @@ def test_a_process_killed_anywhere_in_its_commits_leaves_one_of_them(tmp_path: P
     table.close()
 
     def work() -> None:
-        table = speedswap.Table.open(path, commit_seconds=None)
+        table = speedswap.Table.open(speedswap.Disk(path, commit_seconds=None))
         assert table.id_map is not None
         begun = int(table.read(0, 1)[0, 0])
         for commit in range(begun + 1, begun + 4):

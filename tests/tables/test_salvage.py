@@ -362,7 +362,7 @@ def test_rows_after_kills_are_those_of_the_last_commit(tmp_path: Path) -> None:
     path, draw = tmp_path / "t", random.Random(1)
     Table.create(500, 70, path=path, init=init.normal(), seed=2).close()
     for life in range(6):
-        with Table.open(path, cache_bytes=1) as table:
+        with Table.open(speedswap.Disk(path, cache_bytes=1)) as table:
             if life == 2:
                 table.add_columns([Column("state", (70,), torch.float32, init.normal(), stored=torch.bfloat16)])
             for _ in range(12):

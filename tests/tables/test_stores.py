@@ -16,8 +16,8 @@ from torch import Tensor
 
 import speedswap
 from speedswap.kernels import Lookup
-from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore
-from speedswap.tables.opening import create_store, open_store
+from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore, as_storage
+from speedswap.tables.opening import open_store
 
 ROWS, DIM = 30, 4
 
@@ -113,7 +113,7 @@ def batches(device: str, count: int = 6) -> list[Tensor]:
 
 def local(path: Path | None = None) -> RowStore:
     weight = speedswap.Column("weight", (DIM,), torch.float32, speedswap.init.normal())
-    return create_store(ROWS, weight, seed=3, path=path, name="rows")
+    return as_storage("auto", path).create(ROWS, weight, seed=3, name="rows")
 
 
 def module(kind: str, store: RowStore, device: str) -> Any:

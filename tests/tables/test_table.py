@@ -380,7 +380,7 @@ def test_ids_that_would_be_overwritten_are_refused(device: str) -> None:
 @pytest.mark.parametrize("engine", ["auto", "zero_copy", "staged", "split"])
 def test_a_copy_has_storage_and_engine_of_its_table(engine: str) -> None:
     """Also an engine that serves only pinned memory, which there is none of without a GPU."""
-    table = Table.create(5, 3, engine=engine, init=init.normal())
+    table = Table.create(5, 3, storage=speedswap.Pinned(engine), init=init.normal())
     copied = copy.deepcopy(table)
     assert (copied.storage, copied.engine) == (table.storage, engine)
     assert torch.equal(copied.read(), table.read())

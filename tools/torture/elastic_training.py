@@ -85,9 +85,9 @@ class Training:
     def parts(self, group: dist.ProcessGroup | None) -> tuple[nn.ModuleDict, torch.optim.Optimizer]:
         """Return model and optimizer."""
         torch.manual_seed(2)
-        options: dict[str, Any] = {"path": self.folder / "rows", "cache_bytes": 1 << 16} if self.on_disk else {}
-        options = {} if group is None else {"process_group": group, "reduction": "sum", **options}
-        rows = speedswap.Embedding(ROWS, DIM, padding_idx=1, seed=SEED, dtype=torch.float64, **options)
+        each = speedswap.Disk(self.folder / "rows", cache_bytes=1 << 16) if self.on_disk else "auto"
+        place = "auto" if group is None else speedswap.Ranks(each, group, reduction="sum")
+        rows = speedswap.Embedding(ROWS, DIM, padding_idx=1, seed=SEED, dtype=torch.float64, storage=place)
         model = nn.ModuleDict({"rows": rows, "head": nn.Linear(DIM, 1, dtype=torch.float64)})
         make: Any = getattr(torch.optim, self.optimizer)
         settings = {"lr": 0.05, "momentum": 0.9} if self.optimizer == "SGD" else {"lr": 0.05}

@@ -116,7 +116,7 @@ def _trains(tell: Any, run: Run) -> None:
 
 
 def _opened(run: Run) -> speedswap.Table:
-    return speedswap.Table.open(run.path, commit_every=run.commit_every, cache_bytes=run.cache_bytes)
+    return speedswap.Table.open(speedswap.Disk(run.path, commit_every=run.commit_every, cache_bytes=run.cache_bytes))
 
 
 def _steps(tell: Any, run: Run, table: speedswap.Table, said: list[str]) -> None:

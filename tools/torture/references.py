@@ -76,7 +76,7 @@ class Run:
     def opened(self) -> speedswap.Table:
         draw = random.Random(self.seed + self.deadly)
         cache_bytes, every = draw.choice([None, 1, 20_000]), draw.choice([None, 1, 2])
-        return speedswap.Table.open(self.folder / "table", cache_bytes=cache_bytes, commit_every=every)
+        return speedswap.Table.open(speedswap.Disk(self.folder / "table", cache_bytes=cache_bytes, commit_every=every))
 
 
 def _round(seed: int, folder: Path) -> Mapping[str, int]:

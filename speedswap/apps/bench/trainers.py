@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,6 @@ class Ours:
         storage: of the table; ``auto`` is the user's default.
         fused: torch's fused implementation of the optimizer.
         ahead: prefetch the next batch's rows during a step.
-        place: further options of the table's storage, such as ``path``.
     """
 
     def __init__(
@@ -79,13 +78,12 @@ class Ours:
         optimizer: str,
         device: str,
         *,
-        storage: str = "auto",
+        storage: speedswap.tables.Storage | str = "auto",
         fused: bool = False,
         ahead: bool = False,
-        **place: Any,
     ) -> None:
         init = speedswap.init.uniform(-0.1, 0.1)
-        self.embedding = speedswap.Embedding(num_rows, dim, storage=storage, init=init, seed=0, device=device, **place)
+        self.embedding = speedswap.Embedding(num_rows, dim, storage=storage, init=init, seed=0, device=device)
         how = {"fused": True} if fused else {}
         self.optimizer = DENSE[optimizer](self.embedding.parameters(), lr=LEARNING_RATE[optimizer], **how)
         self._ahead = ahead

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.dlrm.samples import CATEGORIES, NAMES
-from speedswap.apps.files import scratch_folder
-from speedswap.apps.options import ON_DISK
 from speedswap.apps.ranks import Job
 
 __all__ = ["Embeddings"]
@@ -62,10 +60,7 @@ class Embeddings(nn.Module):
     ) -> None:
         super().__init__()
         self._width = width
-        folder = None
-        self._remove_folder: Callable[[], object] | None = None
-        if storage in ON_DISK:
-            folder, self._remove_folder = scratch_folder(self, scratch)
+        place, self._remove_folder = (job or Job()).place_of_tables(self, storage, scratch)
         seeds = np.random.SeedSequence(seed).generate_state(CATEGORIES, np.uint64).tolist()
         configs = []
         for name, own_seed in zip(COLUMNS, seeds, strict=True):
@@ -80,9 +75,7 @@ class Embeddings(nn.Module):
                 id_map=ids,
             )
             configs.append(config)
-        self.collection = speedswap.EmbeddingBagCollection(
-            configs, storage=storage, path=folder, scratch=folder is not None, **(job or Job()).of_tables()
-        )
+        self.collection = speedswap.EmbeddingBagCollection(configs, storage=place)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of ids, int64, shape (26, n); the vectors' shape is (n, 26, width)."""
@@ -104,8 +97,7 @@ class Embeddings(nn.Module):
     def close(self) -> None:
         """Close the tables, and remove those in a temporary directory."""
         self.collection.close()
-        if self._remove_folder is not None:
-            self._remove_folder()
+        self._remove_folder()
 
 
 def by_name(ids: Tensor) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
-from speedswap.apps.files import scratch_folder
 from speedswap.apps.ncf.interactions import IdMap, Ids, Split
-from speedswap.apps.options import ON_DISK
 from speedswap.apps.ranks import Job
 
 __all__ = ["MODELS", "NCF", "Recommendations"]
@@ -95,29 +93,21 @@ class NCF(nn.Module):
         """The users' interactions."""
         self._gmf_width = factors if model != "mlp" else 0
         self._mlp_width = layers[0] // 2 if model != "gmf" else 0
-        folder = None
-        self._remove_folder: Callable[[], object] | None = None
-        if storage in ON_DISK:
-            folder, self._remove_folder = scratch_folder(self, scratch)
-        of_tables = (job or Job()).of_tables()
+        place, self._remove_folder = (job or Job()).place_of_tables(self, storage, scratch)
         # One seed for both would give row n of the two tables the same values.
         seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
 
         def embedding(name: str, rows: int, seed: int) -> speedswap.Embedding:
             width = self._gmf_width + self._mlp_width
-            path = folder and folder / name
             init = speedswap.init.normal(std=INIT_STD)
             return speedswap.Embedding(
                 rows,
                 width,
-                storage=storage,
-                path=path,
+                storage=place.of_table(name),
                 init=init,
                 seed=seed,
                 name=name,
                 state_dtype=state_dtype,
-                scratch=path is not None,
-                **of_tables,
             )
 
         self.user = embedding("users", num_users, seeds[0])
@@ -226,8 +216,7 @@ class NCF(nn.Module):
         """Close the tables, and remove those in a temporary directory."""
         self.user.table.close()
         self.item.table.close()
-        if self._remove_folder is not None:
-            self._remove_folder()
+        self._remove_folder()
 
 
 # ---- the best items out of all, in bounded memory --------------------------------------------------------------------

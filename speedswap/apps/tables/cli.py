@@ -17,7 +17,7 @@ from speedswap.apps.errors import SettingsError
 from speedswap.apps.tables.info import describe_table, table_facts
 from speedswap.apps.tables.verifying import verify
 from speedswap.errors import SpeedswapError
-from speedswap.tables import Table
+from speedswap.tables import Disk, Table
 from speedswap.tables.files.whole import write_whole
 from speedswap.tables.formats import FORMATS
 
@@ -176,7 +176,7 @@ def _salvage(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    with Table.open(args.table, mode="r", cache_bytes=_CACHE_BYTES) as table, _refusals():
+    with Table.open(Disk(args.table, cache_bytes=_CACHE_BYTES), mode="r") as table, _refusals():
         columns = [*table.columns] if args.columns == "all" else args.columns.split(",")
         table.export(args.file, args.format, columns=columns, keys=args.keys, overwrite=args.overwrite)
     print(f"saved {args.file}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import speedswap
-from speedswap.apps.files import scratch_folder
-from speedswap.apps.options import ON_DISK
 from speedswap.apps.ranks import Job
 from speedswap.apps.word2vec.blocks import NOISE, Batch, PairWeights
 
@@ -51,24 +48,17 @@ class SkipGram(nn.Module):
     ) -> None:
         super().__init__()
         self.pair_weights = PairWeights(window, negative)
-        folder, of_tables = None, (job or Job()).of_tables()
-        self._remove_folder: Callable[[], object] | None = None
-        if storage in ON_DISK:
-            folder, self._remove_folder = scratch_folder(self, scratch)
+        place, self._remove_folder = (job or Job()).place_of_tables(self, storage, scratch)
 
         def embedding(name: str, init: speedswap.init.Initializer) -> speedswap.Embedding:
-            path = folder and folder / name
             return speedswap.Embedding(
                 words,
                 dim,
-                storage=storage,
-                path=path,
+                storage=place.of_table(name),
                 init=init,
                 seed=seed,
                 name=name,
                 state_dtype=state_dtype,
-                scratch=path is not None,
-                **of_tables,
             )
 
         self.center = embedding("center", speedswap.init.uniform(-0.5 / dim, 0.5 / dim))
@@ -78,8 +68,7 @@ class SkipGram(nn.Module):
         """Close the tables, and remove those in a temporary directory."""
         self.center.table.close()
         self.context.table.close()
-        if self._remove_folder is not None:
-            self._remove_folder()
+        self._remove_folder()
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the batch's loss, summed over its pairs, or over those of a rank's share: a scalar."""

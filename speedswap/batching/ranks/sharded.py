@@ -50,7 +50,7 @@ class Sharded(Peers):
         ranks = meshes[0].mesh.flatten().tolist()
         if owners is not None and owners.ranks != ranks:
             raise BatchError(
-                f"fully_shard divides the model over ranks {ranks}, and process_group= of its embeddings has "
+                f"fully_shard divides the model over ranks {ranks}, and storage=Ranks() of its embeddings has "
                 f"{owners.ranks}; give both the same"
             )
         super().__init__(ranks, owners)

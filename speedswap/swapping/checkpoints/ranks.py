@@ -39,14 +39,14 @@ class SavingRanks:
         groups = {each.table.ranks for each in modules.values()} - {None}
         if len(groups) > 1:
             raise ValueError(
-                f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables one "
-                "process_group, or save parts of the model apart"
+                f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables "
+                "those of one, or save parts of the model apart"
             )
         for name, each in modules.items():
             if groups and each.table.ranks is None and each.weight.requires_grad:
                 raise ValueError(
                     f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are "
-                    "owned by all of them; give it their process_group too, or save it apart"
+                    "owned by all of them; give it their storage=speedswap.Ranks() too, or save it apart"
                 )
         return cls(next(iter(groups), None))
 

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
-from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
 from speedswap.swapping.collections.given import Given
 from speedswap.swapping.collections.group import TableGroup, groups_of
@@ -30,18 +29,12 @@ from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced
 from speedswap.swapping.request import Request
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import IdMap, Table
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
+from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
 
 __all__ = ["TableCollection"]
 
 Config = TypeVar("Config", bound=EmbeddingConfig)
-_DISK = ("cache_bytes", "commit_every", "commit_seconds", "synchronous_commit")  # settings of tables that are opened
+_KEPT = ("is_weighted", "device", "local_to_rank")  # settings of a collection that is opened
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableCollection[Any]")
 
@@ -62,15 +55,12 @@ class TableCollection(nn.Module, Generic[Config]):
         *,
         is_weighted: bool = False,
         device: torch.device | str | None = None,
-        storage: str = "auto",
-        engine: str = "auto",
+        storage: Storage | str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        reduction: str = "mean",
         existing: Sequence[Group] | None = None,
         values: Mapping[str, Tensor] | None = None,
-        **disk: Unpack[DiskArguments],
+        **former: Any,
     ) -> None:
         """Make the groups and their tables.
 
@@ -79,22 +69,20 @@ class TableCollection(nn.Module, Generic[Config]):
             values: rows for some of the tables, by name, in place of initial values.
         """
         super().__init__()
-        disk_options(type(self).__name__, disk)
+        place = as_storage(storage, path, former, type(self).__name__)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
         id_maps = {config.name: config.id_map for config in configs if config.id_map is not None}
         # A group has the maps, of which a copy has its own.
         self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
         self._check_configs()
-        if process_group is not None:
+        if (ranks := place.ranks) is not None:
             described = {key: text for config in self.configs for key, text in described_alike(config).items()}
             settings = {"tables": [config.name for config in self.configs], "is_weighted": is_weighted, **described}
-            RankGroup.of(process_group).require_same_settings(type(self).__name__, settings)
-        parts = grouped(self.configs, storage, engine) if existing is None else existing
-        arguments: dict[str, Any] = {"device": device, "local_to_rank": local_to_rank, "reduction": reduction, **disk}
-        is_new = path is not None and process_group is None  # ranks go on with the groups that they find
-        with unfinished(Path(path or ""), [part.name for part in parts]) if is_new else nullcontext():
-            groups = groups_of(parts, values, id_maps, path, process_group=process_group, **arguments)
+            ranks.require_same_settings(type(self).__name__, settings)
+        parts = grouped(self.configs, place) if existing is None else existing
+        with nullcontext() if place.folder is None else unfinished(place.folder, [part.name for part in parts]):
+            groups = groups_of(parts, values, id_maps, device=device, local_to_rank=local_to_rank)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
@@ -105,8 +93,7 @@ class TableCollection(nn.Module, Generic[Config]):
         self.register_module(self.tables_name, TablesByName(homes[config.name] for config in self.configs))
         with torch.device("cpu"):
             self._slots = Slots(groups, self._comes_last)
-        of_tables = (group.ranks for group in groups)
-        surround_forward(self, RankGroup.of(process_group) if process_group is not None else next(of_tables, None))
+        surround_forward(self, ranks or next((group.ranks for group in groups), None))
 
     def _check_configs(self) -> None:
         """Raise ValueError where the configs do not go with the collection's other settings."""
@@ -163,43 +150,48 @@ class TableCollection(nn.Module, Generic[Config]):
 
     @classmethod
     def open(
-        cls: type[_Self], tables: Iterable[Config], path: str | os.PathLike[str], mode: str = "r+", **settings: Any
+        cls: type[_Self],
+        tables: Iterable[Config],
+        path: str | os.PathLike[str] | Storage,
+        mode: str = "r+",
+        **settings: Any,
     ) -> _Self:
         """Open a collection in files: one made with ``path``, or one that :meth:`save` wrote.
 
         Args:
             tables: the configs that it was made with, in their order.
-            path: its directory.
+            path: its directory; or ``speedswap.Disk(directory, …)``, with settings of a group's cache and commits.
             mode: ``r+`` to read and write, as the only writer; ``r`` to read.
-            settings: ``is_weighted``, ``device``, ``local_to_rank``, ``cache_bytes``, ``commit_every``,
-                ``commit_seconds`` and ``synchronous_commit``, as for the class.
+            settings: ``is_weighted``, ``device`` and ``local_to_rank``, as for the class.
 
         Raises:
             FileNotFoundError, TableFormatError, TableBusyError: as :meth:`speedswap.Table.open` does.
             ValueError: there are other tables in the files.
         """
-        disk: dict[str, Any] = {name: settings.pop(name) for name in _DISK if name in settings}
-        require_finished(Path(path))
-        return cls._over(tables, lambda name: Table.open(Path(path) / name, mode, **disk), settings)
+        kept = {name: settings.pop(name) for name in _KEPT if name in settings}
+        place = opened_place(path, settings, f"{cls.__name__}.open")
+        require_finished(place)
+        return cls._over(tables, lambda name: Table.open(place.of_table(name), mode), kept)
 
     @classmethod
     def load(
         cls: type[_Self],
         tables: Iterable[Config],
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Storage,
         *,
-        storage: str = "auto",
-        engine: str = "auto",
+        storage: Storage | str = "auto",
         **settings: Any,
     ) -> _Self:
         """Load a copy of a collection in files into memory.
 
         Args:
-            storage, engine: of the copy, as in :meth:`speedswap.Table.load`.
+            storage: of the copy, as in :meth:`speedswap.Table.load`.
             tables, path, settings: as for :meth:`open`, whose errors it has.
         """
-        require_finished(Path(path))
-        return cls._over(tables, lambda name: Table.load(Path(path) / name, storage=storage, engine=engine), settings)
+        kept = {name: settings.pop(name) for name in _KEPT if name in settings}
+        source, place = opened_place(path, {}, ""), as_storage(storage, None, settings, f"{cls.__name__}.load")
+        require_finished(source)
+        return cls._over(tables, lambda name: Table.load(source.of_table(name), storage=place), kept)
 
     @classmethod
     def _over(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -12,14 +12,14 @@ import torch
 from speedswap._words import a_kind
 from speedswap.swapping.arguments import require_id_map
 from speedswap.swapping.keyed import rows_for
-from speedswap.tables import IdMap
+from speedswap.tables import IdMap, Storage, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count, seed_of
 
 __all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "checked", "described_alike", "output_names"]
 
 _POOLINGS = ("sum", "mean", "max")
-_OF_THE_RANK = ("seed", "storage", "engine", "id_map")  # which may differ, or is agreed on elsewhere
+_OF_THE_RANK = ("seed", "storage", "id_map")  # which may differ, or is agreed on elsewhere
 Config = TypeVar("Config", bound="EmbeddingConfig")
 
 
@@ -44,7 +44,9 @@ class EmbeddingConfig:
         id_map: a map from keys to the table's rows, :class:`speedswap.IdMap`: features have keys then, num_embeddings
             follows from the map, and padding_idx is 0. The collection has it as ``id_maps[name]``.
         dtype: of the weights; torch's default dtype by default.
-        storage, engine: as for :class:`speedswap.Embedding`; the collection's by default.
+        storage: ``device``, ``pinned`` or ``pageable``, or such a place, as for :class:`speedswap.Embedding`; the
+            collection's by default.
+        engine: an argument of version 0.1; give ``storage=speedswap.Pinned(engine=…)``.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
         group: tables of different groups have different parameters, so that an optimizer may train them with settings
             of their own. A part of a directory's name.
@@ -68,15 +70,18 @@ class EmbeddingConfig:
     padding_idx: int | None = None
     id_map: IdMap | None = None
     dtype: torch.dtype | None = None
-    storage: str | None = None
-    engine: str | None = None
+    storage: Storage | str | None = None
+    engine: InitVar[str | None] = None
     stored_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     rounding: str | None = None
     group: str = ""
     trainable: bool = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, engine: str | None) -> None:
+        if engine is not None:
+            place = as_storage(self.storage or "auto", None, {"engine": engine}, type(self).__name__)
+            object.__setattr__(self, "storage", place)
         if not isinstance(self.name, str) or not self.name or "." in self.name:
             raise ValueError(f"name is {self.name!r}; give a table's name, without a dot: it is a part of state_dict's")
         if not isinstance(self.group, str) or set(self.group) & set("./\\\0"):
@@ -127,8 +132,8 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     pooling: str = "sum"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __post_init__(self, engine: str | None) -> None:
+        super().__post_init__(engine)
         pooling = getattr(self.pooling, "value", self.pooling)
         pooling = pooling.lower() if isinstance(pooling, str) else pooling
         if pooling not in _POOLINGS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +15,7 @@ from speedswap.swapping.collections.jagged import JaggedTensor
 from speedswap.swapping.collections.modules import require_plain, settings_of
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
+from speedswap.tables import Storage
 
 __all__ = ["EmbeddingCollection"]
 
@@ -36,9 +31,11 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
     Args:
         tables: a config for each.
         device: of the parameters, as ``.to(device)`` would set it; rows go to the device of the ids.
-        storage, engine: of the tables whose config has none, as for :class:`speedswap.Embedding`.
-        path: a directory for tables on disk, with a subdirectory for each group of tables; :meth:`open` opens it again.
-        local_to_rank, process_group, reduction, disk: as for :class:`speedswap.Embedding`; a cache is one group's.
+        storage: of the tables whose config has none, as for :class:`speedswap.Embedding`. A directory gets a
+            subdirectory for each group of tables, each with its own cache; :meth:`open` opens it again.
+        path: a directory for tables on disk, for short.
+        local_to_rank: as for :class:`speedswap.Embedding`.
+        former: arguments of version 0.1, with a DeprecationWarning.
 
     Attributes:
         embeddings: the tables by name: ``embeddings["item"].read(ids)``, ``.score(queries)``, ``.weight`` to be filled
@@ -87,24 +84,18 @@ class EmbeddingCollection(TableCollection[EmbeddingConfig]):
         tables: Iterable[EmbeddingConfig],
         *,
         device: torch.device | str | None = None,
-        storage: str = "auto",
-        engine: str = "auto",
+        storage: Storage | str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        reduction: str = "mean",
-        **disk: Unpack[DiskArguments],
+        **former: Any,
     ) -> None:
         self._build(
             tables,
             device=device,
             storage=storage,
-            engine=engine,
             path=path,
             local_to_rank=local_to_rank,
-            process_group=process_group,
-            reduction=reduction,
-            **disk,
+            **former,
         )
 
     def _build(self, *args: Any, **settings: Any) -> None:

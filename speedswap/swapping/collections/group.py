@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from speedswap.collectives import RankGroup
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.collections.grouping import Group, contents_of
 from speedswap.swapping.keyed import KeyedRows
@@ -28,9 +25,6 @@ from speedswap.tables.notes import PARTS
 from speedswap.tables.part import PartStore
 from speedswap.tables.ranges import InRanges, Range
 from speedswap.tables.table.files import discard
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 __all__ = ["TableGroup", "groups_of"]
 
@@ -102,8 +96,6 @@ class TableGroup(TableModule):
         *,
         values: Mapping[str, Tensor] | None = None,
         id_maps: Mapping[str, IdMap] | None = None,
-        path: str | os.PathLike[str] | None = None,
-        process_group: dist.ProcessGroup | None = None,
         **arguments: Any,
     ) -> TableGroup:
         """Return a group of tables with their initial values, or over the table that holds their rows.
@@ -112,9 +104,7 @@ class TableGroup(TableModule):
             group: the tables.
             values: rows for some of the tables, by name, in place of initial values.
             id_maps: as for the class.
-            path: of the new table.
-            process_group: the ranks that own its rows.
-            arguments: ``device``, ``local_to_rank``, ``reduction`` and those of the disk.
+            arguments: ``device`` and ``local_to_rank``.
 
         Raises:
             ValueError: the existing table holds other tables.
@@ -125,21 +115,17 @@ class TableGroup(TableModule):
         if table is None:
             with torch.device("cpu"):  # also while a model is built on meta
                 ranges = tuple(_range(config, values or {}) for config in configs)
-                if process_group is not None:
-                    agreed = RankGroup.of(process_group).agree_on_seed
-                    ranges = tuple(replace(each, seed=agreed(each.seed)) for each in ranges)
+                if (ranks := key.storage.ranks) is not None:
+                    ranges = tuple(replace(each, seed=ranks.agree_on_seed(each.seed)) for each in ranges)
             module = cls(
                 num_rows,
                 key.embedding_dim,
                 init=InRanges(ranges),
                 seed=ranges[0].seed,  # of stochastic rounding alone
                 dtype=key.dtype,
-                storage=key.storage,
-                engine=key.engine,
+                storage=key.storage.of_table(name),
                 stored_dtype=key.stored_dtype,
                 name=name,
-                path=path,
-                process_group=process_group,
                 **arguments,
             )
             if values:
@@ -227,7 +213,6 @@ def groups_of(
     groups: Sequence[Group],
     values: Mapping[str, Tensor] | None,
     id_maps: Mapping[str, IdMap],
-    path: str | os.PathLike[str] | None,
     **arguments: Any,
 ) -> list[TableGroup]:
     """Return all groups of a collection; if one of them cannot be made, no new table is left, and those found stay.
@@ -235,13 +220,11 @@ def groups_of(
     Args:
         groups: the tables.
         values, id_maps, arguments: as for :meth:`TableGroup.of`.
-        path: the collection's directory.
     """
     made: list[TableGroup] = []
     try:
         for group in groups:
-            place = None if path is None else Path(path) / group.name
-            made.append(TableGroup.of(group, values=values, id_maps=id_maps, path=place, **arguments))
+            made.append(TableGroup.of(group, values=values, id_maps=id_maps, **arguments))
     except BaseException:
         for module, group in zip(made, groups, strict=False):
             if group.table is None:

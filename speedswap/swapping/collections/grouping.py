@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from speedswap.swapping.collections.configs import EmbeddingConfig
-from speedswap.tables import Table
+from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables.notes import PARTS
 
 __all__ = ["Group", "GroupKey", "close_all", "contents_of", "grouped", "opened"]
@@ -23,29 +23,27 @@ class GroupKey(NamedTuple):
     stored_dtype: torch.dtype | None
     state_dtype: torch.dtype | None
     rounding: str | None
-    storage: str
-    engine: str
+    storage: Storage
     group: str
     trainable: bool
 
     @classmethod
-    def of(cls, config: EmbeddingConfig, storage: str, engine: str) -> GroupKey:
-        """Return the key of a table's group, with the collection's storage and engine where it has none of its own."""
+    def of(cls, config: EmbeddingConfig, storage: Storage) -> GroupKey:
+        """Return the key of a table's group, with the collection's storage where it has none of its own."""
         return cls(
             config.embedding_dim,
             config.dtype or torch.get_default_dtype(),
             config.stored_dtype,
             config.state_dtype,
             config.rounding,
-            config.storage or storage,
-            config.engine or engine,
+            storage if config.storage is None else storage.of_table(config.name, config.storage),
             config.group,
             config.trainable,
         )
 
     @property
     def name(self) -> str:
-        """A name for messages and files, without a dot: of all properties but storage and engine."""
+        """A name for messages and files, without a dot: of all properties but storage."""
         words = [str(self.embedding_dim), _word(self.dtype)]
         words += ["as", _word(self.stored_dtype)] if self.stored_dtype else []
         words += ["state", _word(self.state_dtype)] if self.state_dtype else []
@@ -71,11 +69,11 @@ class Group(NamedTuple):
     table: Table | None = None
 
 
-def grouped(configs: Sequence[EmbeddingConfig], storage: str, engine: str) -> list[Group]:
-    """Return the groups of new tables, in a collection with this storage and engine."""
+def grouped(configs: Sequence[EmbeddingConfig], storage: Storage) -> list[Group]:
+    """Return the groups of new tables, in a collection with this storage."""
     found: dict[GroupKey, list[EmbeddingConfig]] = {}
     for config in configs:
-        found.setdefault(GroupKey.of(config, storage, engine), []).append(config)
+        found.setdefault(GroupKey.of(config, storage), []).append(config)
     groups: list[Group] = []
     for key, some in found.items():
         number = 1 + sum(group.key.name == key.name for group in groups)
@@ -96,8 +94,8 @@ def opened(configs: Sequence[EmbeddingConfig], table_of: Callable[[str], Table])
     groups: list[Group] = []
     try:
         # The tables have their maps, and are where they are.
-        plain = [replace(config, id_map=None, storage=None, engine=None) for config in configs]
-        for key, _, some, _ in grouped(plain, "auto", "auto"):
+        plain = [replace(config, id_map=None, storage=None) for config in configs]
+        for key, _, some, _ in grouped(plain, as_storage("auto")):
             number = 0
             while some:
                 number += 1

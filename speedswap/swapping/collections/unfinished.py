@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from speedswap.errors import TableBusyError
-from speedswap.tables import Table
+from speedswap.tables import Storage, Table
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
 from speedswap.tables.files.place import Place
@@ -76,8 +76,9 @@ def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
         directory.close()
 
 
-def require_finished(path: Path) -> None:
-    """Raise FileNotFoundError unless all groups in a directory were made."""
+def require_finished(place: Storage) -> None:
+    """Raise FileNotFoundError unless all groups in a place were made."""
+    path = place.folder or Path()
     file = path / _GROUPS
     if file.exists() and file.stat().st_size:
         raise FileNotFoundError(

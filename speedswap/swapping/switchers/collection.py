@@ -7,9 +7,8 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy.typing as npt
 import torch
@@ -19,22 +18,16 @@ from speedswap import kernels
 from speedswap._warnings import users_level
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
-from speedswap.swapping.arguments import disk_options
 from speedswap.swapping.switchers import arrays, files
 from speedswap.swapping.switchers.files import ColumnArray
-from speedswap.tables import Table
+from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables import init as initializers
-from speedswap.tables.disk.options import DiskArguments, DiskOptions
-from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column
 from speedswap.tables.table.files import discard
 from speedswap.tables.whole_table import as_numpy
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-__all__ = ["Collection", "warn_of_duplicates"]
+__all__ = ["Collection", "place_of", "warn_of_duplicates"]
 
 
 @dataclass(eq=False, repr=False)
@@ -45,12 +38,8 @@ class Collection:
         num_rows: number of rows.
         row_shape: shape of one row.
         row_dtype: any torch dtype with a fixed item size.
-        storage: where the rows live, as for :meth:`speedswap.Table.create`.
+        storage: where the rows live.
         name: its name in messages.
-        path: the directory of a collection on disk.
-        process_group: the ranks that own the rows together.
-        engine: how rows go to a GPU and back, as for :meth:`speedswap.Table.create`.
-        disk: its settings for a collection on disk.
     """
 
     init_methods: ClassVar[str] = "an init method"
@@ -59,12 +48,8 @@ class Collection:
     num_rows: int
     row_shape: tuple[int, ...]
     row_dtype: torch.dtype
-    storage: str
+    storage: Storage
     name: str
-    path: Path | None = None
-    process_group: dist.ProcessGroup | None = None
-    engine: str = "auto"
-    disk: DiskArguments = field(default_factory=DiskArguments)
     said_duplicates: bool = field(default=False, init=False)
     _table: Table | None = field(default=None, init=False)
 
@@ -84,7 +69,7 @@ class Collection:
     @property
     def ranks(self) -> RankGroup | None:
         """The ranks that own the rows together; None for a process alone."""
-        return None if self.process_group is None else RankGroup.of(self.process_group)
+        return self.storage.ranks
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,59 +86,26 @@ class Collection:
 
     # ------------------------------------------------------------------ making it
 
-    def __post_init__(self) -> None:
-        options = disk_options(type(self).__name__, self.disk).require()
-        if self.storage != "disk":
-            options.require_none("in memory, without a diskname")
-
     def make(self, init: Initializer) -> None:
         """Put a new table with these initial values in place of the previous one."""
-        path = self.place()
-        if self._table is not None and path is None:
+        self.require_free()
+        if self._table is not None and self._table.path is None:
             # Freed first, so that the two are never in memory together.
             self._table.close()
             self._table = None
-        self._replace(self.new_table(path, init, seed=int(torch.randint(2**62, ()).item())))
+        self._replace(self.new_table(init, seed=int(torch.randint(2**62, ()).item())))
 
-    def new_table(self, path: Path | None, init: Initializer, seed: int) -> Table:
+    def require_free(self) -> None:
+        """Raise FileExistsError if the collection's directory exists."""
+        try:
+            self.storage.require_free()
+        except FileExistsError as error:
+            raise FileExistsError(f"{error}; loadCupy takes what is there") from None
+
+    def new_table(self, init: Initializer, seed: int) -> Table:
         """Return a new table of this collection's rows."""
-        return self._table_at(path, init, seed, exist_ok=False)
-
-    def _table_at(self, path: Path | None, init: Initializer, seed: int, *, exist_ok: bool) -> Table:
-        """Return a new table of this collection's rows; of ranks also the one that is there, if ``exist_ok`` is set."""
-        create = Table.create
-        if self.process_group is not None:
-            from speedswap.ranks.creating import create_sharded
-
-            create = partial(create_sharded, self.process_group, exist_ok=exist_ok)
-        return create(
-            self.num_rows,
-            self.width,
-            dtype=self.row_dtype,
-            storage=self.storage,
-            engine=self.engine,
-            path=path,
-            init=init,
-            seed=seed,
-            name=self.name,
-            **self.disk,
-        )
-
-    def place(self) -> Path | None:
-        """Return the directory for a new table; None for one in memory.
-
-        Raises:
-            FileExistsError: the collection's directory exists.
-        """
-        if self.path is None or self.process_group is not None:  # ranks find it out together
-            return self.path
-        TableDirectory.discard_scratch(self.path)
-        if self.path.exists():
-            raise FileExistsError(
-                f"diskname is {str(self.path)!r}, which exists; open it with loadCupy({str(self.path)!r}), or give "
-                "another name"
-            )
-        return self.path
+        settings: dict[str, Any] = {"init": init, "seed": seed, "name": self.name}
+        return Table.create(self.num_rows, self.width, dtype=self.row_dtype, storage=self.storage, **settings)
 
     def _replace(self, table: Table) -> None:
         if self._table is not None:
@@ -174,15 +126,7 @@ class Collection:
 
     def open_table(self, path: Path) -> Table:
         """Open an existing table of this collection's rows."""
-        if self.process_group is None:
-            disk = DiskOptions(**self.disk)._asdict()
-            del disk["scratch"]  # what is opened is not scratch
-            return Table.open(path, **disk)
-        table = self._table_at(path, initializers.zeros(), seed=0, exist_ok=True)
-        if not table.was_found:
-            table.remove()
-            raise ValueError(f"loadFileName is {str(path)!r}, where there is no table of process_group")
-        return table
+        return Table.open(self.storage.at(path))
 
     def table_columns(self) -> list[Column]:
         """Return the columns of the table, without their initial values."""
@@ -271,7 +215,7 @@ class Collection:
                 unchanged.
         """
         path = Path(loadFileName)
-        if self.storage == "disk" and path.is_dir():
+        if path.is_dir():
             self._open(path)
         else:
             self._read_file(path if path.exists() else files.with_suffix(path, self.file_suffix))
@@ -292,6 +236,19 @@ class Collection:
             failed, self._table = self._table, None
             discard(failed)
             raise
+
+
+def place_of(
+    callee: str,
+    storage: Storage | str | None,
+    diskname: str | os.PathLike[str] | None,
+    pinned: bool,
+    former: Mapping[str, Any],
+) -> Storage:
+    """Return the place of a switcher's rows: the one asked for, or what SpeedTorch's arguments stand for."""
+    if storage is None:
+        storage = "disk" if diskname is not None else "pinned" if pinned else "device"
+    return as_storage(storage, diskname, former, callee)
 
 
 def warn_of_duplicates(ids: Tensor, name: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +17,10 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import LostUpdateError, SpeedswapWarning
 from speedswap.swapping.embedding import Embedding
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection
+from speedswap.swapping.switchers.collection import Collection, place_of
+from speedswap.tables import Storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["ModelFactory", "check_rows"]
 
@@ -54,13 +48,11 @@ class ModelFactory(Collection):
             ``model_variable`` gets.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory. A collection in
             files ignores it: its pages are never pinned, and rows pass through pinned memory.
-        process_group: the ranks of a torch.distributed job that own the rows together, as for
-            :class:`speedswap.Embedding`: all of them make each call at once, with indexes of their own. Of rows that
-            several ranks write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the
-            model has to leave its weight alone.
-        engine: how rows go between a collection in host memory and a GPU, as for :meth:`speedswap.Table.create`.
-        disk: ``cache_bytes``, ``commit_every``, ``commit_seconds``, ``synchronous_commit`` and ``scratch`` of a
-            collection in files, as there.
+        storage: where the rows live, in place of ``diskname`` and ``CPUPinn``, as for :class:`speedswap.Embedding`.
+            Ranks that own them together make each call at once, with indexes of their own; of rows that several ranks
+            write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model has to
+            leave its weight alone.
+        former: arguments of version 0.1, with a DeprecationWarning.
 
     Raises:
         ValueError, TypeError: an argument does not fit ``model_variable``, or has the wrong type.
@@ -96,20 +88,15 @@ class ModelFactory(Collection):
         datatype: Any = "float32",
         CPUPinn: bool = False,
         *,
-        process_group: dist.ProcessGroup | None = None,
-        engine: str = "auto",
-        **disk: Unpack[DiskArguments],
+        storage: Storage | str | None = None,
+        **former: Any,
     ) -> None:
         super().__init__(
             count("total_classes", total_classes),
             (count("embed_dimension", embed_dimension),),
             trainable_dtype(datatype, "datatype"),
-            storage="disk" if diskname is not _NO_FILE else "pinned" if CPUPinn else "device",
-            path=None if diskname is _NO_FILE else Path(diskname),
+            place_of("ModelFactory", storage, None if diskname is _NO_FILE else diskname, CPUPinn, former),
             name=os.fspath(diskname),
-            process_group=process_group,
-            engine=engine,
-            disk=disk,
         )
         _check_variable(model_variable, embed_dimension)
         self.model_variable = model_variable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 import torch
@@ -20,17 +20,12 @@ from speedswap.swapping.probe import probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import files
 from speedswap.swapping.switchers.arrays import trainable_dtype
-from speedswap.swapping.switchers.collection import Collection
+from speedswap.swapping.switchers.collection import Collection, place_of
 from speedswap.swapping.switchers.model import check_rows
+from speedswap.tables import Storage
 from speedswap.tables.init import CopyOf, Initializer
 from speedswap.tables.record import Column, count
 from speedswap.tables.whole_table import as_numpy
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from typing_extensions import Unpack
-
-    from speedswap.tables.disk.options import DiskArguments
 
 __all__ = ["OptimizerFactory"]
 
@@ -51,9 +46,8 @@ class OptimizerFactory(Collection):
             is inside another module (``encoder.items``), or of the parameter (``u_embeddings.weight``).
         dtype: of the variable; its state has the dtype that the optimizer gives it.
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory.
-        process_group: that of the :class:`ModelFactory`.
-        diskname, engine, disk: as for the :class:`ModelFactory`; without a diskname the state is in memory, wherever
-            the rows are.
+        diskname, storage, former: as for the :class:`ModelFactory`; without either of the first two the state is in
+            memory, wherever the rows are. Ranks own it with the rows.
 
     Raises:
         OptimizerError: the optimizer mixes rows, takes sparse gradients only, or keeps state that cannot be switched.
@@ -74,10 +68,9 @@ class OptimizerFactory(Collection):
         dtype: Any = "float32",
         CPUPinn: bool = False,
         *,
-        process_group: dist.ProcessGroup | None = None,
         diskname: str | os.PathLike[str] | None = None,
-        engine: str = "auto",
-        **disk: Unpack[DiskArguments],
+        storage: Storage | str | None = None,
+        **former: Any,
     ) -> None:
         num_rows = count("total_classes", total_classes)
         width = count("embed_dimension", embed_dimension)
@@ -115,12 +108,8 @@ class OptimizerFactory(Collection):
             num_rows,
             first_shape,
             first_dtype,
-            storage="disk" if diskname is not None else "pinned" if CPUPinn else "device",
-            path=None if diskname is None else Path(diskname),
+            place_of("OptimizerFactory", storage, diskname, CPUPinn, former),
             name=f"{variable_name}'s optimizer state",
-            process_group=process_group,
-            engine=engine,
-            disk=disk,
         )
         self.given_optimizer = given_optimizer
         self.total_classes = total_classes
@@ -194,7 +183,7 @@ class OptimizerFactory(Collection):
                 check_rows(state[name], ids, f"{name} in the optimizer")
                 values[stored_as] = state[name].detach().reshape(len(ids), *self.table.columns[stored_as].row_shape)
         stepped = bool(values)
-        if self.process_group is not None and len(values) < len(self._stored_as):  # other ranks may have stepped
+        if self.ranks is not None and len(values) < len(self._stored_as):  # other ranks may have stepped
             columns = [self.table.columns[name] for name in self._stored_as.values()]
             ids, values = ids[:0], {each.name: torch.empty(0, *each.row_shape, dtype=each.dtype) for each in columns}
         if values:

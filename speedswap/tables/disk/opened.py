@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class OpenedLog(RowStore, Files):
         self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
         self._directory = directory
         self._files = files
-        self._options = options._replace(scratch=manifest.scratch)
+        self._options = replace(options, scratch=manifest.scratch)
         self._held = RowsHeld()
         self._closed = False
         self._owner_pid = os.getpid()

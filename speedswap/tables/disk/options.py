@@ -5,30 +5,26 @@ from __future__ import annotations
 import math
 import numbers
 import weakref
-from typing import NamedTuple, Protocol, TypedDict
+from dataclasses import dataclass
+from typing import Protocol
 
 from speedswap._locks import Locked
 from speedswap.tables.memory.host import available_bytes
 from speedswap.tables.record import whole_number
 
-__all__ = ["DiskArguments", "DiskOptions", "cache_bytes_for", "promise"]
+__all__ = ["DiskOptions", "cache_bytes_for", "promise"]
 
 _LEAST_CACHE_BYTES = 16 * 2**20
 _SHARE = 4
 
 
-class DiskArguments(TypedDict, total=False):
-    """Keyword arguments of everything that makes a table, passed on to :meth:`speedswap.Table.create`."""
+@dataclass(frozen=True, kw_only=True)
+class DiskOptions:
+    """The settings of :class:`speedswap.Disk`.
 
-    cache_bytes: int | None
-    commit_every: int | None
-    commit_seconds: float | None
-    synchronous_commit: bool
-    scratch: bool
-
-
-class DiskOptions(NamedTuple):
-    """The settings of a table on disk, as :meth:`speedswap.Table.create` takes them."""
+    Raises:
+        ValueError: one is of another kind, or out of range.
+    """
 
     cache_bytes: int | None = None
     commit_every: int | None = None
@@ -36,12 +32,7 @@ class DiskOptions(NamedTuple):
     synchronous_commit: bool = False
     scratch: bool = False
 
-    def require(self) -> DiskOptions:
-        """Return the settings.
-
-        Raises:
-            ValueError: one is of another kind, or out of range.
-        """
+    def __post_init__(self) -> None:
         if self.cache_bytes is not None:
             remedy = "give at least 1, a whole number of bytes, or None for a share of free memory"
             whole_number("cache_bytes", self.cache_bytes, 1, remedy=remedy)
@@ -55,13 +46,6 @@ class DiskOptions(NamedTuple):
         for name in ("synchronous_commit", "scratch"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
-        return self
-
-    def require_none(self, storage: str) -> None:
-        """Raise ValueError if a setting was given for a table that is not on disk."""
-        for name, value in self._asdict().items():
-            if value != DiskOptions._field_defaults[name]:
-                raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only tables on disk have it")
 
 
 def _is_duration(value: object) -> bool:

@@ -25,6 +25,7 @@ from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.initial import is_lazy, starts_of
 from speedswap.tables.local import LocalStore
+from speedswap.tables.memory.host import MemoryKind
 from speedswap.tables.record import Column
 from speedswap.tables.store import Commits, RowStore
 
@@ -294,7 +295,7 @@ class LogStore(LogColumns, Commits):
         self._commits.changed = True
         self._cache.put(rows, held)
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> LocalStore:
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> LocalStore:
         return copy_rows(self, storage, engine)
 
     def flush(self) -> None:

@@ -21,6 +21,7 @@ from speedswap.tables.formats.format import FORMATS, format_of
 from speedswap.tables.formats.keys import KeySink, vocabulary_file
 from speedswap.tables.formats.pieces import ColumnForm, Incoming
 from speedswap.tables.record import Column
+from speedswap.tables.storage import Disk, Storage
 
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["import_table"]
 
 _KEYS = ("map", "drop")
-_IN_FILES = ("auto", "disk", "memmap")
 _CACHE_BYTES = 64 << 20  # every row is written once
 
 
 def import_table(
     make: type[Table],
     file: str | os.PathLike[str],
-    path: str | os.PathLike[str] | None = None,
+    place: Storage,
     format: str | None = None,
     *,
     columns: Sequence[str] | None = None,
@@ -59,30 +59,25 @@ def import_table(
             raise ValueError(f"keys is {os.fspath(keys)!r}, but the rows of {source} have no keys; leave it out")
         filling = _Filling(rows, wanted, str(source), allow_nan=allow_nan, keeps_map=keys == "map")
 
-        def filled(at: Path | None) -> Table:
+        def filled(at: Storage) -> Table:
             with vocabulary_file(vocabulary) as lines:
                 has_keys = rows.key_kind is not None and keys != "drop"
                 sink = KeySink(str(rows.key_kind), rows.num_rows, lines, str(source)) if has_keys else None
                 return filling.fill(_new(make, filling, at, dtype, options), sink)
 
-        if path is None:
-            return filled(None)
-        real = Path(os.path.realpath(path))
+        if place.folder is None:
+            return filled(place)
+        real = Path(os.path.realpath(place.folder))
         if os.path.lexists(real):
-            raise FileExistsError(f"path is {os.fspath(path)!r}, which exists; give another one, or remove it")
+            raise FileExistsError(f"path is {str(place.folder)!r}, which exists; give another one, or remove it")
         require_folder(real.parent)
         remove_leftovers(real.parent)
-        if options["storage"] not in _IN_FILES:
-            raise ValueError(
-                f"path is {os.fspath(path)!r}, but storage is {options['storage']!r}; leave one of them out"
-            )
-        options |= {"storage": "disk", "name": options["name"] or real.name}
-        options |= {"cache_bytes": _CACHE_BYTES, "commit_seconds": None}  # one commit, when all is there
+        options |= {"name": options["name"] or real.name}
         with says_if_no_room(real), fresh_folder(real.parent) as folder:
-            filled(folder / "table").close()
+            filled(Disk(folder / "table", cache_bytes=_CACHE_BYTES, commit_seconds=None)).close()  # commits once
             rename_anew(folder / "table", real)
             sync_names(real.parent)
-    return make.open(path)
+    return make.open(place)
 
 
 def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[str]:
@@ -159,10 +154,10 @@ class _Filling:
             )
 
 
-def _new(make: type[Table], filling: _Filling, path: Path | None, dtype: torch.dtype | None, options: Any) -> Table:
+def _new(make: type[Table], filling: _Filling, place: Storage, dtype: torch.dtype | None, options: Any) -> Table:
     """Make the table, filled with zeros."""
     forms = filling.forms
-    table = make.create(filling.num_rows, filling.dim, dtype=dtype or forms["weight"].dtype, path=path, **options)
+    table = make.create(filling.num_rows, filling.dim, dtype=dtype or forms["weight"].dtype, storage=place, **options)
     try:
         table.add_columns(
             [Column(name, form.row_shape, form.dtype, init.zeros()) for name, form in forms.items() if name != "weight"]

@@ -23,60 +23,20 @@ __all__ = [
     "DeviceMemory",
     "HostMemory",
     "Memory",
-    "Storage",
+    "MemoryKind",
     "allocate",
     "available_bytes",
-    "resolve_engine",
-    "resolve_storage",
+    "default_kind",
 ]
 
-Storage = Literal["device", "pinned", "pageable", "disk"]
-STORAGES = ("auto", "device", "pinned", "pageable", "disk")
+MemoryKind = Literal["device", "pinned", "pageable"]
 
 _log = logging.getLogger("speedswap")
 
 
-def resolve_storage(storage: str, path: str | os.PathLike[str] | None) -> Storage:
-    """Check the ``storage`` argument, and return the storage that it stands for on this machine.
-
-    ``auto`` is a file where a path is given, pinned memory where there is a CUDA device, and pageable memory otherwise.
-
-    Raises:
-        ValueError: an unknown storage, a path for a table that is not on disk, or none for one that is.
-    """
-    kind = "disk" if storage == "memmap" else storage  # its older name
-    if kind not in STORAGES:
-        raise ValueError(f"storage is {storage!r}; choose one of {', '.join(STORAGES)}")
-    if kind == "auto":
-        kind = "disk" if path is not None else "pinned" if kernels.cuda_ready()[0] else "pageable"
-    if kind == "disk" and path is None:
-        raise ValueError(f"storage is {storage!r} but path is None; give the directory that will hold the table")
-    if kind != "disk" and path is not None:
-        raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; only tables on disk have a path")
-    return kind  # type: ignore[return-value]
-
-
-def resolve_engine(engine: str, storage: str, kind: Storage) -> str:
-    """Check the ``engine`` argument, and return it.
-
-    Args:
-        engine: the requested one.
-        storage: the requested storage; with ``auto`` any engine is accepted, and used where it can be.
-        kind: the storage that it stands for on this machine.
-
-    Raises:
-        ValueError: an unknown engine, or one that tables in this storage do not have.
-    """
-    if engine not in kernels.ENGINES:
-        raise ValueError(f"engine is {engine!r}; choose one of {', '.join(kernels.ENGINES)}")
-    if engine != "auto" and kind == "device":
-        raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
-    if engine in ("zero_copy", "split") and (kind == "disk" or storage == "pageable"):
-        raise ValueError(
-            f"engine is {engine!r}, but a GPU cannot read {kind} memory, whose rows are staged; use "
-            "storage='pinned', or engine='auto'"
-        )
-    return engine
+def default_kind() -> MemoryKind:
+    """Return the memory where a table lives by default: pinned where there is a CUDA device, else pageable."""
+    return "pinned" if kernels.cuda_ready()[0] else "pageable"
 
 
 class Memory:
@@ -157,7 +117,7 @@ class HostMemory(Memory):
         super().close()
 
 
-def allocate(storage: Storage, nbytes: int) -> Memory:
+def allocate(storage: MemoryKind, nbytes: int) -> Memory:
     """Allocate zeroed memory for a table that does not live in a file.
 
     Raises:

@@ -30,6 +30,7 @@ from speedswap.tables.store import Files, RowStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
+    from speedswap.tables.memory.host import MemoryKind
 
 __all__ = ["ShardsInFiles", "different_steps", "open_shard", "read_manifest"]
 
@@ -231,7 +232,7 @@ class ShardsInFiles(RowStore, Files):
 
     # ------------------------------------------------------------------ lifetime
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
+    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
         return copy_rows(self, storage, engine)
 
     def close(self) -> None:

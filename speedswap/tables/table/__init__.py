@@ -75,10 +75,10 @@ class Table:
 
     # ------------------------------------------------------------------ what it does, in functions of these modules
 
-    create = classmethod(making.create)
-    open = classmethod(making.open)
+    create = classmethod(of_all_ranks(making.create))
+    open = classmethod(of_all_ranks(making.open))
     load = classmethod(making.load)
-    from_file = classmethod(making.from_file)
+    from_file = classmethod(of_all_ranks(making.from_file))
     salvage = staticmethod(salvage)
 
     lease = batches.lease
@@ -242,7 +242,7 @@ class Table:
                     "to read its rows in a worker, start that with fork (multiprocessing_context='fork'), or make the "
                 )
                 remedy += "table on disk (path=), which opens there; to train it in several processes, make it in each "
-                remedy += "of them with process_group="
+                remedy += "of them with storage=speedswap.Ranks()"
             raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
         self.flush()  # another process sees what is committed
         return (_opened_to_read, (str(path), files.stays_at))

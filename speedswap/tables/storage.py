@@ -1,0 +1,358 @@
+"""The places where the rows of a table live, as values: each makes the store of a table."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from speedswap import kernels
+from speedswap._warnings import users_level
+from speedswap._words import a_kind
+from speedswap.tables.disk.layout import LogLayout
+from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.local import LocalStore
+from speedswap.tables.memory.host import MemoryKind, default_kind
+from speedswap.tables.opening import open_store
+from speedswap.tables.record import Column
+from speedswap.tables.store import RowStore
+
+if TYPE_CHECKING:
+    from speedswap.collectives import RankGroup
+
+__all__ = [
+    "Device",
+    "Disk",
+    "Pageable",
+    "Pinned",
+    "Storage",
+    "as_storage",
+    "former_arguments",
+    "given_formerly",
+    "opened_place",
+]
+
+_Self = TypeVar("_Self", bound="Storage")
+
+
+class Storage(ABC):
+    """A place where the rows of a table live: it makes the table's store.
+
+    A place of another kind derives from this class, and is given as ``storage=`` like the others.
+
+    Attributes:
+        folder: the directory that this process fills; None in memory, and where ranks fill theirs together.
+    """
+
+    folder: Path | None = None
+
+    @abstractmethod
+    def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
+        """Return a new store, filled with initial values; the errors are those of :meth:`Table.create`.
+
+        Args:
+            num_embeddings: rows, at least 1.
+            weight: the first column.
+            seed: of the initial values.
+            name: for messages.
+        """
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the rows together; None for a process alone."""
+        return None
+
+    def open(self, mode: str, commit: int | None) -> RowStore:
+        """Return the store of the table that is in this place; arguments and errors are those of :meth:`Table.open`."""
+        raise ValueError(f"path is {self!r}; give a directory, or a place on disk: only tables there are opened")
+
+    def copy(self, source: RowStore) -> RowStore:
+        """Return a store in this place with another one's rows, attributes and id maps."""
+        raise ValueError(f"storage is {self!r}, but a copy lies in memory; copy files with Table.save(path)")
+
+    def require_free(self) -> None:
+        """Raise FileExistsError where a new table cannot be made because something is there."""
+        return None
+
+    def of_table(self: _Self, name: str, own: Storage | str | None = None) -> _Self | Storage:
+        """Return the place of one of several tables.
+
+        Args:
+            name: of its directory within this one's.
+            own: the place that was asked for that table alone.
+
+        Raises:
+            ValueError: it does not go with this one.
+        """
+        if own is None:
+            return self
+        place = as_storage(own)
+        if not isinstance(place, _InMemory):
+            raise ValueError(f"storage of table {name!r} is {own!r}; give a directory, or ranks, to the collection")
+        return place
+
+    def at(self, path: Path) -> Storage:
+        """Return this place with the directory of a table that exists.
+
+        Raises:
+            ValueError: it has none.
+        """
+        raise ValueError(f"path is {str(path)!r}, a directory, but storage is {self!r}; give a place on disk")
+
+    def __repr__(self) -> str:
+        settings = sorted(fields(self), key=lambda each: bool(each.kw_only))  # type: ignore[arg-type]
+        values = [
+            (each.name, getattr(self, each.name)) for each in settings if getattr(self, each.name) != each.default
+        ]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values)})"
+
+
+class _InMemory(Storage):
+    """Memory of this machine."""
+
+    kind: ClassVar[MemoryKind]
+    engine: str = "auto"
+
+    def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
+        return LocalStore.create(num_embeddings, weight, storage=self.kind, engine=self.engine, seed=seed, name=name)
+
+    def copy(self, source: RowStore) -> RowStore:
+        return source.copy(self.kind, self.engine)
+
+
+@dataclass(frozen=True, repr=False)
+class Device(_InMemory):
+    """GPU memory; ordinary memory on a machine without a GPU.
+
+    Example:
+        >>> import speedswap
+        >>> speedswap.Table.create(1000, 16, storage=speedswap.Device()).storage
+        'device'
+    """
+
+    kind = "device"
+
+
+@dataclass(frozen=True, repr=False)
+class Pinned(_InMemory):
+    """Host memory that the GPU reads directly. Where there is no GPU it works as :class:`Pageable` and says so once.
+
+    Args:
+        engine: how rows go to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
+            ``staged`` (CPU threads gather, the copy engine carries), ``split`` (both at once), or ``auto``: zero_copy.
+
+    Raises:
+        ValueError: there is no such engine.
+    """
+
+    engine: str = "auto"
+
+    kind = "pinned"
+
+    def __post_init__(self) -> None:
+        if self.engine not in kernels.ENGINES:
+            raise ValueError(f"engine is {self.engine!r}; choose one of {', '.join(kernels.ENGINES)}")
+
+
+@dataclass(frozen=True, repr=False)
+class Pageable(_InMemory):
+    """Ordinary memory, whose rows are staged on their way to a GPU."""
+
+    kind = "pageable"
+
+
+@dataclass(frozen=True, repr=False)
+class Disk(Storage, DiskOptions):
+    """A directory with the rows in a log, and a cache of them in memory: larger than memory, and safe from kills.
+
+    Args:
+        path: the directory. A new table's must not exist yet, and does once the table is complete and durable.
+        cache_bytes: memory for rows; by default a quarter of the memory that is free and not promised to the caches of
+            other tables. A cache never takes more than the whole table.
+        commit_every: optimizer steps after which the table commits; by default time alone decides. A step waits until
+            the commit before is durable, so that a killed process loses fewer than twice as many steps.
+        commit_seconds: seconds after which it commits; None for steps alone. Direct calls of :meth:`Table.scatter`
+            count as steps. A killed process leaves the table as of its last commit.
+        synchronous_commit: let a step that commits return once its commit is durable; with ``commit_every=1``, no
+            completed step is ever lost.
+        scratch: a table that is gone with its process: nothing is committed or synced. What is left of it when its
+            process is killed is removed by the next table that is made there.
+
+    Raises:
+        ValueError, TypeError: a setting is of another kind, or out of range.
+
+    Example:
+        >>> import tempfile, speedswap
+        >>> place = speedswap.Disk(tempfile.mkdtemp() + "/items", cache_bytes=2**20, commit_every=100)
+        >>> items = speedswap.Embedding(10**9, 16, storage=place)
+        >>> items.table.close()
+        >>> speedswap.Table.open(place).num_embeddings
+        1000000000
+    """
+
+    path: str | os.PathLike[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise TypeError(f"path is {self.path!r}; give the directory that holds the table, or is to hold it")
+        object.__setattr__(self, "path", os.fspath(self.path))
+
+    @property
+    def folder(self) -> Path:  # type: ignore[override]
+        return Path(self.path)
+
+    def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
+        directory = TableDirectory.create(self.folder)
+        store = None
+        try:
+            layout = LogLayout.of([weight])
+            store = LogStore.create(directory, name or directory.path.name, num_embeddings, seed, layout, self)
+            directory.publish()
+        except BaseException:
+            if store is not None:
+                store.close_log()
+            directory.remove()
+            raise
+        return store
+
+    def open(self, mode: str, commit: int | None) -> RowStore:
+        if self.scratch:
+            raise ValueError(
+                "scratch is True, but a table that is opened outlives its process; give it to Table.create"
+            )
+        return open_store(self.folder, mode, self, commit)
+
+    def require_free(self) -> None:
+        TableDirectory.discard_scratch(self.folder)
+        if self.folder.exists():
+            raise FileExistsError(f"path is {self.path!r}, which exists; open what is there, or give another path")
+
+    def of_table(self, name: str, own: Storage | str | None = None) -> Disk:
+        as_storage("disk" if own is None else own, self.path)
+        return replace(self, path=self.folder / name)
+
+    def at(self, path: Path) -> Disk:
+        return replace(self, path=path, scratch=False)
+
+
+_NAMES: dict[str, type[_InMemory]] = {"device": Device, "pinned": Pinned, "pageable": Pageable}
+
+
+def as_storage(
+    storage: Storage | str,
+    path: str | os.PathLike[str] | None = None,
+    former: Mapping[str, Any] | None = None,
+    callee: str = "",
+) -> Storage:
+    """Return the place that the arguments of a call stand for.
+
+    Args:
+        storage: a place; or ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: a disk where a path is given,
+            pinned memory where there is a GPU, else pageable memory.
+        path: the directory of a table on disk.
+        former: what else was given, as for :func:`former_arguments`.
+        callee: the name of what was called.
+
+    Raises:
+        ValueError: an unknown storage, a path for a table that is not on disk, or none for one that is.
+        TypeError: another kind of object, or another argument.
+    """
+    if former:
+        return former_arguments(callee, storage, path, former)
+    if isinstance(storage, Storage):
+        if path is not None:
+            raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; leave one of them out")
+        return storage
+    if not isinstance(storage, str):
+        raise TypeError(f"storage is {a_kind(storage)}; give a place, such as speedswap.Disk(path), or its name")
+    kind = "disk" if storage == "memmap" else storage  # its older name
+    if kind not in ("auto", *_NAMES, "disk"):
+        raise ValueError(f"storage is {storage!r}; choose one of auto, {', '.join(_NAMES)}, disk")
+    if kind == "auto":
+        kind = "disk" if path is not None else default_kind()
+    if kind == "disk":
+        if path is None:
+            raise ValueError(f"storage is {storage!r} but path is None; give the directory that will hold the table")
+        return Disk(path)
+    if path is not None:
+        raise ValueError(f"path is {os.fspath(path)!r} but storage is {storage!r}; only tables on disk have a path")
+    return _NAMES[kind]()
+
+
+def opened_place(path: Storage | str | os.PathLike[str], former: Mapping[str, Any], callee: str) -> Storage:
+    """Return the place of a table that is to be opened; other arguments and errors are those of :func:`as_storage`."""
+    if isinstance(path, Storage):
+        return as_storage(path, None, former, callee)
+    return as_storage("disk", path, former, callee)
+
+
+# ---------------------------------------------------------------------- arguments of version 0.1
+
+_OF_DISKS = {each.name: each.default for each in fields(DiskOptions)}
+_FORMER = {"engine": "auto", "process_group": None, "reduction": "mean", **_OF_DISKS}
+
+
+def former_arguments(
+    callee: str, storage: Storage | str, path: str | os.PathLike[str] | None, former: Mapping[str, Any]
+) -> Storage:
+    """Return the place that a call with arguments of version 0.1 stands for, and warn of them.
+
+    Args:
+        callee: the name of what was called.
+        storage, path: of the call.
+        former: its keyword arguments without a parameter: ``engine``, ``process_group``, ``reduction``, and the
+            settings of a :class:`Disk`.
+
+    Raises:
+        TypeError: it has another one.
+        ValueError: they do not fit, one another or the storage.
+    """
+    given = given_formerly(callee, former)
+    place = as_storage(storage, path)
+    of_disk = {name: value for name, value in given.items() if name in _OF_DISKS}
+    if isinstance(place, Disk):
+        place = replace(place, **of_disk)
+    else:
+        for name, value in of_disk.items():
+            raise ValueError(f"{name} is {value!r} but storage is {storage!r}; only tables on disk have it")
+    engine = Pinned(given.get("engine", "auto")).engine
+    if isinstance(place, Pinned):
+        place = replace(place, engine=engine) if engine != "auto" else place
+    elif isinstance(place, Device) and engine != "auto":
+        raise ValueError(f"engine is {engine!r}, but a table in device memory needs none; leave it out")
+    elif engine in ("zero_copy", "split") and not (storage == "auto" and isinstance(place, Pageable)):
+        raise ValueError(
+            f"engine is {engine!r}, but a GPU cannot read the memory of {place!r}, whose rows are staged; use "
+            "storage='pinned', or engine='auto'"
+        )
+    if given.keys() & {"process_group", "reduction"}:
+        # By its name: this package knows nothing of ranks.
+        ranks = importlib.import_module("speedswap.ranks").Ranks
+        over_ranks = ranks(place, former.get("process_group"), former.get("reduction", "mean"))
+        place = over_ranks if given.get("process_group") is not None else place
+    warnings.warn(
+        f"{', '.join(f'{name}=' for name in former)} of {callee} will be removed; give storage=speedswap.{place!r}",
+        DeprecationWarning,
+        stacklevel=users_level(),
+    )
+    return place
+
+
+def given_formerly(callee: str, former: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of version 0.1 that are not at their defaults.
+
+    Raises:
+        TypeError: one is unknown, with Python's words for it.
+    """
+    for name in former:
+        if name not in _FORMER:
+            raise TypeError(f"{callee}() got an unexpected keyword argument {name!r}")
+    return {name: value for name, value in former.items() if value != _FORMER[name]}

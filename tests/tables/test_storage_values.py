@@ -1,0 +1,217 @@
+"""Places of rows are values: made once, checked once, taken everywhere; and the arguments of version 0.1 still work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import speedswap
+from speedswap import Device, Disk, Pageable, Pinned, Ranks, Table
+from speedswap.tables import as_storage
+from speedswap.tables.memory.host import default_kind
+
+CONFIG = speedswap.EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
+BAGS = speedswap.EmbeddingBagConfig(name="item", num_embeddings=9, embedding_dim=4)
+
+
+def test_places_are_values() -> None:
+    assert Pinned("split") == Pinned(engine="split") != Pinned()
+    assert len({Disk("items"), Disk(Path("items")), Disk("items", cache_bytes=5), Device(), Pageable()}) == 4
+    assert repr(Disk("items", commit_every=3)) == "Disk(path='items', commit_every=3)"
+    assert repr(Ranks(Pinned("staged"), reduction="sum")) == "Ranks(each=Pinned(engine='staged'), reduction='sum')"
+    with pytest.raises(FrozenInstanceError):
+        Disk("items").cache_bytes = 5  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "place"),
+    [
+        ("auto", "items", Disk("items")),
+        ("disk", "items", Disk("items")),
+        ("memmap", "items", Disk("items")),
+        ("device", None, Device()),
+        ("pinned", None, Pinned()),
+        ("pageable", None, Pageable()),
+        (Disk("items", scratch=True), None, Disk("items", scratch=True)),
+    ],
+)
+def test_names_are_short_for_places(name: Any, path: str | None, place: speedswap.tables.Storage) -> None:
+    assert as_storage(name, path) == place
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: as_storage("attic"), "storage is 'attic'; choose one of auto, device, pinned, pageable, disk"),
+        (lambda: as_storage("disk"), "storage is 'disk' but path is None; give the directory"),
+        (lambda: as_storage("pinned", "items"), "path is 'items' but storage is 'pinned'; only tables on disk"),
+        (lambda: as_storage(Pinned(), "items"), r"path is 'items' but storage is Pinned\(\); leave one of them out"),
+        (lambda: as_storage(Disk), "storage is an ABCMeta; give a place, such as speedswap.Disk"),  # type: ignore[arg-type]
+        (lambda: Disk(""), "path is ''; give the directory that holds the table"),
+        (lambda: Disk(5), "path is 5; give the directory that holds the table"),  # type: ignore[arg-type]
+        (lambda: Ranks(Ranks()), r"each is Ranks\(.*\), ranks again"),
+        (lambda: Ranks(reduction="max"), "reduction is 'max'; choose one of mean, sum"),
+        (lambda: speedswap.Embedding(9, 4, storage=Ranks()), "speedswap.Ranks was given, but this process is of no"),
+        (lambda: Table.open(Pinned()), r"path is Pinned\(\); give a directory, or a place on disk"),
+        (lambda: Table.open(Disk("items", scratch=True)), "scratch is True, but a table that is opened outlives"),
+    ],
+)
+def test_what_is_no_place_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
+
+
+TAKERS: dict[str, Callable[..., Any]] = {
+    "Table.create": lambda **given: Table.create(9, 4, **given),
+    "Embedding": lambda **given: speedswap.Embedding(9, 4, **given).table,
+    "EmbeddingBag": lambda **given: speedswap.EmbeddingBag(9, 4, **given).table,
+    "Embedding.from_pretrained": lambda **given: speedswap.Embedding.from_pretrained(torch.ones(9, 4), **given).table,
+    "EmbeddingBag.from_pretrained": lambda **given: (
+        speedswap.EmbeddingBag.from_pretrained(torch.ones(9, 4), **given).table
+    ),
+    "EmbeddingCollection": lambda **given: speedswap.EmbeddingCollection([CONFIG], **given).groups[0].table,
+    "EmbeddingBagCollection": lambda **given: speedswap.EmbeddingBagCollection([BAGS], **given).groups[0].table,
+    "EmbeddingCollection.from_modules": lambda **given: (
+        speedswap.EmbeddingCollection.from_modules({"item": nn.Embedding(9, 4)}, **given).groups[0].table
+    ),
+    "convert": lambda **given: speedswap.convert(nn.Embedding(9, 4), min_rows=1, **given).table,
+    "ModelFactory": lambda **given: made(speedswap.ModelFactory(nn.Embedding(2, 4), 9, 4, **given)),
+}
+
+
+def made(switcher: speedswap.ModelFactory) -> Table:
+    switcher.zerosInit()
+    return switcher.table
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_every_maker_of_tables_takes_places(taker: str, tmp_path: Path) -> None:
+    for place, storage in ((Pageable(), "pageable"), (Device(), "device"), (Disk(tmp_path / "t"), "disk")):
+        with TAKERS[taker](storage=place) as table:
+            assert table.storage == storage
+            assert str(table.path or tmp_path).startswith(str(tmp_path))
+
+
+def test_a_copy_and_an_import_take_places(tmp_path: Path) -> None:
+    with Table.create(9, 4, init=speedswap.init.normal(), path=tmp_path / "table") as table:
+        table.save(tmp_path / "saved")
+        table.export(tmp_path / "rows.npy")
+        with Table.load(tmp_path / "saved", storage=Pageable()) as loaded:
+            assert (loaded.storage, loaded.read().tolist()) == ("pageable", table.read().tolist())
+        place = Disk(tmp_path / "imported", commit_every=7)
+        with Table.from_file(tmp_path / "rows.npy", storage=place) as imported:
+            assert imported.read().tolist() == table.read().tolist()
+            assert (imported.storage, imported.path) == ("disk", place.folder)
+
+
+def test_a_table_of_a_collection_may_have_its_own_memory(tmp_path: Path) -> None:
+    other = speedswap.EmbeddingConfig(name="user", num_embeddings=9, embedding_dim=4, storage=Device())
+    tables = speedswap.EmbeddingCollection([CONFIG, other], storage=Pageable())
+    assert [group.table.storage for group in tables.groups] == ["pageable", "device"]
+    with pytest.raises(ValueError, match=r"path is .* but storage is Device\(\); leave one of them out"):
+        speedswap.EmbeddingCollection([CONFIG, other], path=tmp_path / "tables")
+    own = speedswap.EmbeddingConfig(name="user", num_embeddings=9, embedding_dim=4, storage=Disk(tmp_path / "own"))
+    with pytest.raises(ValueError, match=r"storage of table 'user' is Disk\(.*give a directory, or ranks, to the coll"):
+        speedswap.EmbeddingCollection([CONFIG, own])
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------- arguments of version 0.1
+
+AUTO = Pinned if default_kind() == "pinned" else Pageable
+FORMER: list[tuple[dict[str, Any], Any]] = [
+    ({"engine": "split"}, AUTO("split") if AUTO is Pinned else Pageable()),
+    ({"engine": "auto"}, AUTO()),
+    ({"storage": "pinned", "engine": "zero_copy"}, Pinned("zero_copy")),
+    ({"storage": "pageable", "engine": "staged"}, Pageable()),
+    ({"path": "t", "cache_bytes": 5, "commit_seconds": None}, Disk("t", cache_bytes=5, commit_seconds=None)),
+    ({"path": "t", "scratch": True, "engine": "staged"}, Disk("t", scratch=True)),
+    ({"path": "t", "commit_every": 1, "synchronous_commit": True}, Disk("t", commit_every=1, synchronous_commit=True)),
+    ({"process_group": None, "reduction": "sum", "storage": "device"}, Device()),
+]
+
+
+@pytest.mark.parametrize(("given", "place"), FORMER)
+def test_former_arguments_stand_for_places(given: dict[str, Any], place: speedswap.tables.Storage) -> None:
+    path, storage = given.get("path"), given.get("storage", "auto")
+    former = {name: value for name, value in given.items() if name not in ("path", "storage")}
+    names = ", ".join(f"{name}=" for name in former)
+    message = re.escape(f"{names} of Embedding will be removed; give storage=speedswap.{place!r}")
+    with pytest.warns(DeprecationWarning, match=f"^{message}$"):
+        assert as_storage(storage, path, former, "Embedding") == place
+
+
+def test_a_former_process_group_stands_for_ranks() -> None:
+    group: Any = object()
+    with pytest.warns(DeprecationWarning, match=r"give storage=speedswap\.Ranks\(each=Disk\(path='t'\), group=<object"):
+        place = as_storage("auto", "t", {"process_group": group, "reduction": "sum"}, "Embedding")
+    assert place == Ranks(Disk("t"), group, "sum")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": "steam"}, "engine is 'steam'; choose one of auto, zero_copy, staged, split"),
+        (
+            {"engine": "split", "storage": "pageable"},
+            r"engine is 'split', but a GPU cannot .* Pageable\(\).*'pinned'",
+        ),
+        ({"engine": "zero_copy", "path": "t"}, r"engine is 'zero_copy', but a GPU cannot read .*Disk\(.*'pinned'"),
+        ({"engine": "staged", "storage": "device"}, "engine is 'staged', but a table in device memory needs none"),
+        ({"cache_bytes": 5}, "cache_bytes is 5 but storage is 'auto'; only tables on disk have it"),
+        ({"scratch": True, "storage": "pageable"}, "scratch is True but storage is 'pageable'; only tables on disk"),
+        ({"commit_every": 0, "path": "t"}, "commit_every is 0; give at least 1 step"),
+        ({"reduction": "max"}, "reduction is 'max'; choose one of mean, sum"),
+    ],
+)
+@pytest.mark.parametrize("taker", TAKERS)
+def test_former_arguments_that_do_not_fit_are_errors(
+    taker: str, given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if taker == "ModelFactory":
+        given = {{"path": "diskname"}.get(name, name): value for name, value in given.items()}
+        message = message.replace("'auto'", "'device'")
+    with pytest.raises(ValueError, match=message):
+        TAKERS[taker](**given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("taker", TAKERS)
+def test_former_arguments_are_taken_with_a_warning(taker: str, tmp_path: Path) -> None:
+    where = {"diskname" if taker == "ModelFactory" else "path": tmp_path / "t"}
+    with pytest.warns(DeprecationWarning, match=r"scratch= of \w+.* will be removed; give storage=speedswap\.Disk"):
+        table = TAKERS[taker](scratch=True, **where)
+    assert table.store.manifest.scratch
+    table.close()
+
+
+def test_former_arguments_of_opening_are_taken_with_a_warning(tmp_path: Path) -> None:
+    speedswap.EmbeddingCollection([CONFIG], path=tmp_path / "tables").close()
+    Table.create(9, 4, path=tmp_path / "table").close()
+    with pytest.warns(DeprecationWarning, match=r"cache_bytes= of Table\.open will be removed"):
+        Table.open(tmp_path / "table", cache_bytes=5).close()
+    with pytest.warns(DeprecationWarning, match=r"commit_every= of EmbeddingCollection\.open will be removed"):
+        speedswap.EmbeddingCollection.open([CONFIG], tmp_path / "tables", commit_every=5, device="cpu").close()
+    with pytest.warns(DeprecationWarning, match=r"engine= of Table\.load will be removed"):
+        Table.load(tmp_path / "table", engine="staged").close()
+    with pytest.warns(DeprecationWarning, match=r"engine= of EmbeddingConfig will be removed"):
+        config = speedswap.EmbeddingConfig(name="a", num_embeddings=9, embedding_dim=4, engine="staged")
+    assert isinstance(config.storage, (Pinned, Pageable))
+
+
+def test_former_arguments_are_refused_beside_an_existing_table() -> None:
+    table = Table.create(9, 4)
+    for given in ({"cache_bytes": 4096}, {"commit_seconds": None}, {"scratch": True}, {"engine": "split"}):
+        ((name, value),) = given.items()
+        message = rf"{name} is {value!r}, but table is Table.*give it to Table\.create or Table\.open"
+        with pytest.raises(ValueError, match=message):
+            speedswap.Embedding(9, 4, table=table, **given)
+    assert speedswap.Embedding(9, 4, table=table, cache_bytes=None, commit_seconds=30.0).table is table
