@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "collectives": {"kernels"},
     "tables": {"collectives", "kernels"},
-    "swapping": {"collectives", "kernels", "ranks", "tables"},
+    "swapping": {"collectives", "kernels", "tables"},
     "ranks": {"collectives", "kernels", "swapping", "tables"},
     "optim": set(),
     "batching": {"collectives", "kernels"},

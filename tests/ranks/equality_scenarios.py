@@ -83,7 +83,8 @@ class Model(nn.Module):
         torch.manual_seed(7)
         settings: dict[str, Any] = {"padding_idx": case.padding_idx, "dtype": case.dtype, "seed": 5, **case.settings}
         if process_group is not None:
-            settings |= {"storage": owned(process_group, reduction=case.reduction)}
+            each = settings.get("storage", "auto")
+            settings |= {"storage": owned(process_group, each=each, reduction=case.reduction)}
         self.kind = case.model
         if self.kind.startswith("bag"):
             self.items = speedswap.EmbeddingBag(case.rows, DIM, mode=self.kind.split()[1], **settings)

@@ -11,9 +11,11 @@ from equality_scenarios import Case, train, train_all
 from rank_pool import RankPool
 from test_equality import UNEVEN, assert_as_one_process
 
+import speedswap
+
 CASES: dict[str, dict[str, Any]] = {
     "pinned": {"clip": {"norm_type": 2.0}, "sizes": UNEVEN},
-    "staged": {"settings": {"engine": "staged"}, "passes": 2},
+    "staged": {"settings": {"storage": speedswap.Pinned("staged")}, "passes": 2},
     "device": {"settings": {"storage": "device"}, "optimizer": "momentum"},
     "pageable": {"settings": {"storage": "pageable"}, "scaler": True},
     "bags": {"model": "bag mean ragged", "optimizer": "adagrad", "sizes": UNEVEN},
