@@ -14,10 +14,9 @@ from speedswap.ranks.owned_keys import part_of
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.manifest_file import ManifestFile
+from speedswap.tables.files.manifest_file import ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
-from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.record import Column
 from speedswap.tables.shards.in_files import different_steps, open_shard, read_manifest
 from speedswap.tables.shards.moving import Shard, remove_former, take_shards

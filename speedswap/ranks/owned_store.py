@@ -17,7 +17,7 @@ from speedswap import kernels
 from speedswap.collectives import RankGroup
 from speedswap.tables.block import Block
 from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.shards_manifest import shard_name
+from speedswap.tables.files.manifest_file import shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.record import Column
 from speedswap.tables.shards.owned import owned_column, whole_columns

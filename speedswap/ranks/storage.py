@@ -10,7 +10,7 @@ import torch.distributed as dist
 from speedswap.collectives import Kind, RankGroup, digest_of
 from speedswap.ranks.on_disk import on_disk
 from speedswap.ranks.sharded import ShardedStore
-from speedswap.tables.files.shards_manifest import shard_name
+from speedswap.tables.files.manifest_file import shard_name
 from speedswap.tables.record import Column
 from speedswap.tables.shards.in_files import read_manifest
 from speedswap.tables.shards.owned import OwnedRows, whole_columns

@@ -16,8 +16,7 @@ from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.tables.asked_ahead import AskedAhead, BatchesAhead
 from speedswap.tables.files import keys_file
 from speedswap.tables.files.damage import require, says_damaged
-from speedswap.tables.key_parts import joined
-from speedswap.tables.key_sweep import Sweep
+from speedswap.tables.key_parts import Sweep, joined
 from speedswap.tables.keys import KINDS, Keys, as_keys
 from speedswap.tables.record import count
 

@@ -11,7 +11,7 @@ import torch
 
 from speedswap import Column, IdMap, Table, init
 from speedswap.errors import TableFormatError, TableFullError
-from speedswap.tables.formats import FORMATS, ordered, pieces
+from speedswap.tables.formats import FORMATS, pieces
 from speedswap.tables.formats.exporting import outgoing
 from speedswap.tables.formats.format import format_of, least_bytes
 
@@ -138,8 +138,8 @@ def test_narrow_columns_are_written_as_the_values_that_a_lookup_gives(dtype, sto
 def test_rows_of_a_log_come_in_order(dim, stored, walks, tmp_path, monkeypatch):
     """Written in any order, some of them never, and some before a column was added."""
     if walks != "in one walk":
-        monkeypatch.setattr(ordered, "_BYTES_FOR_A_READ", 0 if walks == "read one by one" else 1 << 40)
-        monkeypatch.setattr(ordered, "available_bytes", lambda: 4 * 37 * dim * 4)  # 37 rows in a window
+        monkeypatch.setattr(pieces, "_BYTES_FOR_A_READ", 0 if walks == "read one by one" else 1 << 40)
+        monkeypatch.setattr(pieces, "available_bytes", lambda: 4 * 37 * dim * 4)  # 37 rows in a window
     shuffled = torch.randperm(500)
     weight = {"init": init.normal(0.0, 1.0), "stored_dtype": stored}
     with Table.create(500, dim, path=tmp_path / "table", storage="disk", **weight) as table:

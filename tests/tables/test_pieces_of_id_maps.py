@@ -14,7 +14,7 @@ from children import killed_at
 
 import speedswap
 from speedswap.errors import TableFormatError
-from speedswap.tables import key_sweep
+from speedswap.tables import key_parts
 from speedswap.tables.files.keys_file import PIECE_BYTES
 
 KINDS = [
@@ -30,7 +30,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def _short_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_sweep, "_LEAST_CELLS", 3)
+    monkeypatch.setattr(key_parts, "_LEAST_CELLS", 3)
 
 
 def table_of(path: Path, id_map: speedswap.IdMap, **options: Any) -> speedswap.Table:
@@ -110,7 +110,7 @@ def test_a_commit_writes_what_has_changed(tmp_path: Path, evict: str | None) -> 
 
 def test_former_files_go_when_a_sweep_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files stay within about thrice the map, however long it is changed."""
-    monkeypatch.setattr(key_sweep, "_LEAST_CELLS", 300)
+    monkeypatch.setattr(key_parts, "_LEAST_CELLS", 300)
     path, table, users = grown(tmp_path, "lru")
     seen, largest = set(), 0
     for step in range(60):

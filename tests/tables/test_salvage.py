@@ -43,7 +43,7 @@ from speedswap.cli import main
 from speedswap.errors import TableBusyError, TableFormatError
 from speedswap.tables.disk import damaged_log
 from speedswap.tables.disk.salvage import Salvaged
-from speedswap.tables.files.mending import bytes_left
+from speedswap.tables.files.damage import bytes_left
 
 LOG, HEAD = "rows-2.log", "HEAD-2"
 

@@ -20,7 +20,7 @@ from speedswap.errors import IdMapError, TableFormatError
 from speedswap.tables import WrappedStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.keys_file import PIECE_BYTES, encode
-from speedswap.tables.files.log_head import LogHead
+from speedswap.tables.files.log_manifest import LogHead
 
 KEYS = torch.tensor([10**12, -4, 0])
 

@@ -10,7 +10,7 @@ from speedswap.apps.running import show_progress
 from speedswap.errors import TableFormatError
 from speedswap.tables import Table
 from speedswap.tables.files.inspection import Checked
-from speedswap.tables.files.shards_manifest import part_of_ranks
+from speedswap.tables.files.manifest_file import part_of_ranks
 
 __all__ = ["Verified", "verify"]
 

@@ -26,7 +26,7 @@ from speedswap.swapping.checkpoints.ranks import SavingRanks
 from speedswap.swapping.checkpoints.table_saving import Saving
 from speedswap.swapping.checkpoints.tables import all_locked, is_referred_to, let_go, tables_of
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables.files.shards_manifest import require_shared
+from speedswap.tables.files.manifest_file import require_shared
 from speedswap.tables.shards import own_shard
 from speedswap.tables.shards.moving import remove_former
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from speedswap.tables.disk.layout import moves
 from speedswap.tables.disk.options import DiskOptions, cache_bytes_for
 from speedswap.tables.files.directory import LogFiles
 from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.open_directory import says_if_full
+from speedswap.tables.files.open_directory import FULL, says_if_full
 from speedswap.tables.fresh import FreshRows
 
 __all__ = ["LogCache"]
@@ -238,7 +237,7 @@ class LogCache:
                 self.log.write(places, self._reserved if room is None else room)
                 kernels.scatter_records(self._records, places, parts)
             except OSError as error:  # there is no room, and nothing has changed
-                if room is None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if room is None or error.errno not in FULL:
                     raise
                 raise TableError(
                     f"the disk of {self._path} is full, though room had been made, and only some of the rows were "

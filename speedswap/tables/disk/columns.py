@@ -15,8 +15,7 @@ from speedswap.tables.disk.cache import LogCache
 from speedswap.tables.disk.layout import LogLayout, added, added_unwritten, reset
 from speedswap.tables.disk.opened import OpenedLog
 from speedswap.tables.files.directory import LogFiles, TableDirectory
-from speedswap.tables.files.log_head import LogHead
-from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.log_manifest import LogHead, LogManifest
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import CopyOf
 from speedswap.tables.initial import initial_chunk, is_lazy

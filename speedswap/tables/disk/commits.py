@@ -14,7 +14,7 @@ from speedswap._interrupts import deferred_interrupts
 from speedswap.tables.disk.keys import NOTHING, LogKeys
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.log_head import HEAD_BYTES, KeyFiles, LogHead, names_of, read_head
+from speedswap.tables.files.log_manifest import HEAD_BYTES, KeyFiles, LogHead, names_of, read_head
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
 from speedswap.tables.notes import Notes
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speedswap import kernels
+from speedswap.tables.files.damage import bytes_left, mended_block
 from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.mending import bytes_left, mended_block
 
 __all__ = ["Chunk", "DamagedLog"]
 

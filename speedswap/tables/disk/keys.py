@@ -12,11 +12,10 @@ from torch import Tensor
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.keys_file import PIECE_BYTES, SavedMap, decode, encode, pieces
-from speedswap.tables.files.log_head import KeyFiles, names_of
+from speedswap.tables.files.log_manifest import KeyFiles, names_of
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.key_parts import assembled
-from speedswap.tables.key_sweep import Sweep
+from speedswap.tables.key_parts import Sweep, assembled
 
 __all__ = ["NOTHING", "LogKeys", "Saving"]
 

@@ -13,13 +13,11 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.disk.ahead import RowsHeld
 from speedswap.tables.disk.cache import LogCache
-from speedswap.tables.disk.checks import check_log, log_facts
 from speedswap.tables.disk.commits import LogCommits
 from speedswap.tables.disk.options import DiskOptions, promise
 from speedswap.tables.files.directory import LogFiles, TableDirectory
-from speedswap.tables.files.inspection import Checked
-from speedswap.tables.files.log_head import LogHead, read_head
-from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.inspection import Checked, check_log, log_facts
+from speedswap.tables.files.log_manifest import LogHead, LogManifest, read_head
 from speedswap.tables.files.open_directory import OpenFile
 from speedswap.tables.initial import Origin
 from speedswap.tables.record import Column

@@ -1,17 +1,27 @@
-"""Damage to a table's files: found by checks of what was read, and reported as one error."""
+"""Damage to a table's files: reported as one error, and single flipped bits put back."""
 
 from __future__ import annotations
 
+import errno
+import os
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from speedswap import kernels
 from speedswap.errors import TableFormatError
 
-__all__ = ["is_int", "ranges_of", "require", "says_damaged"]
+__all__ = ["bytes_left", "is_int", "mended_block", "mended_text", "ranges_of", "require", "says_damaged"]
+
+_CRC32, _CRC32C = 0xEDB88320, 0x82F63B78
+_MOST_BYTES = 2**17  # of more, a checksum of 32 bits would take too many other damages for a flipped bit
+_BLOCK_HEADER, _SECTORS = 64, 4096
 
 
 @contextmanager
@@ -51,3 +61,89 @@ def ranges_of(numbers: NDArray[Any]) -> list[range]:
 
 class Damage(Exception):
     """A problem of some bytes."""
+
+
+def bytes_left(fd: int, at: int, nbytes: int) -> bytes:
+    """Return bytes of a file, with zeros for those that cannot be read and behind its end."""
+    found = b""
+    while len(found) < nbytes:
+        place = at + len(found)
+        try:
+            piece = os.pread(fd, nbytes - len(found), place)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            piece = bytes(_SECTORS - place % _SECTORS)
+        found += piece or bytes(nbytes - len(found))
+    return found[:nbytes]
+
+
+def mended_text(data: bytes, prefix: bytes = b"") -> bytes | None:
+    """Return a text with the CRC-32 of what follows it in its first line; None if more than a bit is wrong.
+
+    Args:
+        data: a prefix, eight hexadecimal digits, a newline, and the rest.
+        prefix: what they should begin with.
+    """
+    begin = len(prefix) + 9
+    line, body = data[:begin], data[begin:]
+    right = prefix + b"%08x\n" % zlib.crc32(body)
+    if len(line) == begin and (int.from_bytes(line, "little") ^ int.from_bytes(right, "little")).bit_count() <= 1:
+        return right + body
+    try:
+        stored = int(line[-9:-1], 16)
+    except ValueError:
+        return None
+    mended = _mended(body, zlib.crc32(body) ^ stored, _CRC32) if line == prefix + b"%08x\n" % stored else None
+    return None if mended is None else line + mended
+
+
+def mended_block(block: bytes, count_at: int, item_bytes: int) -> bytes | None:
+    """Return a header and the items behind it; None if more than a bit is wrong.
+
+    Args:
+        block: 64 bytes with a CRC-32C in bytes 4 to 7, then items, as many as it says, then what has no checksum.
+        count_at: the byte at which the header has their number.
+        item_bytes: of each.
+    """
+    stored, count = (struct.unpack_from("<I", block, at)[0] for at in (4, count_at))
+    for likely in (count, *(count ^ 1 << bit for bit in range(32))):
+        end = _BLOCK_HEADER + likely * item_bytes
+        if end <= len(block):
+            covered = block[:4] + bytes(4) + block[8:end]
+            mended = _mended(covered, kernels.crc32c(covered) ^ stored, _CRC32C)
+            if mended is not None and struct.unpack_from("<I", mended, count_at)[0] == likely:
+                return mended[:4] + block[4:8] + mended[8:] + block[end:]
+    return None
+
+
+def _mended(data: bytes, difference: int, polynomial: int) -> bytes | None:
+    """Return bytes as they were before a bit flipped in them or in their checksum; None if that is not all.
+
+    Args:
+        data: what the checksum is of.
+        difference: the bits in which the checksum computed and the stored one differ.
+        polynomial: the checksum's, reflected.
+    """
+    if difference & (difference - 1) == 0:
+        return data
+    if len(data) > _MOST_BYTES:
+        return None
+    table, places = _tables(polynomial)
+    for at in reversed(range(len(data))):  # undo a step for each byte, until all of the difference is in one
+        index = places[difference >> 24]
+        difference = (difference ^ table[index]) << 8 & 0xFFFFFFFF | index
+        if difference < 256 and difference & (difference - 1) == 0:
+            return data[:at] + bytes([data[at] ^ difference]) + data[at + 1 :]
+    return None
+
+
+@cache
+def _tables(polynomial: int) -> tuple[list[int], dict[int, int]]:
+    """Return the steps of a checksum by the byte that comes in, and that byte by the first one of its step."""
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (polynomial if value & 1 else 0)
+        table.append(value)
+    return table, {value >> 24: index for index, value in enumerate(table)}

@@ -21,10 +21,9 @@ from speedswap.errors import TableBusyError, TableClosedError, TableFormatError,
 from speedswap.tables.files.lock import WriterLock
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.manifest_file import AnyManifest, ManifestFile
+from speedswap.tables.files.manifest_file import AnyManifest, ManifestFile, ShardsManifest
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full
 from speedswap.tables.files.place import Place, is_ours
-from speedswap.tables.files.shards_manifest import ShardsManifest
 
 __all__ = ["LogFiles", "TableDirectory", "log_names"]
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Cursor, KeyMap, SavedKeys, Texts, hash_texts
-from speedswap.tables.files.damage import is_int, ranges_of, require, says_damaged
-from speedswap.tables.files.mending import mended_text
+from speedswap.tables.files.damage import is_int, mended_text, ranges_of, require, says_damaged
 
 __all__ = ["PIECE_BYTES", "SavedMap", "check_values", "decode", "encode", "pieces", "pieces_left", "restored"]
 

@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 
 from speedswap.errors import TableBusyError, TableFormatError
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
+from speedswap.tables.files.open_directory import FULL, OpenDirectory, OpenFile, says_if_full
 
 __all__ = ["WriterLock"]
 
@@ -188,7 +188,7 @@ def _write_owner(directory: OpenDirectory) -> None:
         file = OpenFile(directory.create(_OWNER))
         os.write(file.fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in FULL:
             raise
         _log.debug("no room for %s: %s", directory.path / _OWNER, error)
 

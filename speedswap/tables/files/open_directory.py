@@ -12,8 +12,9 @@ from pathlib import Path
 
 from speedswap.errors import TableFormatError, TableFullError
 
-__all__ = ["TRANSIENT", "OpenDirectory", "OpenFile", "identity", "says_if_full", "sync_names"]
+__all__ = ["FULL", "TRANSIENT", "OpenDirectory", "OpenFile", "identity", "says_if_full", "sync_names"]
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk without room
 TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # errors that tell nothing about a file's content
 
 # A FIFO under a file's name must not be waited for, nor a lease on it.
@@ -167,15 +168,21 @@ def _sync(directory: int) -> None:
 
 
 @contextmanager
-def says_if_full(path: Path) -> Iterator[None]:
-    """Raise TableFullError, which names the remedy, in place of the system's error for a full disk."""
+def says_if_full(
+    path: Path, outcome: str = "no row was changed: free space there, or keep the table on another disk"
+) -> Iterator[None]:
+    """Raise TableFullError in place of the system's error for a full disk.
+
+    Args:
+        path: of the file.
+        outcome: what is left, and the remedy.
+    """
     try:
         yield
     except OSError as error:
-        if isinstance(error, TableFullError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, TableFullError) or error.errno not in FULL:
             raise
         raise TableFullError(
             error.errno,
-            f"no room on the disk of {path.parent} ({os.strerror(error.errno or 0)}); no row was changed: free space "
-            "there, or keep the table on another disk",
+            f"no room on the disk of {path.parent} ({os.strerror(error.errno or 0)}); {outcome}",
         ) from error

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from speedswap.errors import TableFullError
-from speedswap.tables.files.shards_manifest import part_of_ranks, remedy_for_part
+from speedswap.tables.files.manifest_file import part_of_ranks, remedy_for_part
+from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.files.whole import remove_leftovers, write_whole
 from speedswap.tables.formats.format import FORMATS, format_of, least_bytes
 from speedswap.tables.formats.keys import KeySource, RowKeys, keys_of_map, opened_keys
@@ -20,9 +21,10 @@ from speedswap.tables.id_map import IdMap
 if TYPE_CHECKING:
     from speedswap.tables.table import Table
 
-__all__ = ["export_table", "require_folder", "require_room", "says_if_no_room", "write_rows"]
+__all__ = ["NOTHING_LEFT", "export_table", "require_folder", "require_room", "write_rows"]
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NOTHING_LEFT = "nothing was left there: free space, or give another place"
+"""The outcome of a full disk, for :func:`says_if_full`."""
 
 
 def export_table(
@@ -59,7 +61,7 @@ def _write(
         )
     require_folder(real.parent)
     remove_leftovers(real.parent)
-    with says_if_no_room(real), ExitStack() as written:
+    with says_if_full(real, NOTHING_LEFT), ExitStack() as written:
         rows = written.enter_context(outgoing(table, format, columns, keys))
         require_room(least_bytes(FORMATS[format], rows), real)
         FORMATS[format].write(written.enter_context(write_whole(real)), rows)
@@ -109,20 +111,5 @@ def require_room(nbytes: int, path: Path) -> None:
         raise TableFullError(
             errno.ENOSPC,
             f"no room on the disk of {path.parent}: the rows take at least {nbytes} bytes, and {free} are free; "
-            "nothing was left there: free space, or give another place",
+            f"{NOTHING_LEFT}",
         )
-
-
-@contextmanager
-def says_if_no_room(path: Path) -> Iterator[None]:
-    """Raise TableFullError, which names the remedy, in place of the system's error for a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, TableFullError) or error.errno not in _NO_ROOM:
-            raise
-        raise TableFullError(
-            error.errno,
-            f"no room on the disk of {path.parent} ({os.strerror(error.errno or 0)}); nothing was left there: free "
-            "space, or give another place",
-        ) from error

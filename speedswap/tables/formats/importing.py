@@ -13,10 +13,10 @@ from torch import Tensor
 
 from speedswap.errors import TableFormatError
 from speedswap.tables import init
-from speedswap.tables.files.open_directory import sync_names
+from speedswap.tables.files.open_directory import says_if_full, sync_names
 from speedswap.tables.files.place import rename_anew
 from speedswap.tables.files.whole import fresh_folder, open_regular, remove_leftovers
-from speedswap.tables.formats.exporting import require_folder, says_if_no_room
+from speedswap.tables.formats.exporting import NOTHING_LEFT, require_folder
 from speedswap.tables.formats.format import FORMATS, format_of
 from speedswap.tables.formats.keys import KeySink, vocabulary_file
 from speedswap.tables.formats.pieces import ColumnForm, Incoming
@@ -73,7 +73,7 @@ def import_table(
         require_folder(real.parent)
         remove_leftovers(real.parent)
         options |= {"name": options["name"] or real.name}
-        with says_if_no_room(real), fresh_folder(real.parent) as folder:
+        with says_if_full(real, NOTHING_LEFT), fresh_folder(real.parent) as folder:
             filled(Disk(folder / "table", cache_bytes=_CACHE_BYTES, commit_seconds=None)).close()  # commits once
             rename_anew(folder / "table", real)
             sync_names(real.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,16 +12,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from speedswap import kernels
 from speedswap.kernels import Texts
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.formats.keys import RowKeys
-from speedswap.tables.formats.ordered import window_rows, windows
+from speedswap.tables.memory.host import available_bytes
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 
-__all__ = ["PIECE_BYTES", "ColumnForm", "Incoming", "Outgoing", "Piece", "rows_in_piece"]
+__all__ = [
+    "PIECE_BYTES",
+    "ColumnForm",
+    "Incoming",
+    "Outgoing",
+    "Piece",
+    "_Window",
+    "_window_rows",
+    "_windows",
+    "rows_in_piece",
+]
 
 PIECE_BYTES = 8 << 20
+_SHARE = 4  # of the free memory, of which a window takes one
+_BYTES_FOR_A_READ = 16 << 10  # a disk reads as much in order in the time of a single read
+_ROWS_AT_ONCE = 1 << 16
 
 
 class ColumnForm(NamedTuple):
@@ -98,14 +113,14 @@ class Outgoing:
     def _values(self, step: int) -> Iterator[dict[str, Tensor]]:
         """Yield the columns of ``step`` rows at a time."""
         names = [*self.columns]
-        most = window_rows(self._store, names, self.rows)
+        most = _window_rows(self._store, names, self.rows)
         if most is None:
             for start in range(0, len(self), step):
                 rows = self.rows[start : start + step]
                 yield {name: self._store.read(name, rows.start, rows.stop).cpu().contiguous() for name in names}
             return
         assert isinstance(self._store, LogStore)
-        for window in windows(self._store, names, self.rows, most):
+        for window in _windows(self._store, names, self.rows, most):
             for start in range(0, len(window.rows), step):
                 yield {name: values[start : start + step] for name, values in window.values.items()}
 
@@ -142,3 +157,63 @@ class Incoming(ABC):
         Raises:
             TableFormatError: the file is damaged from here on.
         """
+
+
+class _Window(NamedTuple):
+    """Consecutive rows.
+
+    Attributes:
+        rows: their numbers.
+        values: by column, in ordinary memory.
+    """
+
+    rows: range
+    values: dict[str, Tensor]
+
+
+def _window_rows(store: RowStore, columns: Sequence[str], rows: range) -> int | None:
+    """Return the rows that a window has; None if rows are better read one by one.
+
+    Each window takes a walk over the whole log. That pays as long as the walks take less time than a read per group.
+    """
+    if not isinstance(store, LogStore):
+        return None
+    row_bytes = sum(store.columns[name].width * store.columns[name].dtype.itemsize for name in columns)
+    most = max(1, available_bytes() // _SHARE // row_bytes)
+    walks = -(-len(rows) // most)
+    return most if walks * store.log.stats()["record_bytes"] <= _BYTES_FOR_A_READ else None
+
+
+def _windows(store: LogStore, columns: Sequence[str], rows: range, most: int) -> Iterator[_Window]:
+    """Yield rows in order, ``most`` of them at a time."""
+    chosen = {name: store.columns[name] for name in columns}
+    for start in range(0, len(rows), most):
+        window = rows[start : start + most]
+        values = {name: torch.empty(len(window), *each.row_shape, dtype=each.dtype) for name, each in chosen.items()}
+        missing = torch.ones(len(window), dtype=torch.bool)
+        try:
+            for found, held in store.written_rows():
+                inside = (found >= window.start) & (found < window.stop)
+                places = found[inside] - window.start
+                for name, column in chosen.items():
+                    values[name][places] = _decoded(held[name][inside], column)
+                missing[places] = False
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # another process has written over some of them
+                raise
+            missing[:] = True
+        for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):
+            block = store.gather(places + window.start, columns, torch.device("cpu"))
+            for name in chosen:
+                values[name][places] = block.columns[name]
+        yield _Window(window, values)
+
+
+def _decoded(held: Tensor, column: Column) -> Tensor:
+    """Return rows of a column, as blocks have them, of the bytes that records hold."""
+    count, row_bytes = held.shape
+    held = held.contiguous()
+    records = kernels.Records(held.data_ptr(), row_bytes, count, held.device, False, held)
+    block = torch.empty(count, *column.row_shape, dtype=column.dtype)
+    kernels.gather_records(records, torch.arange(count), [kernels.Part(0, block, column.form())])
+    return block

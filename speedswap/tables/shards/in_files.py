@@ -17,9 +17,8 @@ from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.inspection import Checked
-from speedswap.tables.files.manifest_file import ManifestFile
+from speedswap.tables.files.manifest_file import ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.place import Place
-from speedswap.tables.files.shards_manifest import ShardsManifest, shard_name
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.notes import Notes
 from speedswap.tables.opening import open_store

@@ -14,7 +14,7 @@ from torch import Tensor
 from speedswap.errors import TableFormatError
 from speedswap.tables.block import Block
 from speedswap.tables.disk.options import DiskOptions
-from speedswap.tables.files.shards_manifest import SHARD
+from speedswap.tables.files.manifest_file import SHARD
 from speedswap.tables.initial import starts_of
 from speedswap.tables.opening import open_store
 from speedswap.tables.shards.owned import whole_column

@@ -16,7 +16,7 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import TableClosedError
 from speedswap.tables import whole_table
 from speedswap.tables.disk.salvage import salvage
-from speedswap.tables.files.shards_manifest import part_of_ranks
+from speedswap.tables.files.manifest_file import part_of_ranks
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore

@@ -11,7 +11,7 @@ import torch
 
 from speedswap.errors import TableFormatError
 from speedswap.tables import init as initializers
-from speedswap.tables.files.shards_manifest import part_of_ranks, remedy_for_part
+from speedswap.tables.files.manifest_file import part_of_ranks, remedy_for_part
 from speedswap.tables.formats import import_table
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column, count, require_name, seed_of
