@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from speedswap.tables.copies import copy_rows
 from speedswap.tables.files.manifest import column_json, parse_column
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.initial import initial_chunk, initial_values, is_lazy
+from speedswap.tables.storage import Storage
 
 ROWS, DIM = 500, 4
 
@@ -70,7 +71,11 @@ class SqliteStore(RowStore):
     ) -> Block:
         ids, local = torch.unique(rows.cpu().long(), return_inverse=True)
         places = {row: place for place, row in enumerate(ids.tolist())}
-        found = initial_values(self._columns, ids, self.seed, self.num_embeddings)
+        known = {  # of the others every row is written
+            name: each if is_lazy(each) else replace(each, init=speedswap.init.zeros())
+            for name, each in self._columns.items()
+        }
+        found = initial_values(known, ids, self.seed, self.num_embeddings)
         query = "SELECT id, held FROM rows WHERE name = ? AND id IN (SELECT value FROM json_each(?))"
         for name in self._columns if columns is None else columns:
             for row, held in self._database.execute(query, (name, json.dumps([*places]))):
@@ -140,6 +145,16 @@ class SqliteStore(RowStore):
         return copy_rows(self, storage, engine)
 
 
+@dataclass(frozen=True, repr=False)
+class Sqlite(Storage):
+    """A SQLite file, as the place of a table."""
+
+    path: Path
+
+    def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
+        return SqliteStore(self.path, weight, num_embeddings, seed=seed, name=name or self.path.name)
+
+
 WEIGHT = Column("weight", (DIM,), torch.float32, speedswap.init.normal(), zero_row=0)
 
 
@@ -198,3 +213,19 @@ def test_training_goes_on_with_the_file(store: SqliteStore, usual: speedswap.Emb
         for row, fresh in enumerate(Table.create(4, DIM, init=speedswap.init.normal(), seed=3).read().tolist())
     ]
     again.table.close()
+
+
+def test_a_value_gives_the_place_to_every_module(usual: speedswap.Embedding, tmp_path: Path) -> None:
+    """To an embedding, and to one with given rows."""
+    ours = speedswap.Embedding(
+        ROWS, DIM, storage=Sqlite(tmp_path / "a.db"), init=speedswap.init.normal(), padding_idx=0, seed=3
+    )
+    assert (ours.table.storage, ours.table.name, ours.table.path) == ("sqlite", "a.db", None)
+    trained(ours, range(3))
+    trained(usual, range(3))
+    assert everything(ours.table) == everything(usual.table)
+    weight = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
+    given = speedswap.Embedding.from_pretrained(weight, freeze=False, storage=Sqlite(tmp_path / "b.db"))
+    assert torch.equal(given.table.read(), weight)
+    given.table.close()
+    assert torch.equal(Table(SqliteStore(tmp_path / "b.db")).read(), weight)
