@@ -23,7 +23,7 @@ from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
 from speedswap.swapping.refusals import name_of, refusal, require_one_pass
 from speedswap.tables import Table, init
-from speedswap.tables.table.whole_columns import put, require_alike
+from speedswap.tables.table import put, require_alike
 
 __all__ = ["MetaWeight", "TableRows", "TableWeight", "as_plain", "is_one_value", "with_tables"]
 

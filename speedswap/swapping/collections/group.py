@@ -24,7 +24,7 @@ from speedswap.tables import init as initializers
 from speedswap.tables.notes import PARTS
 from speedswap.tables.part import PartStore
 from speedswap.tables.ranges import InRanges, Range
-from speedswap.tables.table.files import discard
+from speedswap.tables.table import discard
 
 __all__ = ["TableGroup", "groups_of"]
 

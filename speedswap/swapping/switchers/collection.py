@@ -24,7 +24,7 @@ from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column
-from speedswap.tables.table.files import discard
+from speedswap.tables.table import discard
 from speedswap.tables.whole_table import as_numpy
 
 __all__ = ["Collection", "place_of", "warn_of_duplicates"]

@@ -1,0 +1,988 @@
+"""The full rows: a table of records, read and written a batch of rows at a time."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap._locks import Locked
+from speedswap._words import AVERAGE_OTHERS, a_kind
+from speedswap.collectives import of_all_ranks
+from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
+from speedswap.tables import init as initializers
+from speedswap.tables import whole_table
+from speedswap.tables.block import Block, fitting
+from speedswap.tables.disk.salvage import salvage
+from speedswap.tables.files.manifest_file import part_of_ranks, remedy_for_part
+from speedswap.tables.formats import export_table, import_table
+from speedswap.tables.id_map import IdMap
+from speedswap.tables.init import Initializer
+from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
+from speedswap.tables.opening import lives_there, save_copy
+from speedswap.tables.record import Column, count, require_name, seed_of, whole_number
+from speedswap.tables.storage import Storage, as_storage, opened_place
+from speedswap.tables.store import RowStore
+
+if TYPE_CHECKING:
+    import enum
+
+    from speedswap.tables.many import Commit
+
+__all__ = ["Table", "discard", "put", "require_alike"]
+
+
+class Table:
+    """``num_embeddings`` rows of weights and, once an optimizer is attached, of its state.
+
+    Made by :meth:`create`, :meth:`open` or :meth:`load`, or over any :class:`RowStore`. A table is a context manager;
+    leaving it closes it.
+
+    Any number of threads may use a table. Each call is atomic: a gather sees all of a scatter or nothing of it, calls
+    wait for one another, and one that comes after :meth:`close` raises :class:`TableClosedError`. Only the tensor that
+    :meth:`view` returns is not guarded.
+
+    Args:
+        store: the place that holds the rows.
+
+    Attributes:
+        store: the place that holds the rows.
+        ranks: that own the rows together; None for a process alone.
+        num_embeddings: rows.
+        storage: where they live.
+        engine: how they go between host memory and a GPU.
+        name: for messages.
+        attributes: plain data kept with a table's files, such as an optimizer's step count.
+        live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
+            they must not hold the table.
+
+    Example:
+        >>> import torch, speedswap
+        >>> with speedswap.Table.create(1000, 8, init=speedswap.init.normal(std=0.1)) as table:
+        ...     rows = torch.tensor([3, 997])
+        ...     block = table.gather(rows)
+        ...     table.scatter(rows, block.weight * 2)
+        >>> block.weight.shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+        self.ranks = store.group
+        self.num_embeddings = store.num_embeddings
+        self.storage = store.storage
+        self.engine = store.engine
+        self.name = store.name
+        self.attributes = store.notes.attributes
+        self.live_attributes = store.notes.live_attributes
+        self._flush_at_end = weakref.finalize(self, _flush_at_end, store, store.locked)
+
+    # ------------------------------------------------------------------ made, opened, loaded
+
+    @classmethod
+    @of_all_ranks
+    def create(
+        cls,
+        /,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        storage: Storage | str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        init: Initializer | Callable[..., Any] | None = None,
+        seed: int = 0,
+        name: str | None = None,
+        zero_row: int | None = None,
+        stored_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
+        **former: Any,
+    ) -> Table:
+        """Create a table, filled with its initial values.
+
+        Args:
+            num_embeddings: rows, at least 1.
+            embedding_dim: items in a row's weight, at least 1.
+            dtype: of the weights; any torch dtype with a fixed item size.
+            storage: where the rows live: :class:`speedswap.Device`, :class:`speedswap.Pinned`,
+                :class:`speedswap.Pageable`, :class:`speedswap.Disk`, :class:`speedswap.Ranks`; or, for short,
+                ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: disk where a path is given, else pinned
+                where there is a GPU, else pageable.
+            path: the directory of a table on disk, for short; ``storage=Disk(path, …)`` has its settings.
+            init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
+            seed: of the initial values; the same seed gives the same bits everywhere.
+            name: for messages; the path's last part, or ``table``, by default.
+            zero_row: a row that starts as zeros whatever ``init`` says.
+            stored_dtype: float16, bfloat16, or int8 with a scale per row, to hold float32 weights in fewer bytes;
+                blocks stay float32. See :class:`Column`.
+            rounding: ``nearest`` or ``stochastic``, for scattered rows.
+            former: arguments of version 0.1, with a DeprecationWarning.
+
+        Raises:
+            ValueError: a number that is out of range or not whole, an unknown storage or rounding, or a path where
+                none belongs.
+            TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
+            FileExistsError: ``path`` exists.
+            TableBusyError: another process is making a table there.
+            TableFullError: the disk has no room for the initial values. Nothing is left behind.
+            TableTooLargeError: the memory could not be allocated, or the bytes cannot be counted.
+        """
+        place = as_storage(storage, path, former, "Table.create")
+        num_embeddings = count("num_embeddings", num_embeddings)
+        embedding_dim = count("embedding_dim", embedding_dim)
+        seed = seed_of(seed)
+        require_name(name)
+        zero_row = _require_zero_row(zero_row, num_embeddings)
+        if str(dtype).startswith("torch.q"):
+            raise TypeError(
+                f"dtype is {dtype}, whose scales are not in the rows; use torch.int8 and keep the scales apart"
+            )
+        weight = Column("weight", (embedding_dim,), dtype, initializers.resolve(init), zero_row, stored_dtype, rounding)
+        return cls(place.create(num_embeddings, weight, seed=seed, name=name))
+
+    @classmethod
+    @of_all_ranks
+    def open(
+        cls,
+        /,
+        path: str | os.PathLike[str] | Storage,
+        mode: str = "r+",
+        *,
+        commit: int | None = None,
+        **former: Any,
+    ) -> Table:
+        """Open a table on disk, or one that :meth:`save` wrote.
+
+        Args:
+            path: the table's directory; or ``speedswap.Disk(directory, …)``, with settings of its cache and its
+                commits.
+            mode: ``r+`` to read and write, as the only writer; ``r`` to read, also what another process commits
+                meanwhile.
+            commit: the number of a commit that is kept, to which the table returns; with mode ``r+`` for good, unless a
+                later one is kept. By default the last one.
+            former: arguments of version 0.1, with a DeprecationWarning.
+
+        Raises:
+            FileNotFoundError: there is nothing at ``path``.
+            ValueError: there is no such commit; or a later one is kept, and the table is to be written.
+            TableFormatError: the directory is damaged, or not a table; links within it are not followed, and other
+                things than files not opened. Or it is to be written, and is one of several ranks' part of a table.
+            TableBusyError: another process, or another Table of this one, has it open for writing.
+        """
+        place = opened_place(path, former, "Table.open")
+        table = cls(place.open(mode, commit))
+        if mode != "r" and (part := part_of_ranks(table.columns["weight"])) is not None:
+            directory = table.path or Path()
+            table.close()
+            raise TableFormatError(
+                f"path is {str(directory)!r}, {part}, which these alone write; {remedy_for_part(directory)}"
+            )
+        return table
+
+    @classmethod
+    def load(
+        cls, /, path: str | os.PathLike[str] | Storage, *, storage: Storage | str = "auto", **former: Any
+    ) -> Table:
+        """Load a copy of a table in files, such as :meth:`save` writes, into memory.
+
+        Args:
+            path: the table's directory, as for :meth:`open`.
+            storage, former: as for :meth:`create`, but for disk and ranks.
+
+        Raises:
+            FileNotFoundError, TableFormatError, TableTooLargeError: as :meth:`open` and :meth:`create` do.
+        """
+        place = as_storage(storage, None, former, "Table.load")
+        with cls.open(path, mode="r") as source:
+            return cls(place.copy(source.store))
+
+    @classmethod
+    @of_all_ranks
+    def from_file(
+        cls,
+        /,
+        file: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
+        format: str | None = None,
+        *,
+        columns: Sequence[str] | None = None,
+        keys: str | os.PathLike[str] = "map",
+        allow_nan: bool = False,
+        dtype: torch.dtype | None = None,
+        storage: Storage | str = "auto",
+        seed: int = 0,
+        name: str | None = None,
+        stored_dtype: torch.dtype | None = None,
+        rounding: str = "nearest",
+        **former: Any,
+    ) -> Table:
+        """Make a table of the rows in a file of another program, a bounded piece at a time.
+
+        The file may come from any source: nothing in it is executed, and sizes that it declares are checked against its
+        own before memory is taken.
+
+        Args:
+            file: ``.npy``, ``.safetensors``, word2vec's text (``.txt``, ``.vec``) or binary format (``.bin``), or
+                Parquet (``.parquet``, ``.pq``; needs pyarrow).
+            path: the directory of a table on disk, which appears there complete or not at all; it must not exist yet.
+                By default the table is in memory.
+            format: ``npy``, ``safetensors``, ``word2vec``, ``word2vec-binary`` or ``parquet``; by suffix by default.
+            columns: names of tensors or columns in the file, as many as are to be read; the first becomes the weight.
+                By default ``weight``, or the only one.
+            keys: for rows with keys, as in word2vec's formats and in a Parquet column ``key`` of strings, bytes or
+                integers but uint64: ``"map"`` keeps them as the table's :attr:`id_map`, so that the first row is row 1,
+                and row 0, zeros, that of other keys; ``"drop"`` ignores them; a path makes a text file there, with a
+                key per line, line i for row i.
+            allow_nan: True to take values that are not finite as they are.
+            dtype: of the weights; the file's by default.
+            storage, seed, name, stored_dtype, rounding, former: as for :meth:`create`.
+
+        Returns:
+            The table. Rows without a value in the file are zeros.
+
+        Raises:
+            TableFormatError: the file is damaged, too short, not of the format, or has a value that is not finite, rows
+                of different lengths or a key twice; it names the row. Or its keys are of a type that is not read.
+                Nothing is left behind.
+            ValueError: ``columns``, ``format`` or ``keys`` do not fit the file.
+            FileExistsError, TableFullError, TableTooLargeError: as for :meth:`create`.
+            ModuleNotFoundError: pyarrow is missing.
+
+        Example:
+            >>> import pathlib, tempfile, torch, speedswap
+            >>> file = pathlib.Path(tempfile.mkdtemp()) / "vectors.txt"
+            >>> _ = file.write_text("2 3\\ncat 1 2 3\\ndog 4 5 6.5\\n")
+            >>> table = speedswap.Table.from_file(file)
+            >>> rows = table.id_map.lookup(["dog", "mouse"])
+            >>> table.gather(rows).weight
+            tensor([[4.0000, 5.0000, 6.5000],
+                    [0.0000, 0.0000, 0.0000]])
+        """
+        return import_table(
+            cls,
+            file,
+            as_storage(storage, path, former, "Table.from_file"),
+            format,
+            columns=columns,
+            keys=keys,
+            allow_nan=allow_nan,
+            dtype=dtype,
+            seed=seed,
+            name=name,
+            stored_dtype=stored_dtype,
+            rounding=rounding,
+        )
+
+    salvage = staticmethod(salvage)
+
+    # ------------------------------------------------------------------ description
+
+    def __len__(self) -> int:
+        return self.num_embeddings
+
+    @property
+    def seed(self) -> int:
+        """The seed of the initial values."""
+        return self.store.seed
+
+    @property
+    def embedding_dim(self) -> int:
+        """Items in a row's weight."""
+        return self.columns["weight"].width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weights' dtype."""
+        return self.columns["weight"].dtype
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns by name, ``weight`` first."""
+        return self.store.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows as stored: every column, with the padding between records."""
+        return self.store.nbytes
+
+    @property
+    def writes(self) -> int:
+        """The number of scatters so far, which is that of the next one. It is kept with a table's files."""
+        return self.store.notes.writes
+
+    @property
+    def path(self) -> Path | None:
+        """The directory of a table on disk."""
+        return None if self.store.files is None else self.store.files.path
+
+    @property
+    def was_found(self) -> bool:
+        """True if the rows were in files before the table was asked for."""
+        return self.store.files is not None and self.store.files.was_found
+
+    @property
+    def pinned(self) -> bool:
+        """True if CUDA kernels read and write this host memory directly."""
+        return self.store.pinned
+
+    @property
+    def closed(self) -> bool:
+        """True once the table was closed."""
+        return self.store.closed
+
+    @property
+    def id_map(self) -> IdMap | None:
+        """The map from keys to rows that is kept with the table; None if there is none."""
+        return self.store.notes.id_maps.get(self.store.part_name)
+
+    @of_all_ranks
+    def set_id_map(self, id_map: IdMap) -> None:
+        """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
+
+        A table owned by ranks makes a map of its own with these arguments, whose keys they own: :attr:`id_map`.
+
+        Raises:
+            ValueError: it has other rows than the table; the table has another map; it evicts, and is another table's;
+                or the initial values of rows that are to start anew cannot be computed again.
+            TableClosedError: the table is closed, or opened with mode ``r``.
+        """
+        if self.id_map is not None and self.id_map.stands_for(id_map):
+            self.id_map.holder = weakref.ref(self.store)  # of one from files, it is not known yet
+            return
+        if self.id_map is not None:
+            raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
+        if id_map.num_rows != self.num_embeddings:
+            raise ValueError(
+                f"id_map has rows 0 to {id_map.capacity}, and table {self.name!r} rows 0 to {self.num_embeddings - 1}; "
+                "make the table with id_map.num_rows rows"
+            )
+        self.check_resettable()
+        id_map = self.store.map_of(id_map)
+        if id_map.evict is not None and id_map.holder() not in (None, self.store):
+            raise ValueError(
+                f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
+                "its own, or one with evict=None"
+            )
+        with self.lock:
+            self.check_open(writing=True)
+            id_map.holder = weakref.ref(self.store)
+            self.store.notes.id_maps[self.store.part_name] = id_map
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held by the thread that uses the table, or another one over its rows; a forked child finds it free."""
+        return self.store.locked.lock
+
+    @property
+    def version(self) -> int:
+        """A number that goes up whenever rows or columns may have changed."""
+        return self.store.notes.version
+
+    def __repr__(self) -> str:
+        part = part_of_ranks(self.columns["weight"])
+        state = ("" if part is None else f"{part}, ") + ("closed" if self.closed else self.storage)
+        columns = "".join(f" + {name}" for name in self.columns if name != "weight")
+        weight = self.columns["weight"]
+        dtype = str(weight.dtype).removeprefix("torch.")
+        if weight.compact:
+            dtype += f" as {str(weight.stored_dtype).removeprefix('torch.')}"
+        size = f"{self.nbytes / 2**30:.2f} GiB" if self.nbytes > 2**30 // 200 else "under 0.01 GiB"
+        return f"Table({self.name!r}, {self.num_embeddings:,} × {self.embedding_dim} {dtype}{columns}, {state}, {size})"
+
+    def __dlpack_device__(self) -> tuple[enum.IntEnum, int]:
+        """Return host memory, where :meth:`__dlpack__` puts the weights."""
+        return torch.empty(0).__dlpack_device__()
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        path, files = self.path, self.store.files
+        if path is None or files is None:
+            remedy = "save torch.save(model.state_dict(), …), or speedswap.save_checkpoint(path, model); for another "
+            remedy += "process use Table.save(path), and Table.open(path, mode='r') there"
+            if get_spawning_popen() is not None:
+                remedy = (
+                    "to read its rows in a worker, start that with fork (multiprocessing_context='fork'), or make the "
+                )
+                remedy += "table on disk (path=), which opens there; to train it in several processes, make it in each "
+                remedy += "of them with storage=speedswap.Ranks()"
+            raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
+        self.flush()  # another process sees what is committed
+        return (_opened_to_read, (str(path), files.stays_at))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Table:
+        if self.path is not None:
+            raise TypeError(
+                f"table {self.name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
+                f"and Table.open(path), or into memory with Table.load(path); {AVERAGE_OTHERS}"
+            )
+        with self.lock:
+            self.check_open()
+            return type(self)(self.store.copy())
+
+    # ------------------------------------------------------------------ batches of rows
+
+    @of_all_ranks
+    def gather(
+        self,
+        rows: Tensor,
+        *,
+        columns: Sequence[str] | None = None,
+        device: torch.device | str | None = None,
+        out: Mapping[str, Tensor] | None = None,
+    ) -> Block:
+        """Copy rows out of the table onto the compute device.
+
+        Args:
+            rows: ids, int64 or int32, shape (n,), on any device.
+            columns: names; all columns by default.
+            device: where the block goes; by default the device of ``out``, of a table on a GPU, or of ``rows``.
+            out: contiguous tensors (n, ...) on ``device``, by name, that take some of the columns.
+
+        Returns:
+            A block: one contiguous tensor (n, ...) for each column, in the order of ``rows``. A copy to the GPU is
+            queued on torch's current stream.
+
+        Raises:
+            IdError: an id is negative or not below ``num_embeddings``.
+            ValueError, TypeError: there is no such column, or a tensor of ``out`` does not fit. In all cases nothing
+                was copied.
+        """
+        target = None if device is None else torch.device(device)
+        if out:
+            target = target or next(iter(out.values())).device
+        self.check_rows(rows)
+        if out and target is not None:
+            _require_out(self, out, rows, target)
+        with self.lock:
+            self.check_open()
+            block = self.store.gather(rows, columns, target, out)
+        for tensor in (out or {}).values():
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)  # autograd must notice a write that bypassed it
+        return block
+
+    @of_all_ranks
+    def scatter(
+        self,
+        rows: Tensor,
+        values: Block | Tensor | Mapping[str, Tensor],
+        *,
+        commit: Commit | None = None,
+    ) -> None:
+        """Copy rows into the table.
+
+        This is write number :attr:`writes`, which then goes up: what stochastic rounding draws depends on it.
+
+        Args:
+            rows: unique ids, int64 or int32, shape (n,), on any device.
+            values: a block, or a tensor of weights (n, embedding_dim), or tensors by column name; each of the column's
+                dtype and row shape, on any device.
+            commit: allow the table to return before the rows are written, by the end of this commit or after it. Then
+                the rows are ascending, and nothing changes ``values`` any more.
+
+        Raises:
+            IdError: an id is negative or not below ``num_embeddings``.
+            DuplicateIdError: an id occurs twice.
+            ValueError, TypeError: a tensor's shape, dtype or column does not fit.
+            TableFullError: the disk has no room. In all cases nothing was written.
+        """
+        self.check_open(writing=True)
+        self.check_rows(rows)
+        _require_unique(self, rows)
+        if commit is not None and not bool((rows[1:] > rows[:-1]).all()):
+            raise ValueError("rows are not ascending, as those of a pending write must be; sort them, with values")
+        values = fitting(values, self.columns, len(rows), self.name)
+        with self.lock:
+            self.give_back(Block(rows, {}), values, commit)
+            if commit is None and (len(rows) or self.ranks is not None):
+                self.store.commit()  # it is a whole step
+
+    def lease(self, rows: Tensor, *, columns: Sequence[str] | None = None, device: torch.device | None = None) -> Block:
+        """Gather rows that :func:`speedswap.kernels.find_rows` has found, for :meth:`give_back` or to be read.
+
+        Args:
+            rows: int64, shape (n,), of the table; unique and ascending for :meth:`give_back`.
+            columns, device: as for :meth:`gather`.
+        """
+        store = self.store
+        with store.locked.lock:
+            self.check_open()
+            return store.gather(rows, columns, device)
+
+    def give_back(self, block: Block, values: Mapping[str, Tensor], commit: Commit | None = None) -> None:
+        """Write a leased block's rows, as one scatter.
+
+        Args:
+            block: the one that :meth:`lease` has returned; or a new one with such rows.
+            values: tensors by column name, which are known to fit.
+            commit: allow the table to return before the rows are written, by the end of this commit or after it. Then
+                nothing changes ``values`` any more.
+
+        Raises:
+            TableFullError: the disk has no room. Nothing was written.
+        """
+        store = self.store
+        with store.locked.lock:
+            self.check_open(writing=True)
+            if block.rows.shape[0] or self.ranks is not None:
+                store.note_change(block.rows)
+                store.scatter(block, values, None if commit is None else commit.transfers)
+
+    @of_all_ranks
+    def reset_rows(
+        self, rows: Tensor, *, device: torch.device | str | None = None, commit: Commit | None = None
+    ) -> None:
+        """Give some rows their initial values again, in every column: weight and optimizer state, as one scatter.
+
+        They have the very bits that they were made with: of the initializers that the columns were made with, also in
+        columns that are stored in fewer bytes. A column that began as a copy of another one gets that one's initial
+        values.
+
+        Args:
+            rows: unique ids, int64 or int32, shape (n,), on any device.
+            device: where the values are written from; by default the rows'. For a pending write that of the steps'
+                blocks.
+            commit: as for :meth:`scatter`.
+
+        Raises:
+            IdError, DuplicateIdError: as for :meth:`scatter`.
+            ValueError: initial values cannot be computed again: the rows were given, as to ``from_pretrained``, or by a
+                function of ``torch.nn.init`` to a table in files that was opened. In all cases nothing was written.
+
+        Example:
+            >>> import torch, speedswap
+            >>> table = speedswap.Table.create(10, 2, init=speedswap.init.constant(0.5))
+            >>> table.write(0, torch.ones(10, 2))
+            >>> table.reset_rows(torch.tensor([3]))
+            >>> table.read(2, 5)[:, 0].tolist()
+            [1.0, 0.5, 1.0]
+        """
+        self.check_rows(rows)
+        _require_unique(self, rows)
+        self.check_resettable()
+        if len(rows) or self.ranks is not None:
+            place = rows.device if device is None else torch.device(device)
+            ordered = rows.to("cpu", torch.int64).sort().values
+            with self.lock:
+                self.check_open(writing=True)
+                initial = initial_values(self.columns, ordered, self.seed, self.num_embeddings)
+                values = {name: column.to(place) for name, column in initial.items()}
+                self.give_back(Block(ordered.to(place), {}), values, commit)
+
+    def reserve_rows(self, rows: int) -> None:
+        """Make sure that a scatter of so many rows cannot fail for want of room.
+
+        Raises:
+            TableFullError: the disk has no room. Nothing was written.
+        """
+        with self.lock:
+            self.check_open(writing=True)
+            if self.store.files is not None:
+                self.store.files.reserve_rows(rows)
+
+    def drain(self) -> None:
+        """Return when every pending write of this process has arrived."""
+        with self.lock:
+            self.store.drain()
+
+    def commit(self) -> None:
+        """Note that a step has ended: what it has written and the live attributes belong together."""
+        store = self.store
+        with store.locked.lock:
+            store.commit()
+
+    # ------------------------------------------------------------------ whole columns
+
+    @of_all_ranks
+    def read(self, start: int = 0, stop: int | None = None, *, column: str = "weight") -> Tensor:
+        """Copy rows ``start`` to ``stop`` of a column into ordinary memory.
+
+        Raises:
+            TableTooLargeError: they do not fit into free memory; read fewer rows, or use :meth:`save`.
+            TypeError: ids were given.
+        """
+        for name, bound in (("start", start), ("stop", stop)):
+            if getattr(bound, "shape", ()) or isinstance(bound, list | tuple):
+                raise TypeError(
+                    f"{name} is {a_kind(bound)}, but Table.read copies the rows between two numbers; for ids call "
+                    "Embedding.read(ids) or Table.gather(ids)"
+                )
+        start, stop, _ = slice(start, stop).indices(self.num_embeddings)
+        stop = max(start, stop)
+        with self.lock:
+            self.check_open()
+            found = _column_of(self, column)
+            whole_table.require_memory(
+                (stop - start) * found.width * found.dtype.itemsize,
+                f"rows {start} to {stop - 1} of column {column!r} of table {self.name!r}",
+            )
+            is_copy = found.compact or self.store.reads_copies
+            return self.store.read(column, start, stop).to("cpu", copy=not is_copy).contiguous()
+
+    @of_all_ranks
+    def write(self, start: int, values: Tensor, *, column: str = "weight", commit: bool = True) -> None:
+        """Overwrite rows of a column from ``start`` on.
+
+        Args:
+            start: the first row.
+            values: shape (n, ...), of the column's dtype and row shape, on any device; rounded to nearest where the
+                column is stored in fewer bytes.
+            column: its name.
+            commit: True for a step of its own, after which a table on disk may commit; False for a part of one.
+
+        Raises:
+            IdError: the rows do not all lie in the table.
+            TypeError, ValueError: dtype or shape does not fit, or ranks that own the rows together give different
+                values. Nothing was written.
+        """
+        kernels.require_dense(values, "values")
+        fitting({column: values}, self.columns, len(values), self.name)
+        if start < 0 or start + len(values) > self.num_embeddings:
+            raise IdError(
+                f"rows {start} to {start + len(values) - 1} were to be written, but table {self.name!r} has rows 0 to "
+                f"{self.num_embeddings - 1}"
+            )
+        require_alike(self, values, f"values of column {column!r} of")
+        put(self, start, values, column)
+        if commit:
+            self.commit()
+
+    @of_all_ranks
+    def view(self, column: str = "weight") -> Tensor:
+        """Return all rows of a column as a tensor over the table's own memory: writing to it writes to the table.
+
+        Its use is not guarded: checks, version and room on disk are settled now, once, so that a file takes its full
+        size. It must not be used after the table is closed, nor on the CPU while a GPU works on a pinned table.
+
+        Returns:
+            A tensor (num_embeddings, ...), not contiguous where records hold more than this column; of the dtype in
+            which the column is stored.
+
+        Raises:
+            TypeError: the column is stored as int8 with scales.
+            TableFullError: the disk has no room for every row.
+        """
+        with self.lock:
+            self.check_open(writing=True)
+            _column_of(self, column)
+            self.store.note_change(None)
+            self.store.notes.is_viewed = True
+            return self.store.view(column)
+
+    @contextmanager
+    def rows_between(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
+        """Provide the weights of rows ``start`` to ``stop`` on a device, to be read inside the block and not changed.
+
+        Yields:
+            Shape (stop - start, embedding_dim): a view of the table's memory if that is on the device and holds them
+            in this dtype; else a copy.
+        """
+        with self.lock:
+            self.check_open()
+            yield self.store.read("weight", start, stop, device)
+
+    @of_all_ranks
+    def add_columns(self, columns: Sequence[Column], *, commit: bool = True) -> None:
+        """Give every row more columns, at their initial values.
+
+        Before the table is first written they share its records (initial values are computed again); afterwards they
+        start new records next to the others.
+
+        Args:
+            columns: names and initial values.
+            commit: whether they, and everything before, are durable when this returns; False leaves that to the next
+                commit, as inside a step.
+
+        Raises:
+            ValueError: a column of that name exists, its zero_row is not a row, or it is to begin as a copy of a column
+                that does not exist or has rows of another shape.
+        """
+        with self.lock:
+            self.check_open(writing=True)
+            for column in columns:
+                if column.name in self.columns:
+                    raise ValueError(f"column {column.name!r} exists already in table {self.name!r}")
+                _require_zero_row(column.zero_row, self.num_embeddings)
+            require_sources(columns, self.columns, self.name)
+            if columns:
+                if commit:
+                    self.store.flush()  # so that the columns are committed at once
+                self.store.note_change(None)
+                self.store.add_columns(columns)
+
+    @of_all_ranks
+    def reset_columns(self, columns: Sequence[Column]) -> None:
+        """Give existing columns their initial values again, in every row.
+
+        Args:
+            columns: names and initial values; everything else is taken from the table's own columns.
+
+        Raises:
+            ValueError: as for :meth:`add_columns`.
+        """
+        with self.lock:
+            self.check_open(writing=True)
+            for column in columns:
+                _column_of(self, column.name)
+                _require_zero_row(column.zero_row, self.num_embeddings)
+            require_sources(columns, self.columns, self.name)
+            if columns:
+                self.store.note_change(None)
+                self.store.reset_columns(columns)
+
+    @of_all_ranks
+    def reserve(self, columns: Collection[str]) -> None:
+        """Make sure that writing every row of some columns cannot fail for want of room.
+
+        Raises:
+            TableFullError: the disk has no room. Nothing was written.
+        """
+        with self.lock:
+            self.check_open(writing=True)
+            if self.store.files is not None:
+                self.store.files.reserve(columns)
+
+    __array__ = whole_table.to_numpy
+    __dlpack__ = whole_table.to_dlpack
+
+    # ------------------------------------------------------------------ files and the end
+
+    @of_all_ranks
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the whole table, in chunks of rows, to a directory that :meth:`open` reads.
+
+        Of a table that ranks own, each writes its rows, and all of them call this; :meth:`load`, and :meth:`open` with
+        mode ``r``, read them as one table in any process.
+
+        Args:
+            path: the directory; it appears there complete or not at all, durably. If it is a symbolic link to a
+                table, that table is replaced, since it is the one that opens under this name, and the link stays.
+            overwrite: replace an existing table.
+
+        Raises:
+            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds other files
+                than a table's.
+            TableBusyError: the table there is open for writing, or being made.
+            TableFullError: the disk has no room. An existing table is unchanged.
+        """
+        self.check_open()
+        store = self.store
+        if store.joint is not None:
+            store.joint.save(Path(path), overwrite=overwrite)
+            return
+        if store.files is not None and store.files.lives_at(path):
+            raise lives_there(path)
+        save_copy(store, Path(path), overwrite=overwrite)
+
+    @of_all_ranks
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str | None = None,
+        *,
+        columns: Sequence[str] = ("weight",),
+        keys: str | os.PathLike[str] | IdMap | Sequence[str] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write rows to a file that other programs read, a bounded piece at a time.
+
+        Values are written bit for bit, in text as the shortest decimal that reads back to the same bits. A column that
+        is stored in fewer bytes is written as the values that a lookup gives. Where a format does not have bfloat16 or
+        float8 (all but safetensors, which has bfloat16), they are written as float32, which holds the same numbers.
+
+        Args:
+            path: the file; it appears there complete or not at all, durably.
+            format: ``npy``: one column as an array. ``safetensors``: columns as tensors of their names. ``word2vec``,
+                ``word2vec-binary``: keys and vectors, as gensim's ``KeyedVectors.load_word2vec_format`` reads them.
+                ``parquet``: columns as lists of fixed size, and keys as ``key`` (needs pyarrow). By default by the
+                suffix: ``.npy``, ``.safetensors``, ``.txt`` or ``.vec``, ``.bin``, ``.parquet`` or ``.pq``.
+            columns: names; one for ``npy`` and word2vec's formats.
+            keys: the rows' keys, where the format has them: an :class:`IdMap`, of which the rows that have a key are
+                written; the path of a text with a key per line, or a list of strings, one per row; or ``"rows"`` for
+                the rows' numbers. By default those of :attr:`id_map`; without one the numbers in word2vec's formats,
+                and none in Parquet. Keys that occur twice are written as they are; :meth:`from_file` then takes the
+                file with ``keys="drop"`` alone.
+            overwrite: replace an existing file.
+
+        Raises:
+            FileExistsError: ``path`` exists and ``overwrite`` is not set.
+            ValueError: there is no such format or column; the format does not hold several columns, or keys; there are
+                other keys than rows, or a key that word2vec's formats cannot hold: an empty one, or with whitespace.
+                Or the table is one of several ranks' part of another.
+            TypeError: the format does not hold a column's dtype.
+            TableFullError: the disk has no room. In all cases nothing is left behind.
+            ModuleNotFoundError: pyarrow is missing.
+
+        Example:
+            >>> import pathlib, tempfile, torch, speedswap
+            >>> file = pathlib.Path(tempfile.mkdtemp()) / "vectors.txt"
+            >>> table = speedswap.Table.create(2, 3, init=speedswap.init.constant(0.1))
+            >>> table.export(file, keys=["cat", "dog"])
+            >>> print(file.read_text())
+            2 3
+            cat 0.1 0.1 0.1
+            dog 0.1 0.1 0.1
+            <BLANKLINE>
+        """
+        export_table(self, path, format, columns=columns, keys=keys, overwrite=overwrite)
+
+    def flush(self) -> None:
+        """Commit everything written so far, and return when it is durable (tables on disk; a no-op for others).
+
+        A table that is not closed is flushed when it is freed, or when the process ends by itself.
+        """
+        with self.lock:
+            self.check_open()
+            self.store.flush()
+
+    def close(self) -> None:
+        """Flush, and release memory, file and lock. Closing twice is harmless, and completes an interrupted close.
+
+        Raises:
+            TableFullError: the disk has no room for the last commit. The table stays open, to be closed once there is
+                room.
+            TypeError, ValueError: :attr:`attributes` are not plain data, or too much of it. The table stays open.
+        """
+        with self.lock:
+            try:
+                self.store.close()
+            finally:
+                if self.closed:
+                    self._flush_at_end.detach()
+
+    def remove(self) -> None:
+        """Close the table and remove its files."""
+        try:
+            self.close()
+        finally:
+            if self.store.files is not None:
+                self.store.files.remove()
+
+    # ------------------------------------------------------------------ checks
+
+    def check_open(self, *, writing: bool = False) -> None:
+        """Raise unless this process can use the table, and bring it up to date with another process that writes it.
+
+        Raises:
+            TableClosedError: it is closed, or cannot be read here, or written if that is asked for.
+        """
+        store = self.store
+        if store.closed:
+            raise TableClosedError(f"table {self.name!r} is closed; open it again with Table.open")
+        if store.check(writing=writing):
+            store.note_change(None)
+
+    def check_resettable(self) -> None:
+        """Raise ValueError unless :meth:`reset_rows` can compute every column's initial values."""
+        require_functions_of_row(self.columns, self.name)
+
+    def check_rows(self, ids: Tensor) -> None:
+        """Check one-dimensional ids against the table before anything moves.
+
+        Raises:
+            TypeError: not a tensor, or not int32 or int64.
+            ValueError: not one-dimensional.
+            IdError: an id is negative or not below ``num_embeddings``; it names the position and the value.
+        """
+        kernels.require_id_dtype(ids)
+        if ids.dim() != 1:
+            raise ValueError(f"rows has shape {tuple(ids.shape)}; give one-dimensional ids, rows.flatten()")
+        kernels.check_ids(ids, self.num_embeddings, f"table {self.name!r}")
+
+
+def put(table: Table, start: int, values: Tensor, column: str = "weight") -> None:
+    """Overwrite rows of a column as :meth:`Table.write` does, with values that were checked, as a part of a step.
+
+    Where ranks own the rows together, each writes its own, and nobody compares the values.
+    """
+    with table.lock:
+        table.check_open(writing=True)
+        table.store.note_change(range(start, start + len(values)))
+        table.store.write(column, start, values)
+
+
+def discard(table: Table) -> None:
+    """Close a table because what was to use it could not be made; remove its files if they are new."""
+    if table.was_found:
+        table.close()
+    else:
+        table.remove()
+
+
+def require_alike(table: Table, given: object, what: str) -> None:
+    """Raise ValueError, on all ranks that own the rows together, unless all of them were given the same.
+
+    Args:
+        given: a tensor, or settings.
+        what: that is, for the message, before the table's name.
+    """
+    if table.ranks is not None:
+        table.ranks.require_alike(given, f"{what} table {table.name!r}")
+
+
+def _require_unique(table: Table, rows: Tensor) -> None:
+    position = kernels.first_duplicate(rows, table.num_embeddings)
+    if position >= 0:
+        raise DuplicateIdError(
+            f"rows[{position}] is {int(rows[position])}, which occurs before it; each row of table {table.name!r} "
+            "can be written once: sum or select the values of equal ids first"
+        )
+
+
+def _column_of(table: Table, name: str) -> Column:
+    """Return a column.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in table.columns:
+        raise ValueError(f"column {name!r} is not in table {table.name!r}; it has {', '.join(table.columns)}")
+    return table.columns[name]
+
+
+def _require_zero_row(zero_row: int | None, num_embeddings: int) -> int | None:
+    """Return a column's zero_row as an int, or None.
+
+    Raises:
+        ValueError: it is not a row of the table.
+    """
+    last = num_embeddings - 1
+    if zero_row is None:
+        return None
+    return whole_number("zero_row", zero_row, 0, last, remedy=f"give one of the table's rows, 0 to {last}, or None")
+
+
+def _require_out(table: Table, out: Mapping[str, Tensor], rows: Tensor, device: torch.device) -> None:
+    for name, tensor in fitting(out, table.columns, len(rows), table.name).items():
+        kernels.require_apart(tensor, f"out[{name!r}]", rows, "rows")
+        is_plain = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        if not is_plain or tensor.device != device or table.store.is_backed_by(tensor):
+            raise ValueError(
+                f"out[{name!r}], on {tensor.device} with strides {tensor.stride()}, cannot take the rows; give a "
+                f"contiguous tensor on {device} that is not a view of the table"
+            )
+
+
+def _opened_to_read(path: str, commit: int | None) -> Table:
+    """Rebuild an unpickled table."""
+    return Table.open(path, "r", commit=commit)
+
+
+def _flush_at_end(store: RowStore, locked: Locked) -> None:
+    """Flush a store whose table was not closed: its object was freed, or the process ends."""
+    with locked.lock:
+        store.flush_at_end()
