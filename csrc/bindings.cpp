@@ -20,6 +20,7 @@
 #include "row_log_bindings.h"
 #include "rows_cpu.h"
 #include "segments.h"
+#include "signals.h"
 #include "staging_bindings.h"
 #include "vector_bindings.h"
 #include "without_gil.h"
@@ -406,6 +407,7 @@ PYBIND11_MODULE(_C, module) {
                arg("columns"), arg("threads"));
     speedswap::bind_id_map(module);
     speedswap::bind_row_log(module);
+    speedswap::bind_signals(module);
     speedswap::bind_staging(module);
     speedswap::bind_vectors(module);
 }

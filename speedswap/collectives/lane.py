@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from speedswap._interrupts import deferred_interrupts
 from speedswap.collectives.kinds import ANYTHING, KINDS, Kind
 from speedswap.collectives.messages import Line, Sheet
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
+from speedswap.kernels import deferred_interrupts
 
 __all__ = ["SPARE_IDS", "Lane", "connect"]
 

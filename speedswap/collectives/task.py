@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from speedswap._interrupts import deferred_interrupts
 from speedswap.collectives.kinds import ANYTHING, KINDS, Kind
 from speedswap.collectives.messages import (
     ANYWHERE,
@@ -28,6 +27,7 @@ from speedswap.collectives.messages import (
     unpacked,
 )
 from speedswap.errors import PeerError
+from speedswap.kernels import deferred_interrupts
 
 if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane

@@ -42,6 +42,7 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
+from speedswap.kernels.interrupts import deferred_interrupts
 from speedswap.kernels.lines import Lines, read_lines
 from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
@@ -117,6 +118,7 @@ __all__ = [
     "compiled_in",
     "crc32c",
     "cuda_ready",
+    "deferred_interrupts",
     "dot_segments",
     "empty",
     "expand",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._interrupts import deferred_interrupts
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
+from speedswap.kernels import deferred_interrupts
 from speedswap.ranks.key_route import KeyRoute
 from speedswap.ranks.new_keys import FULL, NEW, RENEWED, NewKeys
 from speedswap.ranks.owned_keys import SETTINGS, OwnedKeys

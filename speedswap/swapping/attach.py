@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from speedswap._interrupts import deferred_interrupts
 from speedswap._warnings import warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
+from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.apart import rows_are_apart
 from speedswap.swapping.lost_updates import LostUpdates
 from speedswap.swapping.optimizer_state import Found

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedswap._interrupts import deferred_interrupts
 from speedswap.errors import OptimizerError
+from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.apart import says_checkpoint
 from speedswap.swapping.probe import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value

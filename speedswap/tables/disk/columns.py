@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from speedswap import kernels
-from speedswap._interrupts import deferred_interrupts
 from speedswap.errors import TableTooLargeError
+from speedswap.kernels import deferred_interrupts
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.cache import LogCache
 from speedswap.tables.disk.layout import LogLayout, added, added_unwritten, reset

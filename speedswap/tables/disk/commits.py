@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from speedswap import kernels
-from speedswap._interrupts import deferred_interrupts
+from speedswap.kernels import deferred_interrupts
 from speedswap.tables.disk.keys import NOTHING, LogKeys
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap._interrupts import deferred_interrupts
 from speedswap.errors import TableBusyError, TableFullError
-from speedswap.kernels import Lookup, Transfers
+from speedswap.kernels import Lookup, Transfers, deferred_interrupts
 from speedswap.tables.block import Block
 from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.ahead import RowsAheadOfStep
