@@ -14,10 +14,9 @@ from speedswap import kernels
 from speedswap.tables import Column, LocalStore
 from speedswap.tables.files.inspection import Checked
 from speedswap.tables.files.open_directory import says_if_full
-from speedswap.tables.groups import RecordGroups
-from speedswap.tables.memory.host import Memory, MemoryKind, default_kind
+from speedswap.tables.memory.host import Memory
 from speedswap.tables.record import RecordLayout
-from speedswap.tables.record_group import RecordGroup
+from speedswap.tables.record_groups import RecordGroup, RecordGroups
 from speedswap.tables.store import Files
 from speedswap.tables.whole_table import numpy_dtype
 
@@ -85,9 +84,6 @@ class NpyStore(LocalStore, Files):
                 raise ValueError(f"{str(file)!r} has shape and dtype {(array.shape, array.dtype)}, not {wanted}")
             store._adopt(column, array)
         return store
-
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> LocalStore:
-        return super().copy(storage or default_kind(), engine)
 
     @property
     def files(self) -> Files:

@@ -32,7 +32,6 @@ from speedswap.tables.store import Prefetched, RowStore
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
-    from speedswap.tables.memory.host import MemoryKind
     from speedswap.tables.table import Table
 
 __all__ = ["ShardedStore"]
@@ -277,13 +276,6 @@ class ShardedStore(OwnedStore, JointRows):
             task.round()  # it is there
 
     # ------------------------------------------------------------------ lifetime
-
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
-        raise TypeError(
-            f"table {self.name!r} is owned by {len(self.group)} ranks, and cannot be copied; save it, or make another "
-            "model with storage=speedswap.Ranks() that loads this one's state_dict(). To average dense layers "
-            "(AveragedModel), take a module without the embedding"
-        )
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         with self.task(Kind.SAVE) as task:

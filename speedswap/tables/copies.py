@@ -1,18 +1,19 @@
-"""Copies in memory of rows that lie elsewhere."""
+"""Copies of a store's rows in memory."""
 
 from __future__ import annotations
 
 import copy
+from typing import get_args
 
 import torch
 
 from speedswap import kernels
 from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.fresh import FreshRows
-from speedswap.tables.groups import RecordGroups
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import host as storages
+from speedswap.tables.record_groups import RecordGroups
 from speedswap.tables.store import RowStore
 
 __all__ = ["copy_rows", "layout_of"]
@@ -23,15 +24,15 @@ def layout_of(store: RowStore) -> LogLayout:
     return LogLayout.of([*store.columns.values()], store.origins)
 
 
-def copy_rows(source: RowStore, storage: storages.MemoryKind | None, engine: str) -> LocalStore:
+def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine: str | None = None) -> LocalStore:
     """Return a store in memory with the same rows, attributes and id maps.
 
     Args:
         source: the rows.
-        storage, engine: as for :meth:`RowStore.copy`; the default memory if None is given for storage.
+        kind, engine: of the memory; by default those of the source, where it is in memory.
     """
-    kind = storage or storages.default_kind()
-    groups = RecordGroups(source.num_embeddings, kind, source.seed, source.name, engine=engine)
+    own = next((each for each in get_args(storages.MemoryKind) if each == source.storage), storages.default_kind())
+    groups = RecordGroups(source.num_embeddings, kind or own, source.seed, source.name, engine=engine or source.engine)
     groups.add_unfilled(list(source.columns.values()))
     (group,) = groups
     fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)

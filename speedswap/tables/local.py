@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +14,12 @@ from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.block import Block
 from speedswap.tables.files.manifest import require_size
-from speedswap.tables.groups import RecordGroups
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.memory import host as storages
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
 from speedswap.tables.record import Column
-from speedswap.tables.record_group import RecordGroup
+from speedswap.tables.record_groups import RecordGroup, RecordGroups
 from speedswap.tables.store import RowStore
 
 __all__ = ["LocalStore"]
@@ -75,19 +73,6 @@ class LocalStore(RowStore):
         groups = RecordGroups(num_embeddings, storage, seed, name, engine=engine, written=written)
         groups.add([weight])
         return cls(groups)
-
-    def copy(self, storage: storages.MemoryKind | None = None, engine: str = "auto") -> LocalStore:
-        if storage is None:
-            storage, engine = self.groups.storage, self.engine
-        self.drain()
-        for group in self._groups:
-            group.memory.settle()
-        groups = RecordGroups(self.num_embeddings, storage, self.seed, self.name, engine=engine)
-        groups.copy(self._groups)
-        copied = LocalStore(groups)
-        copied.notes.take_over(self.notes)
-        copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
-        return copied
 
     # ------------------------------------------------------------------ description
 

@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 
 from speedswap.tables.block import Block
-from speedswap.tables.copies import copy_rows
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.initial import initial_chunk
-from speedswap.tables.local import LocalStore
-from speedswap.tables.memory.host import MemoryKind
 from speedswap.tables.ranges import InRanges
 from speedswap.tables.record import Column
 from speedswap.tables.store import Files, RowStore, WrappedStore
@@ -146,12 +143,6 @@ class PartStore(WrappedStore):
         return initial_chunk(column, start, num_rows, self.num_embeddings, self.seed)
 
     # ------------------------------------------------------------------ lifetime
-
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> LocalStore:
-        if storage is None:
-            engine = self.engine
-            storage = None if self.storage == "disk" else self.storage  # type: ignore[assignment]
-        return copy_rows(self, storage, engine)
 
     def flush_at_end(self) -> None:
         return None  # the other store's table does

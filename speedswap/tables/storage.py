@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from speedswap import kernels
 from speedswap._warnings import users_level
 from speedswap._words import a_kind
+from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
@@ -124,7 +125,7 @@ class _InMemory(Storage):
         return LocalStore.create(num_embeddings, weight, storage=self.kind, engine=self.engine, seed=seed, name=name)
 
     def copy(self, source: RowStore) -> RowStore:
-        return source.copy(self.kind, self.engine)
+        return copy_rows(source, self.kind, self.engine)
 
 
 @dataclass(frozen=True, repr=False)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from speedswap.tables.files.inspection import Checked
     from speedswap.tables.id_map import IdMap
     from speedswap.tables.joint import JointRows
-    from speedswap.tables.memory.host import MemoryKind
 
 __all__ = ["Commits", "Files", "Found", "Prefetched", "RowStore", "WrappedStore"]
 
@@ -284,14 +283,6 @@ class RowStore(ABC):
 
     # ------------------------------------------------------------------ lifetime
 
-    @abstractmethod
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
-        """Return a store in memory with the same rows and attributes.
-
-        Args:
-            storage, engine: as for :meth:`Table.create`, but for disk; this store's own if None is given for storage.
-        """
-
     def flush(self) -> None:
         """Make everything written so far durable, if this store is."""
         return None
@@ -485,9 +476,6 @@ class WrappedStore(RowStore):
 
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
         return self.inner.alone(outer or self)
-
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
-        return self.inner.copy(storage, engine)
 
     def flush(self) -> None:
         self.inner.flush()

@@ -22,6 +22,7 @@ from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableF
 from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
 from speedswap.tables.block import Block, fitting
+from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.salvage import salvage
 from speedswap.tables.files.manifest_file import part_of_ranks, remedy_for_part
 from speedswap.tables.formats import export_table, import_table
@@ -429,9 +430,15 @@ class Table:
                 f"table {self.name!r} lies in files, which are not copied implicitly; copy it with Table.save(path) "
                 f"and Table.open(path), or into memory with Table.load(path); {AVERAGE_OTHERS}"
             )
+        if self.ranks is not None:
+            raise TypeError(
+                f"table {self.name!r} is owned by {len(self.ranks)} ranks, and cannot be copied; save it, or make "
+                "another model with storage=speedswap.Ranks() that loads this one's state_dict(). To average dense "
+                "layers (AveragedModel), take a module without the embedding"
+            )
         with self.lock:
             self.check_open()
-            return type(self)(self.store.copy())
+            return type(self)(copy_rows(self.store))
 
     # ------------------------------------------------------------------ batches of rows
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import speedswap
 from speedswap.tables import Block, Column, RowStore, Table
-from speedswap.tables.copies import copy_rows
 from speedswap.tables.files.manifest import column_json, parse_column
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.initial import initial_chunk, initial_values, is_lazy
@@ -140,9 +139,6 @@ class SqliteStore(RowStore):
         self.flush()
         self._closed = True
         self._database.close()
-
-    def copy(self, storage: Any = None, engine: str = "auto") -> RowStore:
-        return copy_rows(self, storage, engine)
 
 
 @dataclass(frozen=True, repr=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 import speedswap
 from speedswap.kernels import Lookup
 from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore, as_storage
+from speedswap.tables.copies import copy_rows
 from speedswap.tables.opening import open_store
 
 ROWS, DIM = 30, 4
@@ -347,15 +348,6 @@ class Plain(RowStore):
     def reset_columns(self, columns: Any) -> None:
         self.add_columns(columns)
 
-    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
-        weight = self.columns["weight"]
-        copied = LocalStore.create(ROWS, weight, storage=storage or "pageable", engine=engine, seed=self.seed)
-        copied.add_columns([column for column in self.columns.values() if column.name != "weight"])
-        for name, (_, values) in self.kept.items():
-            copied.write(name, 0, values)
-        copied.notes.take_over(self.notes)
-        return copied
-
     def close(self) -> None:
         self.is_closed = True
 
@@ -373,7 +365,7 @@ def test_a_store_of_another_kind_trains_and_is_saved(kind: str, ahead: bool, dev
     with Table.open(tmp_path / "saved") as saved:
         assert columns(saved) == columns(usual.table)
         assert saved.attributes["optimizer"]["scalars"]["step"] == 6
-    assert columns(Table(other.table.store.copy("pageable", "auto"))) == columns(usual.table)
+    assert columns(Table(copy_rows(other.table.store, "pageable"))) == columns(usual.table)
     assert columns(copy.deepcopy(other.table)) == columns(usual.table)
     with pytest.raises(TypeError, match=r"not in one memory; use Table.read\(\)"):
         RowStore.view(other.table.store, "weight")
@@ -445,11 +437,6 @@ class Sharded(RowStore):
     def reset_columns(self, columns: Any) -> None:
         for shard in self.shards:
             shard.reset_columns(columns)
-
-    def copy(self, storage: str | None = None, engine: str = "auto") -> RowStore:
-        copied = Plain(self)
-        copied.notes = self.notes
-        return copied.copy(storage, engine)
 
     def close(self) -> None:
         for shard in self.shards:

@@ -15,7 +15,6 @@ from speedswap import kernels
 from speedswap.errors import TableBusyError, TableFullError
 from speedswap.kernels import Lookup, Transfers, deferred_interrupts
 from speedswap.tables.block import Block
-from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.ahead import RowsAheadOfStep
 from speedswap.tables.disk.columns import LogColumns, new_log
 from speedswap.tables.disk.layout import LogLayout
@@ -23,8 +22,6 @@ from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.log_manifest import LogManifest
 from speedswap.tables.initial import is_lazy, starts_of
-from speedswap.tables.local import LocalStore
-from speedswap.tables.memory.host import MemoryKind
 from speedswap.tables.record import Column
 from speedswap.tables.store import Commits, RowStore
 
@@ -293,9 +290,6 @@ class LogStore(LogColumns, Commits):
         """Overwrite rows by the bytes of their columns, as :meth:`written_rows` yields them."""
         self._commits.changed = True
         self._cache.put(rows, held)
-
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> LocalStore:
-        return copy_rows(self, storage, engine)
 
     def flush(self) -> None:
         if not self._reads and os.getpid() == self._owner_pid:

@@ -61,7 +61,7 @@ class TableDirectory(Locked):
         self._owner_pid = os.getpid()
         self._manifest: ManifestFile | None = None  # as last read or written by this object
         self._manifest_path = str(place.path / MANIFEST)
-        self._numbers: dict[str, int] = {}  # that new files begin to look for theirs at, by kind
+        self._next_keys: int | None = None  # the number at which a new file of keys begins to look for its own
 
     # ------------------------------------------------------------------ creating and replacing
 
@@ -350,25 +350,16 @@ class TableDirectory(Locked):
         for name in names:
             self.files.remove(name)
 
-    def save_keys(self, raw: Tensor) -> str:
-        """Write an id map's bytes to a new file, durably; return its name."""
-        name, path = self._new_name("keys", _KEYS)
-        with says_if_full(path):
-            file = OpenFile(self.files.create(name))
-            try:
-                rest = raw.numpy().data
-                while rest:
-                    rest = rest[os.write(file.fd, rest) :]
-                os.fsync(file.fd)
-            except BaseException:
-                self.files.remove(name)
-                raise
-        return name
-
     def create_keys(self) -> tuple[str, OpenFile]:
         """Make an empty file for id maps; return its name and the file."""
-        name, path = self._new_name("keys", _KEYS)
-        with says_if_full(path):
+        if self._next_keys is None:
+            taken = [int(match[1]) for name in self.files.names() if (match := _KEYS.fullmatch(name))]
+            self._next_keys = max(taken, default=-1) + 1
+        while self.files.status(f"keys-{self._next_keys % _NUMBERS}.bin") is not None:
+            self._next_keys += 1
+        name = f"keys-{self._next_keys % _NUMBERS}.bin"
+        self._next_keys += 1
+        with says_if_full(self.files.path / name):
             return name, OpenFile(self.files.create(name))
 
     def open_keys(self, name: str) -> OpenFile:
@@ -399,18 +390,6 @@ class TableDirectory(Locked):
                         removed.append(OpenFile(self.files.open(name)))
                 self.files.remove(name)
         return removed
-
-    def _new_name(self, kind: str, pattern: re.Pattern[str]) -> tuple[str, Path]:
-        number = self._numbers.get(kind)
-        if number is None:
-            taken = [int(match[1]) for name in self.files.names() if (match := pattern.fullmatch(name))]
-            number = max(taken, default=-1) + 1
-        while self.files.status(f"{kind}-{number % _NUMBERS}.bin") is not None:
-            number += 1
-        number %= _NUMBERS
-        self._numbers[kind] = number + 1
-        name = f"{kind}-{number}.bin"
-        return name, self.files.path / name
 
     def sync(self) -> None:
         """Make the names of new files durable, before a manifest refers to them."""

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.block import Block
-from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.inspection import Checked
@@ -29,7 +28,6 @@ from speedswap.tables.store import Files, RowStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
-    from speedswap.tables.memory.host import MemoryKind
 
 __all__ = ["ShardsInFiles", "different_steps", "open_shard", "read_manifest"]
 
@@ -230,9 +228,6 @@ class ShardsInFiles(RowStore, Files):
         self.check(writing=True)
 
     # ------------------------------------------------------------------ lifetime
-
-    def copy(self, storage: MemoryKind | None = None, engine: str = "auto") -> RowStore:
-        return copy_rows(self, storage, engine)
 
     def close(self) -> None:
         self._closed = True
