@@ -1,7 +1,6 @@
 """Read a file of ratings, in the columns and with the ids that it happens to have, into a split.
 
-``lines`` reads it in pieces and takes the lines apart, ``layout`` finds separator and columns, ``columns`` makes
-numbers of the fields.
+``layout`` finds separator and columns, ``columns`` takes the lines apart and makes numbers of the fields.
 """
 
 from __future__ import annotations
@@ -10,16 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from speedswap._install import pip_install
 from speedswap.apps.errors import RatingsError
-from speedswap.apps.ncf.columns import IdColumn, Parsed, RatingColumn, TimeColumn, WrongValue
 from speedswap.apps.ncf.interactions import Interactions, Split, leave_one_out
-from speedswap.apps.ncf.layout import FIELD_MARK, FORM, NEEDED, ROLES, Layout, check_columns, find_layout, shown
-from speedswap.apps.ncf.lines import Piece, Rows, read_pieces, read_rows
+from speedswap.apps.ncf.layout import FIELD_MARK, FORM, ROLES, Layout, check_columns, find_layout
 from speedswap.apps.options import one_of
+
+if TYPE_CHECKING:
+    from speedswap.apps.ncf.columns import Piece
 
 __all__ = ["MISSING", "Source", "read_split"]
 
@@ -79,7 +80,7 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     where all ids of a column are whole numbers, they get rows in their order, else in the order of their text. A
     rating's value has no effect, only its presence. Times are numbers of any unit or ISO dates (UTC without a zone);
     without them the order of lines stands for time. Memory is some 100 bytes per line, whatever else is in it, and the
-    ids.
+    ids. Needs pyarrow.
 
     Args:
         path: the file.
@@ -107,13 +108,16 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     columns = columns or {}
     check_columns(columns)
     one_of(MISSING)("missing", missing)
+    try:
+        from speedswap.apps.ncf.columns import COLUMNS, read_pieces, read_rows, take
+    except ImportError as error:
+        raise RatingsError(f"ratings are read by pyarrow: {pip_install('pyarrow', extra='demo')}") from error
     pieces = read_pieces(path)
     layout, pieces = open_layout(pieces, path, columns)
-    parsers: dict[str, Any] = {"user": IdColumn(), "item": IdColumn(), "rating": RatingColumn(), "time": TimeColumn()}
-    parsers = {role: parsers[role] for role in ROLES if role in layout.places}
+    parsers: dict[str, Any] = {role: COLUMNS[role]() for role in ROLES if role in layout.places}
     lines, left_out = 0, dict.fromkeys(layout.places, 0)
     for rows in read_rows(pieces, layout, path):
-        lines += len(rows.line_numbers)
+        lines += rows.size
         for role, count in take(rows, parsers, layout, path, missing).items():
             left_out[role] += count
     left_out = {role: count for role, count in left_out.items() if count}
@@ -139,56 +143,9 @@ def open_layout(pieces: Iterator[Piece], path: Path, columns: Mapping[str, str])
         layout = find_layout(lines[:SAMPLE_LINES], first_line, path, columns)
         if layout.heading is not None:
             end = begin + len(lines[0]) + 1
-            piece = Piece(piece.text[end:], piece.first_line + piece.text.count(b"\n", 0, end))
+            piece = piece._replace(text=piece.text[end:], first_line=piece.first_line + piece.text.count(b"\n", 0, end))
         return layout, chain([piece] if piece.text else [], pieces)
     raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
-
-
-def take(rows: Rows, parsers: Mapping[str, Any], layout: Layout, path: Path, missing: str) -> dict[str, int]:
-    """Enter some lines' values into the columns; return the count of omitted lines by the value they lack."""
-    count = len(rows.line_numbers)
-    parsed, present, left_out = {}, np.ones(count, np.bool_), {}
-    if not count:
-        return {}
-    for role, parser in parsers.items():
-        try:
-            parsed[role] = parser.parse(rows.columns[role])
-        except WrongValue as wrong:
-            number = int(rows.line_numbers[wrong.row])
-            first = layout.heading is None and number == 1
-            raise RatingsError(
-                f"ratings {path}, line {number}: {role} ({layout.column(role)}) is {shown(wrong.text)}, {wrong.remedy}"
-                + ("; if the line is a heading, give the columns by its names" if first else "")
-            ) from None
-        left_out[role] = int((present & ~parsed[role].present).sum())
-        if left_out[role] and missing == "error":
-            row = int((present & ~parsed[role].present).argmax())
-            raise RatingsError(
-                f"ratings {path}, line {rows.line_numbers[row]}: no {role}, for {layout.column(role)} is "
-                f"{shown(rows.columns[role].texts(np.array([row]))[0])}: fill it in, or leave such lines out with "
-                "missing=skip"
-            )
-        present &= parsed[role].present
-    check_no_heading(parsed, rows, parsers, layout, path)
-    for role in parsed:
-        if role != "rating":
-            values = parsed[role].values
-            parsers[role].keep(values if present.all() else values[present])
-    return left_out
-
-
-def check_no_heading(
-    parsed: Mapping[str, Parsed], rows: Rows, parsers: Mapping[str, Any], layout: Layout, path: Path
-) -> None:
-    """Refuse a heading in the middle, as concatenated files have it; where all is text it fits anywhere."""
-    if layout.heading is None:
-        return
-    again = np.ones(len(rows.line_numbers), np.bool_)
-    for role in NEEDED:
-        again &= parsed[role].values == parsers[role].value_of(layout.heading[layout.places[role]])
-    if again.any():
-        line = rows.line_numbers[again.argmax()]
-        raise RatingsError(f"ratings {path}, line {line} is the heading again: remove it, and all others")
 
 
 def split_of(parsers: Mapping[str, Any], layout: Layout, path: Path, lines: int, left_out: dict[str, int]) -> Split:

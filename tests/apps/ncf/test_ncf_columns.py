@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf import RatingsError, SettingsError, lines, read_split
+from speedswap.apps.ncf import RatingsError, SettingsError, read_split
+from speedswap.apps.ncf import columns as module
 
 ORDERS = """order,customer,sku,stars,ts
 1,bob,A-1,5,2024-01-03
@@ -65,7 +66,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_text_ids_in_any_columns_are_read(name, chunk, tmp_path, monkeypatch):
     """Found by the heading's names, in whole files and in pieces of 16 bytes; 7 and 007 are different items."""
-    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     split = read(tmp_path, FILES[name])
     assert pairs_of(split) == (TRAINED, TESTED)
     assert split.user_ids.tolist() == ["anna", "bob"]
@@ -157,7 +158,7 @@ TIMES = {
 @pytest.mark.parametrize("name", TIMES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
 def test_the_latest_is_found_by_any_kind_of_time(name, order, tmp_path, monkeypatch):
-    monkeypatch.setattr(lines, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 40)
     content = "user,item,time\n" + "".join(
         f"1,{item},{TIMES[name][item]}\n1,{item + 10},{TIMES[name][3]}\n" for item in order
     )
@@ -166,7 +167,7 @@ def test_the_latest_is_found_by_any_kind_of_time(name, order, tmp_path, monkeypa
 
 def test_ids_become_text_for_good_with_the_first_that_is_none(tmp_path, monkeypatch):
     """Earlier numbers keep their names."""
-    monkeypatch.setattr(lines, "CHUNK_BYTES", 32)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 32)
     rows = [(str(number % 7), str(number % 11 - 5)) for number in range(100)]
     numbers = "user,item\n" + "".join(f"{user},{item}\n" for user, item in rows)
     split = read(tmp_path, numbers)
@@ -201,8 +202,8 @@ def test_whatever_csv_writes_is_read_as_csv_reads_it(rows, end, separator, piece
     writer = csv.writer(file, delimiter=separator, lineterminator=end)
     writer.writerow(["user", "comment", "item"])
     writer.writerows(rows)
-    monkeypatch.setattr(lines, "CHUNK_BYTES", pieces)
-    monkeypatch.setattr(lines, "CSV_ROWS", 3)
+    monkeypatch.setattr(module, "CHUNK_BYTES", pieces)
+    monkeypatch.setattr(module, "CSV_ROWS", 3)
     table = list(csv.reader(io.StringIO(file.getvalue(), newline=""), delimiter=separator))[1:]
     expected = [(row[0].strip(" \t"), row[2].strip(" \t")) for row in table]
     expected = [pair for pair in expected if all(pair)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 
 import numpy as np
 import pytest
 
 from speedswap.apps.ncf import RatingsError, read_split
-from speedswap.apps.ncf import lines as module
+from speedswap.apps.ncf import columns as module
 
 ROWS = [(196, 242, 3, 881250949), (7, 2**40, 5, 5), (196, 9, 1, 881250950), (7, 9, 4.5, 6), (7, 242, 2, 4)]
 HEADING = "userId,movieId,rating,timestamp\n"
@@ -127,6 +128,32 @@ def test_json_lines_that_are_wrong_are_named(line, message, chunk, tmp_path, mon
     with pytest.raises(RatingsError) as refused:
         read_split(path)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("1,2,3,4\n5,6\r,3,4\n", "line 2 has a carriage return within it: end each line with a newline"),
+        ("user,item\n 1 , x \n\n 2 ,7\n,  \n", None),
+    ],
+)
+def test_spaces_and_carriage_returns(content, message, tmp_path):
+    """Spaces around a field are not part of it; a carriage return belongs to the line's end alone."""
+    path = tmp_path / "ratings"
+    path.write_bytes(content.encode())
+    if message:
+        with pytest.raises(RatingsError, match=message):
+            read_split(path)
+        return
+    split = read_split(path)
+    assert (split.user_ids.tolist(), split.item_ids.tolist()) == ([1, 2], ["7", "x"])
+    assert split.source.left_out == {"user": 1}
+
+
+def test_without_pyarrow_the_message_names_the_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "speedswap.apps.ncf.columns", None)
+    with pytest.raises(RatingsError, match=r"ratings are read by pyarrow: pip install .*pyarrow"):
+        read_split(tmp_path / "ratings")
 
 
 def test_lines_are_counted_over_pieces(tmp_path, monkeypatch):
