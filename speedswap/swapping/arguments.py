@@ -42,10 +42,10 @@ def refuse_place(
 
 
 _REFUSED = {
-    "max_norm": (None, "but a lookup does not change the table; scale the rows it returns"),
-    "norm_type": (2.0, "but there is no max_norm that it could belong to; leave it out"),
-    "scale_grad_by_freq": (False, "which is not supported; leave it out, and weigh the loss by how often ids occur"),
-    "sparse": (False, "but only the batch's rows have gradients, dense ones, anyway; leave it out"),
+    "max_norm": (None, ", but a lookup does not change the table; scale the rows it returns"),
+    "norm_type": (2.0, ", but there is no max_norm that it could belong to; leave it out"),
+    "scale_grad_by_freq": (False, "; leave it out, and weigh the loss by how often ids occur"),
+    "sparse": (False, "; leave it out: only the batch's rows have gradients, dense ones, anyway"),
 }
 
 
@@ -68,7 +68,7 @@ def refuse_torchs(callee: str, by_place: Sequence[object], by_name: dict[str, An
     for name, value in given:
         default, remedy = _REFUSED[name]
         if value != default:
-            raise ValueError(f"{name} is {value!r}, {remedy}")
+            raise ValueError(f"{name} is {value!r}{remedy}")
 
 
 def require_table(table: object) -> None:

@@ -446,7 +446,7 @@ def test_files_do_not_depend_on_the_storage_that_their_tables_had(tmp_path: Path
     pageable = EmbeddingConfig(name="pageable", num_embeddings=6, embedding_dim=2, storage="pageable")
     other = EmbeddingConfig(name="other", num_embeddings=6, embedding_dim=2, group="2")
     configs = [plain, pageable, other]
-    for storage, stores in (("auto", 3), ("pageable", 2)):
+    for storage, stores in (("device", 3), ("pageable", 2)):
         collection = speedswap.EmbeddingCollection(configs, storage=storage)
         assert len(collection.groups) == stores
         collection.save(tmp_path / storage)
