@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 from torch.utils.data import Sampler
 
+from speedswap.batching.functions import require_integer
 from speedswap.batching.nested import Batch
 from speedswap.collectives import begin_step
 from speedswap.errors import BatchError
@@ -58,13 +59,9 @@ def plan_accumulation(global_batch_size: int, max_micro_batch_size: int, world_s
     >>> plan_accumulation(256, 64, world_size=3)
     [[43, 43], [43, 42], [43, 42]]
     """
-    for name, value in (
-        ("global_batch_size", global_batch_size),
-        ("max_micro_batch_size", max_micro_batch_size),
-        ("world_size", world_size),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise BatchError(f"{name} is {value!r}; it must be an integer of at least 1")
+    require_integer("global_batch_size", global_batch_size)
+    require_integer("max_micro_batch_size", max_micro_batch_size)
+    require_integer("world_size", world_size)
     steps = -(-global_batch_size // (max_micro_batch_size * world_size))
     sizes = even_sizes(global_batch_size, min(steps * world_size, global_batch_size))
     return [sizes[rank::world_size] for rank in range(world_size)]
@@ -203,11 +200,9 @@ class ElasticSampler(Sampler[list[int]]):
         self, data: Sized | int, *, global_batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
         num_samples = data if isinstance(data, int) else len(data)
-        for name, value in (("number of samples", num_samples), ("global_batch_size", global_batch_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BatchError(f"the {name} is {value!r}; it must be an integer of at least 1")
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise BatchError(f"seed is {seed!r}; it must be an integer of at least 0")
+        require_integer("the number of samples", num_samples)
+        require_integer("global_batch_size", global_batch_size)
+        require_integer("seed", seed, 0)
         if drop_last and num_samples < global_batch_size:
             raise BatchError(
                 f"drop_last leaves no batch: global_batch_size is {global_batch_size}, but there are {num_samples} "

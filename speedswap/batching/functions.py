@@ -24,6 +24,7 @@ __all__ = [
     "name_of",
     "named_values",
     "require_function",
+    "require_integer",
 ]
 
 V = TypeVar("V")
@@ -49,6 +50,12 @@ def require_function(name: str, function: object) -> None:
         )
     if not callable(function):
         raise BatchError(f"{name} is {a_kind(function)}; give a function")
+
+
+def require_integer(name: str, value: object, least: int = 1) -> None:
+    """Raise BatchError unless an argument is an integer of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
 
 
 def named_values(function: Any) -> Iterator[tuple[str, Any]]:

@@ -38,20 +38,17 @@ def parameters_and_buffers(modules: Iterable[nn.Module]) -> tuple[list[Tensor], 
 
     One walk, since every batch needs both.
     """
-    seen: set[int] = set()
-    parameters: list[Tensor] = []
-    buffers: list[Tensor] = []
+    parameters: dict[int, Tensor] = {}
+    buffers: dict[int, Tensor] = {}
     for module in modules:
         for part in module.modules():
             for parameter in part._parameters.values():
-                if parameter is not None and parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    parameters.append(parameter)
+                if parameter is not None and parameter.requires_grad:
+                    parameters[id(parameter)] = parameter
             for buffer in part._buffers.values():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    buffers.append(buffer)
-    return parameters, buffers
+                if buffer is not None:
+                    buffers[id(buffer)] = buffer
+    return list(parameters.values()), list(buffers.values())
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:

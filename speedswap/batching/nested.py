@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from speedswap._words import a_kind
-from speedswap.batching.jagged import chosen, device_of, is_jagged, is_keyed, samples_between, tensors_in
 from speedswap.errors import BatchError
 
 __all__ = [
@@ -25,6 +24,61 @@ __all__ = [
     "replace_tensors",
     "tensors_of",
 ]
+
+_METHODS = ("keys", "values", "lengths", "stride", "weights_or_none")
+
+
+def is_keyed(value: Any) -> bool:
+    """Return whether a value has the methods of TorchRec's KeyedJaggedTensor."""
+    return hasattr(value, "stride") and all(callable(getattr(value, name, None)) for name in _METHODS)
+
+
+def is_jagged(value: Any) -> bool:
+    """Return whether a value has lists of different lengths per sample, which no slice can cut out."""
+    if isinstance(value, Tensor):
+        return value.is_nested and value.layout == torch.jagged
+    return is_keyed(value)
+
+
+def samples_between(jagged: Any, start: int, stop: int) -> Any:
+    """Return samples ``start`` to ``stop - 1``, as an object of the same class."""
+    lengths, begins = _lists(jagged)
+    some = lengths[:, start:stop]
+    # A key's lists lie one after the other.
+    return _of_pieces(jagged, begins[:, start], some.sum(1), some)
+
+
+def chosen(jagged: Any, indices: Sequence[int]) -> Any:
+    """Return some samples, in this order, as an object of the same class."""
+    lengths, begins = _lists(jagged)
+    some = lengths[:, list(indices)]
+    return _of_pieces(jagged, begins[:, list(indices)].reshape(-1), some.reshape(-1), some)
+
+
+def _lists(jagged: Any) -> tuple[Tensor, Tensor]:
+    """Return the length and the place of each list, shape (keys, samples)."""
+    if isinstance(jagged, Tensor):
+        offsets = jagged.offsets()  # type: ignore[attr-defined]
+        return offsets.diff().unsqueeze(0), offsets[:-1].unsqueeze(0)
+    lengths = jagged.lengths().reshape(-1).long()
+    shape = (len(jagged.keys()), jagged.stride())
+    return lengths.view(shape), (lengths.cumsum(0) - lengths).view(shape)
+
+
+def _of_pieces(jagged: Any, begins: Tensor, counts: Tensor, lengths: Tensor) -> Any:
+    """Return an object of the same class with the values of some pieces, in lists of these lengths."""
+    moved = (begins - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    places = moved + torch.arange(len(moved), device=moved.device)
+    values = jagged.values()[places]
+    if isinstance(jagged, Tensor):
+        return torch.nested.nested_tensor_from_jagged(values, lengths=lengths.reshape(-1))
+    weights = jagged.weights_or_none()
+    return type(jagged)(
+        keys=list(jagged.keys()),
+        values=values,
+        weights=None if weights is None else weights[places],
+        lengths=lengths.reshape(-1).to(jagged.lengths().dtype),
+    )
 
 
 class Whole:
@@ -98,21 +152,18 @@ class Batch:
     @property
     def device(self) -> torch.device:
         """The device of the first value that is split."""
-        if is_keyed(self._first):
-            return device_of(self._first)
-        return self._first.device if isinstance(self._first, Tensor) else torch.device("cpu")
+        first = self._first.values() if is_keyed(self._first) else self._first
+        return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
     def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for samples ``start`` to ``stop - 1``."""
-        if start == 0 and stop == self.size:
-            cut: Callable[[Any], Any] = _unwrapped
-        else:
 
-            def cut(value: Any) -> Any:
-                return samples_between(value, start, stop) if is_jagged(value) else value[start:stop]
+        def cut(value: Any) -> Any:
+            if start == 0 and stop == self.size:
+                return value
+            return samples_between(value, start, stop) if is_jagged(value) else value[start:stop]
 
-        args = tuple([_part(value, self.size, cut) for value in self._args])
-        return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
+        return self._cut(cut)
 
     def take(self, indices: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments for some samples, copied, in this order; a sample may be taken more than once.
@@ -126,6 +177,9 @@ class Batch:
                 return chosen(value, indices)
             return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value[list(indices)]
 
+        return self._cut(cut)
+
+    def _cut(self, cut: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = tuple([_part(value, self.size, cut) for value in self._args])
         return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
 
@@ -154,10 +208,6 @@ class Batch:
             (path, str(getattr(value, "dtype", "")), tuple(value.shape[1:]) if hasattr(value, "shape") else ())
             for path, _, value in _leading_sizes(self._args, self._kwargs)
         )
-
-
-def _unwrapped(value: Any) -> Any:
-    return value
 
 
 def _is_sliceable(value: Any) -> bool:
@@ -195,7 +245,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, PerSample):
         yield from tensors_of(list(value.items))
     elif is_keyed(value):
-        yield from tensors_in(value)
+        yield from tensors_of([value.values(), value.lengths(), value.weights_or_none()])
     else:
         for _, item in _fields(value) or ():
             yield from tensors_of(item)

@@ -195,7 +195,7 @@ class BatchSplitter:
             whole = Batch(batch, named, may_be_empty=self._ranks.may_be_empty)
             whole.refuse_graphs()
             attempts, changes = self._begin([loss_fn], [whole])
-            changes.note(tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad)
+            changes.gradients.note(tensor for tensor in tensors_of([batch, named]) if tensor.requires_grad)
             while attempts.again():
                 aux = NO_AUX  # releases that of an attempt that fitted here and failed on another rank
                 with attempts, self._ranks.attempt(attempts.size), attempts.within_memory():
@@ -362,7 +362,7 @@ class BatchSplitter:
         """Sum the gradients over the ranks; return the loss of all ranks together."""
         with changes.restored_on_error():
             loss = self._ranks.reduce(loss, average=average)
-        changes.add_back()
+        changes.gradients.add_back()
         return loss
 
     def _refuse_in_step(self, what: str) -> None:

@@ -151,8 +151,10 @@ class EventMonitor(Callback):
         for handle in self._handles[2:]:
             handle.remove()
         del self._handles[2:]
-        parameters = [parameter for parameter in _parameters(self.optimizer) if parameter.requires_grad]
-        self._handles += [_on_gradient(parameter, accumulated) for parameter in parameters]
+        for parameter in _parameters(self.optimizer):
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+                self._handles.append(hook)
         self._hooked = sum(1 for _ in _parameters(self.optimizer))
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -328,10 +330,6 @@ def _has_values(grad: Tensor) -> bool:
 def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _on_gradient(parameter: Tensor, function: Callable[..., None]) -> Any:
-    return parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
 
 
 def _remove(handles: list[Any]) -> None:

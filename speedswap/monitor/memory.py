@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedswap.batching.gradients import has_memory
 from speedswap.batching.nested import tensors_of
+from speedswap.batching.recovery import LimitedMemory
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 from speedswap.monitor.snapshots import MemorySnapshot, default_device, memory_snapshot
 
@@ -107,26 +106,19 @@ class MemoryMonitor:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the block, also when it fails."""
-        known_before = self._known()
-        begin = self._snapshot()
+        known_before, begin = self._known(), self._snapshot()
         if self._tensors is None:
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            self._tensors.peak = self._tensors.nbytes
+            self._tensors.reset_peak()
         try:
             with self._tensors or nullcontext():
                 yield
         finally:
-            self._add(name, known_before, self._known(), begin, self._snapshot())
+            self._add(name, known_before, begin)
 
-    def _add(
-        self,
-        name: str,
-        known_before: tuple[int, int, int],
-        known: tuple[int, int, int],
-        begin: MemorySnapshot,
-        end: MemorySnapshot,
-    ) -> None:
+    def _add(self, name: str, known_before: tuple[int, int, int], begin: MemorySnapshot) -> None:
+        known, end = self._known(), self._snapshot()
         parameters, gradients, optimizer = known
         before, after, peak = begin.allocated, end.allocated, end.peak or end.allocated
         beside = (before - sum(known_before), after - sum(known), peak - sum(map(max, known_before, known)))
@@ -174,7 +166,7 @@ class MemoryMonitor:
     def _snapshot(self) -> MemorySnapshot:
         if self._tensors is None:
             return memory_snapshot(self.device)
-        return MemorySnapshot(str(self.device), "tensors", self._tensors.nbytes, peak=self._tensors.peak)
+        return MemorySnapshot(str(self.device), "tensors", self._tensors.live_bytes, peak=self._tensors.peak_bytes)
 
     def _known(self) -> tuple[int, int, int]:
         """Return the bytes on the device of parameters and buffers, of gradients, and of the optimizer's state."""
@@ -194,34 +186,17 @@ class MemoryMonitor:
         return {kind: max((getattr(phase, kind) for phase in self.phases), default=0) for kind in kinds}
 
 
-class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The bytes of a device's live tensors, found by watching every operation inside ``with``.
-
-    Each storage counts once, whichever tensors view it, until nothing holds it any more, the graph included.
-
-    Attributes:
-        nbytes: bytes now.
-        peak: the most since it was last set.
-    """
+class _LiveTensors(LimitedMemory):  # type: ignore[no-untyped-call]
+    """The bytes of a device's live tensors: those made inside ``with``, and those that operations inside are given."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = self.peak = 0
+        super().__init__()
         self._device = device
-        self._known: set[int] = set()
 
     def add(self, value: Any) -> None:
         """Count the tensors of a nested value in."""
         for storage in _storages(value, self._device):
-            if storage._cdata not in self._known:
-                self._known.add(storage._cdata)
-                self.nbytes += storage.nbytes()
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self.nbytes)
-
-    def _free(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
-        self.nbytes -= nbytes
+            self.count(storage, storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from speedswap._install import pip_install
 
-__all__ = ["count_parameters", "import_optional"]
+__all__ = ["count_parameters", "import_optional", "modes_kept"]
 
 
 def import_optional(name: str) -> Any:
@@ -25,6 +27,17 @@ def import_optional(name: str) -> Any:
         if error.name not in (name, package):
             raise
         raise ImportError(f"{package} is not installed: {pip_install(package, extra='monitor')}") from error
+
+
+@contextmanager
+def modes_kept(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Put each module of some models back in its mode, training or evaluation, at the end of the block."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def count_parameters(model: nn.Module, *, example: Any = None) -> Any:
@@ -52,9 +65,8 @@ def count_parameters(model: nn.Module, *, example: Any = None) -> Any:
     12
     """
     torchinfo = import_optional("torchinfo")
-    modes = [(module, module.training) for module in model.modules()]
     columns = ["num_params", "params_percent", "trainable"]
-    try:
+    with modes_kept([model]):
         statistics = torchinfo.summary(
             model,
             input_data=example,
@@ -63,9 +75,6 @@ def count_parameters(model: nn.Module, *, example: Any = None) -> Any:
             row_settings=["depth", "var_names"],
             verbose=0,
         )
-    finally:
-        for module, training in modes:
-            module.training = training
     parameters = list(model.parameters())
     statistics.total_params = sum(parameter.numel() for parameter in parameters)
     statistics.trainable_params = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

@@ -34,7 +34,8 @@ def test_every_code_is_said_somewhere():
 
 
 def test_codes_of_tables_are_documented_and_said():
-    said = "".join(path.read_text() for path in (TABLE.parents[1] / "speedswap" / "swapping").rglob("*.py"))
+    package = TABLE.parents[1] / "speedswap"
+    said = "".join(path.read_text() for folder in ("swapping", "ranks") for path in (package / folder).rglob("*.py"))
     documented = re.findall(r"^\| (SW4\d{2}) \|", TABLE.read_text(), flags=re.MULTILINE)
     assert documented == sorted(set(re.findall(r'"(SW4\d{2}): ', said)))
 

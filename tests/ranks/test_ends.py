@@ -82,7 +82,7 @@ def test_process_ends_while_samples_are_read_ahead():
     done = run_script(
         """
 import torch
-from speedswap.batching.samples import ReadAhead
+from speedswap.batching.feeding import ReadAhead
 
 def samples():
     while True:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.autograd.profiler import profile, record_function
 
-__all__ = ["Curve", "Passes", "Recorder", "Run", "Timeline", "curve", "passes", "record"]
+__all__ = ["Curve", "Passes", "Run", "Timeline", "curve", "forward_done", "one_pass", "passes", "record"]
 
 _MARK = "speedswap.memory: "
 _BEGIN, _FORWARD_DONE, _END = (_MARK + name for name in ("begin", "forward done", "end"))
@@ -42,25 +42,23 @@ class Timeline:
     at_end: int
 
 
-class Recorder:
-    """Marks of the passes to be recorded."""
-
-    @contextmanager
-    def one_pass(self) -> Iterator[None]:
-        """Surround one forward and backward pass."""
-        with record_function(_BEGIN):
-            pass
-        yield
-        with record_function(_END):
-            pass
-
-    def forward_done(self) -> None:
-        """Mark the moment between forward and backward."""
-        with record_function(_FORWARD_DONE):
-            pass
+@contextmanager
+def one_pass() -> Iterator[None]:
+    """Mark begin and end of one forward and backward pass that is recorded."""
+    with record_function(_BEGIN):
+        pass
+    yield
+    with record_function(_END):
+        pass
 
 
-def record(device_type: str, run: Callable[[Recorder], None], passes: int) -> list[Timeline]:
+def forward_done() -> None:
+    """Mark the moment between forward and backward."""
+    with record_function(_FORWARD_DONE):
+        pass
+
+
+def record(device_type: str, run: Callable[[], None], passes: int) -> list[Timeline]:
     """Call a function, and return the timelines of the passes that it marked.
 
     The profiler drops events at the edges of a session if its clocks disagree; then the function is called again.
@@ -77,7 +75,7 @@ def record(device_type: str, run: Callable[[Recorder], None], passes: int) -> li
     for _ in range(3):
         # torch.profiler's own class imports the compiler first: seconds, and 75 MiB.
         with profile(profile_memory=True) as session:
-            run(Recorder())
+            run()
         results: Any = session.kineto_results
         events = sorted(results.events(), key=lambda event: event.start_ns())
         timelines = _timelines(events, device_type.upper())

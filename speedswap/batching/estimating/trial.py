@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from speedswap._words import a_kind
-from speedswap.batching.estimating.passes import Recorder, Run, record
+from speedswap.batching.estimating.passes import Run, forward_done, one_pass, record
 from speedswap.batching.gradients import Float32Sums, has_memory, leaves_of
 from speedswap.batching.nested import Batch, tensors_of
 from speedswap.batching.recovery import Gradients, ModuleBuffers, RandomState
@@ -52,12 +52,8 @@ class Trial(nn.Module):
         self.others = nn.ModuleList()
         self.grads: dict[Tensor, torch.layout | None] = {}
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of all parameters."""
-        return self._bytes_of(self._own_parameters())
-
-    def _own_parameters(self) -> list[nn.Parameter]:
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have memory of their own."""
         return [one for one in self.parameters() if has_memory(one)]
 
     @contextmanager
@@ -79,11 +75,6 @@ class Trial(nn.Module):
         finally:
             for _, one in elsewhere:
                 one.grad = None
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return self._bytes_of(self.buffers())
 
     def find_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run forward once to find the modules that only the loss runs; they become part of this one."""
@@ -114,11 +105,11 @@ class Trial(nn.Module):
         if tensor.device.type != self.device_type:
             return 0
         if tensor.layout != torch.strided:
-            return self._bytes_of([tensor._indices(), tensor._values()]) if tensor.layout == torch.sparse_coo else 0
+            return self.bytes_of([tensor._indices(), tensor._values()]) if tensor.layout == torch.sparse_coo else 0
         size = tensor.untyped_storage().nbytes()
         return -(-size // _CUDA_BLOCK) * _CUDA_BLOCK if self.device_type == "cuda" else size
 
-    def _bytes_of(self, tensors: Any) -> int:
+    def bytes_of(self, tensors: Any) -> int:
         """Return the bytes of tensors, counting shared memory once."""
         strided = {}
         others = 0
@@ -129,28 +120,28 @@ class Trial(nn.Module):
                 others += self.nbytes(tensor)
         return others + sum(self.nbytes(tensor) for tensor in strided.values())
 
-    def run(self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Any]:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> list[Any]:
         """Run two passes and record the second: the first one creates gradients, workspaces and caches.
 
         Returns:
             The run's facts apart from its timeline: size, inputs, gradients before and after.
         """
         leaves: dict[Tensor, Tensor] = {
-            one: nn.Parameter(one.detach(), one.requires_grad) for one in self._own_parameters()
+            one: nn.Parameter(one.detach(), one.requires_grad) for one in self.own_parameters()
         }
         buffers = {buffer: buffer.detach().clone() for buffer in self.buffers()}
         with _replaced(self, {**leaves, **buffers}):
-            before = self._passes(recorder, list(leaves.values()), args, kwargs)
+            before = self._passes(list(leaves.values()), args, kwargs)
         grads = [leaf.grad for leaf in leaves.values()]
         self.grads = {
             one: None if leaf.grad is None else leaf.grad.layout for one, leaf in leaves.items() if leaf.requires_grad
         }
-        after = self._bytes_of(grad for grad in grads if grad is not None)
-        return [size, self._bytes_of(tensors_of([args, kwargs])), before, after]
+        after = self.bytes_of(grad for grad in grads if grad is not None)
+        return [size, self.bytes_of(tensors_of([args, kwargs])), before, after]
 
-    def _passes(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _passes(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Run the two passes, on stand-ins; return the bytes of gradients before the second one."""
-        held = self._pass(recorder, leaves, args, kwargs)
+        held = self._pass(leaves, args, kwargs)
         if not self.accumulate:
             for leaf in leaves:
                 leaf.grad = None
@@ -158,9 +149,9 @@ class Trial(nn.Module):
         try:
             if self.accumulate:
                 sums.include(leaves)
-            before = self._bytes_of([leaf.grad for leaf in leaves if leaf.grad is not None]) + sums.nbytes
-            with recorder.one_pass():
-                again = self._pass(recorder, leaves, args, kwargs)
+            before = self.bytes_of([leaf.grad for leaf in leaves if leaf.grad is not None]) + sums.nbytes
+            with one_pass():
+                again = self._pass(leaves, args, kwargs)
                 sums.finish()
                 sums = Float32Sums()
         finally:
@@ -177,11 +168,11 @@ class Trial(nn.Module):
         ):
             return (self.loss_fn or self.model)(*args, **kwargs)
 
-    def _pass(self, recorder: Recorder, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass(self, leaves: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run forward and backward; return what a training loop holds of it: the loss, or the outputs."""
         result = self._result(leaves, args, kwargs)
         roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-        recorder.forward_done()
+        forward_done()
         if not roots:
             raise BatchError("nothing that the model returns needs a gradient; give a loss_fn, or parameters to train")
         if self.loss_fn is not None and (len(roots) != 1 or roots[0].numel() != 1):
@@ -221,7 +212,7 @@ def _described(result: Any) -> str:
 
 def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
     """Run batches of these sizes, at least two, as long as samples and passes take less than ``most_bytes``."""
-    with _untouched():
+    with RandomState(), torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
         trial.find_others(*_samples(batch, sizes[0]))
         with trial.rows_elsewhere():
             runs = _recorded(trial, batch, sizes[:1])
@@ -240,10 +231,10 @@ def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
     """Run each size once, recorded together."""
     facts: list[list[Any]] = []
 
-    def run_all(recorder: Recorder) -> None:
+    def run_all() -> None:
         facts.clear()
         for size in sizes:
-            facts.append(trial.run(recorder, *_samples(batch, size), size))
+            facts.append(trial.run(*_samples(batch, size), size))
 
     timelines = record(trial.device_type, run_all, len(sizes)) if sizes else []
     runs = []
@@ -255,14 +246,3 @@ def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
 def _samples(batch: Batch, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return that many of the batch's samples, from the first one again if it has fewer."""
     return batch.take([index % batch.size for index in range(size)])
-
-
-@contextmanager
-def _untouched() -> Iterator[None]:
-    """Restore random numbers afterwards, and compute gradients whatever the caller's mode is."""
-    random = RandomState()
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        random.restore()

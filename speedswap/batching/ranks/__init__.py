@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -14,14 +13,14 @@ from speedswap.batching.gradients import keeper_of
 from speedswap.collectives import OwnPace, RankGroup, is_distributed
 from speedswap.errors import BatchError, PeerError
 
-__all__ = ["AGAIN", "BEGIN", "END", "LOSS", "READY", "TOTAL", "VOTE", "Alone", "Peers", "Ranks", "ranks_of"]
+__all__ = ["AGAIN", "BEGIN", "END", "LOSS", "READY", "TOTAL", "VOTE", "Peers", "Ranks", "ranks_of"]
 
 # The stages of a batch at which ranks exchange numbers.
 BEGIN, AGAIN, TOTAL, VOTE, END, READY, LOSS = range(7)
 
 
-class Ranks(ABC):
-    """The processes that train a model together, seen from one of them.
+class Ranks:
+    """The processes that train a model together, seen from one of them; by default it is alone.
 
     Attributes:
         parameters: those whose gradients :meth:`reduce` sums; the batch's are kept apart from earlier ones.
@@ -34,17 +33,18 @@ class Ranks(ABC):
     in_step = False
 
     @property
-    @abstractmethod
     def may_differ(self) -> bool:
         """True if this rank may call a loss function more often than others, unless the function communicates."""
+        # Not in a job of unknown kind: where parameters are gathered in a forward pass, all ranks have to run it.
+        return not is_distributed()
 
     def together(self, task: str) -> AbstractContextManager[None]:
         """Surround one batch; a failure inside is reported to the ranks that wait for this one."""
         return nullcontext()
 
-    @abstractmethod
     def begin(self, size: int, batch_size: int) -> int:
         """Agree on the micro-batch size that a batch begins with, before the first pass."""
+        return size
 
     def passes(self) -> AbstractContextManager[None]:
         """Surround passes that leave no gradient."""
@@ -58,13 +58,13 @@ class Ranks(ABC):
         """Return the sizes of this rank's micro-batches, none above ``size``; 0 for a pass only other ranks need."""
         return even_sizes(batch_size, -(-batch_size // size)) if batch_size else []
 
-    @abstractmethod
     def samples(self, batch_size: int) -> float:
         """Return the number of samples of the batch over all ranks."""
+        return batch_size
 
-    @abstractmethod
     def total(self, count: float) -> float:
         """Return the sum of the ranks' counts: the number that the batch's loss averages over."""
+        return count
 
     def micro_batch(self) -> AbstractContextManager[None]:
         """Surround the forward and backward pass of one micro-batch."""
@@ -74,15 +74,14 @@ class Ranks(ABC):
         """Surround a forward pass that adds nothing on this rank; where ``in_step``, a backward pass follows it."""
         return nullcontext()
 
-    @abstractmethod
     def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
         """Agree, after the last pass, that all ranks have succeeded, and on the size for the next batch.
 
         Returns:
             That size, and whether any rank's loss function returned an aux: a rank without samples cannot tell.
         """
+        return size, gives_aux
 
-    @abstractmethod
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
         """Sum the ranks' gradients of this batch, and their losses.
 
@@ -93,29 +92,6 @@ class Ranks(ABC):
         Returns:
             The loss of the whole batch.
         """
-
-
-class Alone(Ranks):
-    """One process without peers."""
-
-    @property
-    def may_differ(self) -> bool:
-        # Not in a job of unknown kind: where parameters are gathered in a forward pass, all ranks have to run it.
-        return not is_distributed()
-
-    def begin(self, size: int, batch_size: int) -> int:
-        return size
-
-    def samples(self, batch_size: int) -> float:
-        return batch_size
-
-    def total(self, count: float) -> float:
-        return count
-
-    def end(self, size: int, batch_size: int, gives_aux: bool) -> tuple[int, bool]:
-        return size, gives_aux
-
-    def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
         return loss
 
 
@@ -128,6 +104,7 @@ class Peers(Ranks):
     """
 
     def __init__(self, ranks: Sequence[int], owners: RankGroup | None) -> None:
+        self._owners = owners
         self._exchange = OwnPace.of(ranks) if owners is None else owners.own_pace
         self._samples = 0.0
 
@@ -147,6 +124,27 @@ class Peers(Ranks):
         lines = self._exchange.round(END, _limit(size, batch_size), float(gives_aux))
         return _at_most(size, min(line[0] for line in lines)), any(line[1] for line in lines)
 
+    def _give_rows(self, average: bool) -> None:
+        """Give the gradients of rows to their owners, who add them up."""
+        if self._owners is not None:
+            assert self._owners.main.pending is not None
+            self._owners.main.pending.add_up_shares(average=average)
+
+    def _complete(self, kinds: list[int], fill: Callable[[int, int], None]) -> list[int]:
+        """Return the kind that each parameter's gradient has on any rank.
+
+        Args:
+            kinds: those on this rank; 0 for none.
+            fill: called with the position of a gradient that is missing here alone, and its kind: makes it zero.
+        """
+        everywhere, some_lack = self._exchange.anywhere(kinds)
+        if some_lack:
+            for place, (kind, here) in enumerate(zip(everywhere, kinds, strict=True)):
+                if kind and not here:
+                    fill(place, kind)
+            self._exchange.round(READY)  # fails on all ranks if memory has run out on one
+        return everywhere
+
 
 def _limit(size: int, batch_size: int) -> float:
     return size if size < batch_size else math.inf
@@ -163,7 +161,7 @@ def ranks_of(modules: Sequence[nn.Module]) -> Ranks:
         BatchError: a module is replicated or sharded in a way that cannot be split.
     """
     if not is_distributed():
-        return Alone()
+        return Ranks()
     # Imported here, since they need a torch that was built with distributed.
     from speedswap.batching.ranks.replicated import Replicated, replicas
     from speedswap.batching.ranks.sharded import Sharded, shard_roots
@@ -173,7 +171,7 @@ def ranks_of(modules: Sequence[nn.Module]) -> Ranks:
         raise BatchError("the modules are partly replicated and partly sharded; give each kind its own splitter")
     if roots:
         return Sharded(roots, group)
-    return Replicated(wrapped, modules, group) if wrapped or group is not None else Alone()
+    return Replicated(wrapped, modules, group) if wrapped or group is not None else Ranks()
 
 
 def _owners(modules: Sequence[nn.Module]) -> RankGroup | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from speedswap.batching.gradients import keeper_of
-from speedswap.batching.ranks import BEGIN, END, READY, TOTAL, Peers
+from speedswap.batching.ranks import BEGIN, END, TOTAL, Peers
 from speedswap.collectives import Buckets, Kind, RankGroup
 from speedswap.errors import BatchError
 
@@ -47,7 +47,6 @@ class Replicated(Peers):
     ) -> None:
         self._wrapped = list(wrapped)
         self._modules = [part.module for part in wrapped] if wrapped else list(modules)
-        self._owners = owners
         self._group: dist.ProcessGroup = self._wrapped[0].process_group if owners is None else owners.process_group
         ranks = dist.get_process_group_ranks(self._group)
         for ddp in self._wrapped:
@@ -139,11 +138,9 @@ class Replicated(Peers):
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
         assert self._buckets is not None
-        if self._owners is not None:
-            assert self._owners.main.pending is not None
-            self._owners.main.pending.add_up_shares(average=average)
+        self._give_rows(average)
         divisor = len(self._exchange.ranks) if average else 1
-        kinds = self._agree_on_kinds()
+        kinds = self._complete([_kind(parameter.grad) for parameter in self.parameters], self._fill)
         self._buckets.add_up({p for p, kind in zip(self.parameters, kinds, strict=True) if kind == _DENSE}, divisor)
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             if kind == _SPARSE:
@@ -157,16 +154,9 @@ class Replicated(Peers):
         dist.all_reduce(total, group=self._group)
         return (total / divisor).to(loss.device, loss.dtype)
 
-    def _agree_on_kinds(self) -> list[int]:
-        """Return the kind that each parameter's gradient has on any rank; one that is missing here becomes zero."""
-        kinds, some_lack = self._exchange.anywhere([_kind(parameter.grad) for parameter in self.parameters])
-        if some_lack:
-            for parameter, kind in zip(self.parameters, kinds, strict=True):
-                if kind != _NONE and parameter.grad is None:
-                    layout = torch.sparse_coo if kind == _SPARSE else torch.strided
-                    parameter.grad = torch.zeros_like(parameter, layout=layout)
-            self._exchange.round(READY)  # fails on all ranks if memory has run out on one
-        return kinds
+    def _fill(self, place: int, kind: int) -> None:
+        parameter = self.parameters[place]
+        parameter.grad = torch.zeros_like(parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided)
 
 
 def replicas(modules: Sequence[nn.Module]) -> list[DistributedDataParallel]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from speedswap.batching.elastic import even_sizes
 from speedswap.batching.gradients import parameters_and_buffers
 from speedswap.batching.nested import tensors_of
-from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, READY, TOTAL, VOTE, Peers
+from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, TOTAL, VOTE, Peers
 from speedswap.batching.recovery import Buffers, RandomState, is_out_of_memory
 from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
 from speedswap.errors import BatchError
@@ -41,7 +41,6 @@ class Sharded(Peers):
 
     def __init__(self, roots: Sequence[FSDPModule], owners: RankGroup | None) -> None:
         self._roots = list(roots)
-        self._owners = owners
         self._members = [part for root in _modules(roots) for part in root.modules() if isinstance(part, FSDPModule)]
         self._groups = _groups(self._members)
         meshes = [group.mesh_info.mesh for group in self._groups]
@@ -197,10 +196,14 @@ class Sharded(Peers):
 
     @torch.no_grad()
     def reduce(self, loss: Tensor, *, average: bool) -> Tensor:
-        if self._owners is not None:
-            assert self._owners.main.pending is not None
-            self._owners.main.pending.add_up_shares(average=average)
-        self._complete()
+        self._give_rows(average)
+        each = [one for one in self._each() if one.sharded_param.requires_grad]
+
+        def fill(place: int, kind: int) -> None:
+            one = each[place]
+            one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
+
+        self._complete([int(_has_gradient(one)) for one in each], fill)
         if not all(map(_can_reset, self._roots)):
             self._gather()
         for root in self._roots:
@@ -223,16 +226,6 @@ class Sharded(Peers):
         for group in self._groups:
             group.unshard()
             group.wait_for_unshard()
-
-    def _complete(self) -> None:
-        """Add zero gradients where another rank has one, since all ranks reduce the same ones."""
-        each = [one for one in self._each() if one.sharded_param.requires_grad]
-        anywhere, some_lack = self._exchange.anywhere([int(_has_gradient(one)) for one in each])
-        if some_lack:
-            for one, has in zip(each, anywhere, strict=True):
-                if has and not _has_gradient(one):
-                    one.unsharded_accumulated_grad = torch.zeros_like(one._unsharded_param, dtype=one.reduce_dtype)
-            self._exchange.round(READY)  # fails on all ranks if memory has run out on one
 
 
 def shard_roots(modules: Sequence[nn.Module]) -> list[FSDPModule]:

@@ -1,6 +1,6 @@
 """Recovery from running out of memory: sizes that fit, attempts, rollback, and the errors that call for it."""
 
-from speedswap.batching.recovery.attempts import Attempts
+from speedswap.batching.recovery.attempts import GROW_AFTER, Attempts, Limit, Limits, SharedLimits
 from speedswap.batching.recovery.limited import LimitedMemory, as_bytes, limited, storages
 from speedswap.batching.recovery.oom import (
     chain,
@@ -12,7 +12,6 @@ from speedswap.batching.recovery.oom import (
     status_bytes,
 )
 from speedswap.batching.recovery.rollback import Buffers, Changes, Gradients, ModuleBuffers, RandomState
-from speedswap.batching.recovery.sizes import GROW_AFTER, Limit, Limits, SharedLimits
 
 __all__ = [
     "GROW_AFTER",

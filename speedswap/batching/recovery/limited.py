@@ -93,9 +93,8 @@ class LimitedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             results = _results_ahead(func, args, kwargs)
             self._require_room(sum(tensor.untyped_storage().nbytes() for tensor in results))
         made = func(*args, **kwargs)
-        for key, tensor in _new_storages(made, (args, kwargs)).items():
-            if key not in self._counted:
-                self._count(key, tensor.untyped_storage(), self._nbytes(tensor))
+        for tensor in _new_storages(made, (args, kwargs)).values():
+            self.count(tensor.untyped_storage(), self._nbytes(tensor))
         return made
 
     def _require_room(self, nbytes: int) -> None:
@@ -105,7 +104,11 @@ class LimitedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"and the limit is {self.limit_bytes:,}"
             )
 
-    def _count(self, key: int, storage: UntypedStorage, nbytes: int) -> None:
+    def count(self, storage: UntypedStorage, nbytes: int) -> None:
+        """Count the memory of a tensor until it is freed, unless it is counted already."""
+        key = storage._cdata
+        if key in self._counted:
+            return
         self._require_room(nbytes)
         self._counted[key] = weakref.ref(storage, lambda _: self._freed(key, nbytes))
         self.live_bytes += nbytes

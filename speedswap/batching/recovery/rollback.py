@@ -179,7 +179,10 @@ class ModuleBuffers:
 
 
 class RandomState:
-    """The states of torch's generators (CPU and every CUDA device in use), of Python's and of NumPy's global one."""
+    """The states of torch's generators (CPU and every CUDA device in use), of Python's and of NumPy's global one.
+
+    As a context manager it restores them at the end of the block.
+    """
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -199,6 +202,12 @@ class RandomState:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __enter__(self) -> RandomState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         """Restore all of these states."""
         torch.set_rng_state(self._cpu)
@@ -214,45 +223,33 @@ class Changes:
     Args:
         modules: the trained ones; None to find them while they run.
         apart: leaves whose earlier gradients are put aside in each attempt, since this batch's are reduced over ranks.
+
+    Attributes:
+        gradients: those of the modules' parameters, and of leaves that are noted later.
+        parameters: the modules'.
     """
 
     def __init__(self, modules: Sequence[nn.Module] | None, apart: Sequence[Tensor] = ()) -> None:
         self._known = modules is not None
         self._sums: Float32Sums | None = None
         self._random = RandomState()
-        self._gradients = Gradients(apart)
+        self.gradients = Gradients(apart)
         self._buffers = Buffers()
         self._snapshots = [self._buffers]
         self._storages: set[int] = set()
         self._seen: set[nn.Module] = set()
         self.parameters, self._buffer_list = parameters_and_buffers(modules or [])
-        self._gradients.note(self.parameters)
+        self.gradients.note(self.parameters)
         self._buffers.note(self._buffer_list)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies of gradients and buffers."""
-        return self._gradients.nbytes + sum(snapshot.nbytes for snapshot in self._snapshots)
-
-    def note(self, leaves: Iterable[Tensor]) -> None:
-        """Save the gradients of leaves that are in no module."""
-        self._gradients.note(leaves)
-
-    def have_gradients_changed(self) -> bool:
-        """Return whether there are other gradients than before, as far as that can be told."""
-        return self._gradients.have_changed()
-
-    def put_aside(self) -> None:
-        """Begin an attempt: leaves that are kept apart have no gradient."""
-        self._gradients.put_aside()
-
-    def add_back(self) -> None:
-        """Add the batch's gradients to those that were put aside."""
-        self._gradients.add_back()
+        return self.gradients.nbytes + sum(snapshot.nbytes for snapshot in self._snapshots)
 
     def restore(self) -> None:
         """Restore everything."""
-        self._gradients.restore()
+        self.gradients.restore()
         self._buffers.restore()
         self._random.restore()
 
@@ -308,7 +305,7 @@ class Changes:
             snapshot.note(buffers)
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         # A graph does not show those that a checkpoint will run again in the backward pass.
-        self._gradients.note(parameter for parameter in parameters if parameter.requires_grad)
+        self.gradients.note(parameter for parameter in parameters if parameter.requires_grad)
         self._keep([*buffers, *parameters])
 
     @contextmanager
@@ -329,6 +326,6 @@ class Changes:
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Note the leaves that are about to get gradients from ``roots``; some may be in no module."""
         leaves = [leaf for root in roots for leaf in leaves_of(root)]
-        self._gradients.note(leaves)
+        self.gradients.note(leaves)
         if self._sums is not None:
             self._sums.include(leaves)

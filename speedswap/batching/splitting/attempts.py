@@ -137,7 +137,7 @@ class BatchAttempts(Attempts):
     def again(self) -> bool:
         due = super().again()
         if due:
-            self._changes.put_aside()
+            self._changes.gradients.put_aside()
         return due
 
     def within_memory(self) -> AbstractContextManager[None]:

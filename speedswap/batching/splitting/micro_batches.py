@@ -142,7 +142,7 @@ class MicroBatches:
     def _require_no_backward(self, loss_fn: Callable[..., Any], changes: Changes) -> None:
         """Raise BatchError if a loss function that has just run for the first time has changed gradients."""
         key = key_of(loss_fn)
-        if key not in self._computes_alone and changes.have_gradients_changed():
+        if key not in self._computes_alone and changes.gradients.have_changed():
             raise BatchError(
                 f"loss_fn {name_of(loss_fn)} calls backward(), or changes gradients otherwise; let it compute the loss "
                 "and return it: the splitter differentiates it, once and with its share"

@@ -18,37 +18,18 @@ They belong to the process: a second ``init`` replaces the first.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import cuda, distributed
+from torch import cuda
 
-from speedswap.batching import plan_accumulation
+from speedswap.batching.elastic import plan_accumulation, world
+from speedswap.batching.functions import require_integer
 from speedswap.errors import BatchError
 
-__all__ = ["Torch", "init", "processes", "torch"]
+__all__ = ["Torch", "init", "torch"]
 
-if TYPE_CHECKING:
-    steps: int
-    batch_size: int
-    global_batch_size: int
-    gpus: int
-    master: bool
-    plan: list[list[int]]
-    micro_batch_sizes: list[int]
-    loader_batch_size: int
-
-_KNOWN_AFTER_INIT = (
-    "steps",
-    "batch_size",
-    "global_batch_size",
-    "gpus",
-    "master",
-    "plan",
-    "micro_batch_sizes",
-    "loader_batch_size",
-)
+_KNOWN_AFTER_INIT = "steps batch_size global_batch_size gpus master plan micro_batch_sizes loader_batch_size".split()
 
 
 def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = None) -> None:
@@ -68,29 +49,27 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
     >>> elastic.steps, elastic.batch_size, elastic.micro_batch_sizes
     (2, 50, [50, 50])
     """
-    world_size, rank = processes()
-    for name, value, least in (
-        ("global_batch_size", global_batch_size, 1),
-        ("max_gpu_batch_size", max_gpu_batch_size, 1),
-        ("gpus", 0 if gpus is None else gpus, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    here = world()
+    require_integer("global_batch_size", global_batch_size)
+    require_integer("max_gpu_batch_size", max_gpu_batch_size)
+    require_integer("gpus", 0 if gpus is None else gpus, 0)
     if gpus is None:
-        gpus = world_size if world_size > 1 else cuda.device_count()
+        gpus = here.world_size if here.world_size > 1 else cuda.device_count()
     workers = 1 if gpus == 0 else gpus
     shares = plan_accumulation(global_batch_size, max_gpu_batch_size, workers)
-    each, rest = divmod(workers, world_size)
+    each, rest = divmod(workers, here.world_size)
     if rest:
-        raise BatchError(f"gpus is {gpus}, but {world_size} processes share them; give a multiple, or leave it out")
-    ours = shares[rank * each : (rank + 1) * each]
+        raise BatchError(
+            f"gpus is {gpus}, but {here.world_size} processes share them; give a multiple, or leave it out"
+        )
+    ours = shares[here.rank * each : (here.rank + 1) * each]
     of_the_process = [sum(share[step] for share in ours if step < len(share)) for step in range(len(ours[0]))]
     globals().update(
         steps=len(shares[0]),
         batch_size=shares[0][0],
         global_batch_size=global_batch_size,
         gpus=workers,
-        master=rank == 0,
+        master=here.rank == 0,
         plan=shares,
         micro_batch_sizes=of_the_process,
         loader_batch_size=max(of_the_process, default=0),
@@ -98,13 +77,6 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
 
 
 _init = init  # as AIkit names it
-
-
-def processes() -> tuple[int, int]:
-    """Return the number of processes that train together, and the rank of this one."""
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size(), distributed.get_rank()
-    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 
 
 def __getattr__(name: str) -> Any:

@@ -13,8 +13,10 @@ from typing import Any
 
 from speedswap._install import pip_install
 from speedswap._words import a_kind
+from speedswap.batching.elastic import world
+from speedswap.batching.functions import require_integer
 from speedswap.compat.aikit import elastic
-from speedswap.errors import BatchError, OptimizerError
+from speedswap.errors import OptimizerError
 
 __all__ = [
     "SGD",
@@ -68,7 +70,7 @@ def init(global_batch_size: int, max_gpu_batch_size: int, gpus: int | None = Non
     """
     distribution = keras.distribution.distribution()
     if gpus is None:
-        gpus = elastic.processes()[0] if distribution is None else int(distribution.device_mesh.devices.size)
+        gpus = world().world_size if distribution is None else int(distribution.device_mesh.devices.size)
     elastic.init(global_batch_size, max_gpu_batch_size, gpus)
 
 
@@ -128,8 +130,7 @@ def Optimizer(optimizer: Any, steps: int) -> Any:
         BatchError: ``steps`` is not a positive integer.
         OptimizerError: the optimizer accumulates already, by another number of steps.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise BatchError(f"steps is {steps!r}; it must be an integer of at least 1")
+    require_integer("steps", steps)
     optimizer = keras.optimizers.get(optimizer)
     present = optimizer.gradient_accumulation_steps or 1
     if present == steps:

@@ -1,19 +1,279 @@
-"""InfinityBatch's replaceable, observed components: model, optimizer, criterion, data loader, and their devices."""
+"""InfinityBatch's replaceable, observed components: model, optimizer, criterion, data loader, and their devices.
+
+With the changes of the first three, and the form of the loader's batches.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedswap.compat.infinitybatch.batches import WatchedLoader, devices_equal, trainable_device
-from speedswap.compat.infinitybatch.changes import Change, ChangeObserver
+from speedswap._words import a_kind
+from speedswap.batching.nested import replace_tensors
 from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError
 from speedswap.monitor import Level, WarningPolicy, as_policy, count_parameters
 
-__all__ = ["Components", "as_list", "named"]
+__all__ = [
+    "ChangeObserver",
+    "Components",
+    "as_list",
+    "call",
+    "moved",
+    "samples_first",
+    "unpack",
+]
+
+
+_TARGET_KEYS = ("targets", "target", "labels", "label", "y")
+
+
+def unpack(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and targets of a batch.
+
+    A tuple or list has the targets last; a mapping has them under ``targets``, ``target``, ``labels``, ``label`` or
+    ``y``. Several inputs stay a tuple, named ones a dictionary.
+
+    Raises:
+        InfinityBatchError: the batch has another form.
+
+    >>> unpack(("pixels", "lengths", "digits"))
+    (('pixels', 'lengths'), 'digits')
+    >>> unpack({"pixels": 1, "labels": 2})
+    ({'pixels': 1}, 2)
+    """
+    if isinstance(batch, Mapping):
+        key = next((key for key in _TARGET_KEYS if key in batch), None)
+        if key is not None:
+            return {name: value for name, value in batch.items() if name != key}, batch[key]
+        raise InfinityBatchError(
+            f"a batch has the keys {', '.join(map(str, batch))}, none of which is {', '.join(_TARGET_KEYS)}; give "
+            "InfinityBatch unpack=, which returns inputs and targets"
+        )
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+    raise InfinityBatchError(
+        f"a batch is {a_kind(batch)}, not inputs and targets; give InfinityBatch unpack=, which returns both"
+    )
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """Return a model's outputs; a mapping is its named arguments, a tuple or list several positional ones."""
+    if isinstance(inputs, MutableMapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def moved(value: Any, device: torch.device | None) -> Any:
+    """Return a nested value with its tensors on a device."""
+    if device is None:
+        return value
+    waits = device.type == "cpu"  # else data from a GPU would be read before it has arrived
+    return replace_tensors(value, lambda tensor: tensor.to(device, non_blocking=not waits))
+
+
+def normalized(device: torch.device) -> torch.device:
+    """Return a device with its index; ``cuda`` is the current one."""
+    if device.index is None and device.type == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device.type, device.index or 0)
+
+
+def devices_equal(one: torch.device, other: torch.device) -> bool:
+    """Return whether two names mean the same device."""
+    return normalized(one) == normalized(other)
+
+
+def samples_first(outputs: Any, size: int) -> Any:
+    """Return outputs of ``size`` samples, with a first dimension for a single sample's that were squeezed to 0-d."""
+    if size > 1:
+        return outputs
+    return replace_tensors(outputs, lambda tensor: tensor.reshape(1) if tensor.dim() == 0 else tensor)
+
+
+def trainable_device(models: list[nn.Module]) -> torch.device | None:
+    """Return the device of the first parameter that requires a gradient."""
+    parameters = (parameter for model in models for parameter in model.parameters() if parameter.requires_grad)
+    return next((parameter.device for parameter in parameters), None)
+
+
+class WatchedLoader:
+    """A data loader that reports the batches it yields; in all else it is the loader.
+
+    Args:
+        loader: the loader.
+        epoch: called when an iteration begins (True) and when it has ended (False).
+        batch: called with each batch, before it is yielded.
+    """
+
+    def __init__(self, loader: Any, epoch: Callable[[bool], None], batch: Callable[[Any], None]) -> None:
+        self.loader = loader
+        self._epoch, self._batch = epoch, batch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._epoch(True)
+        for batch in self.loader:
+            self._batch(batch)
+            yield batch
+        self._epoch(False)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.loader[index]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            other is self or other is self.loader or (isinstance(other, WatchedLoader) and other.loader is self.loader)
+        )
+
+    def __hash__(self) -> int:
+        return hash(id(self.loader))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+Kind = Literal["replaced", "device", "parameter_groups", "hyperparameters", "trainable", "dtype"]
+_CODES: dict[str, str] = {
+    "replaced": "SW201",
+    "device": "SW202",
+    "parameter_groups": "SW203",
+    "hyperparameters": "SW204",
+    "trainable": "SW205",
+    "dtype": "SW206",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between an observed object and its earlier state.
+
+    Attributes:
+        name: the observed object, such as ``"model"``.
+        kind: the respect in which it changed.
+        before: its earlier state.
+        after: its present state.
+    """
+
+    name: str
+    kind: Kind
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind.replace('_', ' ')} changed from {self.before} to {self.after}"
+
+
+class ChangeObserver:
+    """An observer that compares models, optimizers and criteria with their state at the last check.
+
+    Args:
+        warn: a level or a :class:`speedswap.monitor.WarningPolicy` for the warnings about changes.
+        on_change: called with each change.
+        **observed: modules, optimizers, or functions to observe, by name.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> observer = ChangeObserver(warn="off", model=model)
+    >>> _ = model.to(torch.float64)
+    >>> print(observer.check()[0])
+    model: dtype changed from torch.float32 to torch.float64
+    """
+
+    def __init__(
+        self,
+        *,
+        warn: Level | WarningPolicy = "user",
+        on_change: Callable[[Change], object] | None = None,
+        **observed: Any,
+    ) -> None:
+        self.policy = as_policy(warn)
+        self._on_change = on_change
+        self._observed: dict[str, Any] = {}
+        self._traits: dict[str, dict[Kind, _Trait]] = {}
+        for name, value in observed.items():
+            self.observe(name, value)
+
+    def observe(self, name: str, value: Any) -> list[Change]:
+        """Observe an object under a name, in place of the previous one of that name; None ends that.
+
+        Returns:
+            The change, if there was one.
+        """
+        before = self._observed.pop(name, None)
+        self._traits.pop(name, None)
+        if value is not None:
+            self._observed[name] = value
+            self._traits[name] = _traits(value)
+        if before is None or before is value:
+            return []
+        return self._report([Change(name, "replaced", _title(before), _title(value))])
+
+    def check(self) -> list[Change]:
+        """Return the changes of the observed objects since the last check."""
+        changes = []
+        for name, value in self._observed.items():
+            before, self._traits[name] = self._traits[name], _traits(value)
+            for kind, trait in self._traits[name].items():
+                if trait.value != before[kind].value:
+                    changes.append(Change(name, kind, before[kind].shown, trait.shown))
+        return self._report(changes)
+
+    def _report(self, changes: list[Change]) -> list[Change]:
+        for change in changes:
+            self.policy.warn(_CODES[change.kind], str(change))
+            if self._on_change is not None:
+                self._on_change(change)
+        return changes
+
+
+@dataclass(frozen=True)
+class _Trait:
+    """One respect of an object: the value that is compared, and its form in messages."""
+
+    value: Any
+    shown: Any
+
+
+def _traits(value: Any) -> dict[Kind, _Trait]:
+    """Return the respects in which an object can change without being replaced."""
+    traits: dict[Kind, _Trait] = {}
+    if isinstance(value, nn.Module):
+        tensors = [*value.parameters(), *value.buffers()]
+        trainable = [name for name, parameter in value.named_parameters() if parameter.requires_grad]
+        traits["device"] = _set(tensor.device for tensor in tensors)
+        traits["dtype"] = _set(tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        traits["trainable"] = _Trait(trainable, f"{len(trainable)} parameters")
+    elif isinstance(value, Optimizer):
+        groups = [[id(parameter) for parameter in group["params"]] for group in value.param_groups]
+        settings = [{k: _number(v) for k, v in group.items() if k != "params"} for group in value.param_groups]
+        shown = f"{len(groups)} group(s) with {[len(group) for group in groups]} parameters"
+        traits["parameter_groups"] = _Trait(groups, shown)
+        traits["device"] = _set(parameter.device for group in value.param_groups for parameter in group["params"])
+        traits["hyperparameters"] = _Trait(settings, settings)
+    return traits
+
+
+def _set(values: Any) -> _Trait:
+    names = sorted({str(value) for value in values})
+    return _Trait(names, ", ".join(names))
+
+
+def _number(value: Any) -> Any:
+    """Return a tensor's number if it is known without waiting for a device, else its identity and version."""
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else (id(value), value._version)
+    return value
+
+
+def _title(value: Any) -> str:
+    return "None" if value is None else a_kind(value)
 
 
 def named(value: Any) -> dict[Any, Any]:
@@ -28,6 +288,20 @@ def named(value: Any) -> dict[Any, Any]:
 def as_list(value: Any) -> list[Any]:
     """Return one object, a list or a dictionary as a list."""
     return list(named(value).values())
+
+
+def _component(name: str, doc: str) -> Any:
+    """Return a property of a component that may be set at any time."""
+
+    def read(self: Components) -> Any:
+        return getattr(self, f"_{name}")
+
+    def write(self: Components, value: Any) -> None:
+        self._put(name, value)
+        if name == "model":
+            self.updateforwarddevice()
+
+    return property(read, write, doc=doc)
 
 
 class Components:
@@ -53,24 +327,9 @@ class Components:
     def _replaced(self, name: str) -> None:
         """Discard everything derived from the replaced component."""
 
-    @property
-    def model(self) -> Any:
-        """The model, or several."""
-        return self._model
-
-    @model.setter
-    def model(self, model: Any) -> None:
-        self._put("model", model)
-        self.updateforwarddevice()
-
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, or several."""
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        self._put("optimizer", optimizer)
+    model = _component("model", "The model, or several.")
+    optimizer = _component("optimizer", "The optimizer, or several.")
+    criterion = _component("criterion", "The criterion, or several.")
 
     @property
     def optimier(self) -> Any:
@@ -81,15 +340,6 @@ class Components:
     def optimier(self, optimizer: Any) -> None:
         self.policy.warn("SW901", "optimier means optimizer; spell it that way")
         self.optimizer = optimizer
-
-    @property
-    def criterion(self) -> Any:
-        """The criterion, or several."""
-        return self._criterion
-
-    @criterion.setter
-    def criterion(self, criterion: Any) -> None:
-        self._put("criterion", criterion)
 
     def _put(self, name: str, value: Any) -> None:
         before = getattr(self, f"_{name}")

@@ -246,6 +246,11 @@ Strategy = str | Callable[[], Storage]
 Strategies = Strategy | Mapping[str, Strategy]
 
 
+def _stream(name: str, doc: str) -> Any:
+    """Return a property for what is kept of a stream."""
+    return property(lambda self: self._streams[name], doc=doc)
+
+
 class Containers:
     """The kept values of each epoch's batches.
 
@@ -263,20 +268,9 @@ class Containers:
             self._make(name)  # so that an unknown strategy is an error now
         self.clearcontainers_()
 
-    @property
-    def inputs(self) -> list[Storage]:
-        """Inputs by epoch and batch, as far as ``containers`` keeps them."""
-        return self._streams["inputs"]
-
-    @property
-    def outputs(self) -> list[Storage]:
-        """Outputs by epoch and batch, as far as ``containers`` keeps them; without their graphs."""
-        return self._streams["outputs"]
-
-    @property
-    def targets(self) -> list[Storage]:
-        """Targets by epoch and batch, as far as ``containers`` keeps them."""
-        return self._streams["targets"]
+    inputs = _stream("inputs", "Inputs by epoch and batch, as far as ``containers`` keeps them.")
+    outputs = _stream("outputs", "Outputs by epoch and batch, likewise; without their graphs.")
+    targets = _stream("targets", "Targets by epoch and batch, likewise.")
 
     @property
     def losses(self) -> list[list[tuple[Any, int]]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from speedswap.batching.nested import Batch
-from speedswap.compat.infinitybatch.batches import moved
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
+from speedswap.compat.infinitybatch.components import moved
 
-__all__ = ["Reduction", "Step", "in_evaluation_mode", "means", "reduction_of"]
+__all__ = ["Reduction", "Step", "means", "reduction_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,17 +133,3 @@ def means(
     if not any(weights.values()):
         raise InfinityBatchError("the data loader gave no batches to evaluate")
     return {name: sums[name] / weights[name] if weights[name] else math.nan for name in metrics}
-
-
-@contextmanager
-def in_evaluation_mode(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Put models in evaluation mode, and afterwards each of their modules back in its former mode."""
-    models = list(models)
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

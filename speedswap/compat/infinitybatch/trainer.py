@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from speedswap.batching import BatchSplitter, Callback, Event
 from speedswap.batching.nested import Batch, concatenate, replace_tensors
-from speedswap.compat.infinitybatch.batches import call, moved, samples_first, unpack
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
-from speedswap.compat.infinitybatch.components import Components, as_list
+from speedswap.compat.infinitybatch.components import Components, as_list, call, moved, samples_first, unpack
 from speedswap.compat.infinitybatch.containers import Containers, Strategies
-from speedswap.compat.infinitybatch.losses import Step, in_evaluation_mode, means, reduction_of
+from speedswap.compat.infinitybatch.losses import Step, means, reduction_of
 from speedswap.monitor import EventMonitor, Level, WarningPolicy
+from speedswap.monitor.parameters import modes_kept
 
 __all__ = ["InfinityBatch"]
 
@@ -392,7 +392,9 @@ class InfinityBatch(Components, Containers):
         self._require("model", *(["dataloader"] if dataloader is None else []), *([] if metrics else ["criterion"]))
         loader = self._loader if dataloader is None else getattr(dataloader, "loader", dataloader)
         self.updateforwarddevice()
-        with in_evaluation_mode(self._models()):
+        with modes_kept(self._models()):
+            for model in self._models():
+                model.eval()
             return means(
                 metrics or {"loss": as_list(self._criterion)[0]},
                 map(self._unpack, loader),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speedswap.batching.functions import Registry, check_function, name_of
 from speedswap.batching.recovery import is_out_of_memory
-from speedswap.batching.retry.search import check_size, run_batch, run_chunks, run_range
+from speedswap.batching.retry import check_size, run_batch, run_chunks, run_range
 from speedswap.compat.toma import batchsize_cache, memory
 from speedswap.compat.toma.batchsize_cache import (
     Batchsize,
@@ -64,14 +64,11 @@ DEFAULT_CACHE_TYPE: CacheType = StacktraceMemoryBatchsizeCache
 CONTEXT_CACHE_SIZE = 2**14
 """The number of contexts with a cache; the least recently used is forgotten first."""
 
+should_reduce_batch_size = is_out_of_memory
+
 _of_functions: Registry[dict[CacheType, BatchsizeCache]] = Registry(dict)
 _of_contexts: OrderedDict[tuple[CacheType, Hashable], BatchsizeCache] = OrderedDict()
 _contexts_lock = threading.Lock()
-
-
-def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Return whether an error says that memory ran out."""
-    return is_out_of_memory(exception)
 
 
 def get_cache_for_context(batchsize_cache_type: CacheType, context: Any) -> BatchsizeCache:
@@ -213,19 +210,11 @@ class toma(metaclass=_Names):
         >>> run_inference([1, 2, 3]), run_inference([1, 2, 3], toma_initial_batchsize=64)
         (512, 64)
         """
-        if func is None:
-            return functools.partial(
-                toma.batch, initial_batchsize=initial_batchsize, cache_type=cache_type, context=context
-            )
 
-        def wrapped(
-            *args: Any, toma_initial_batchsize: int | None = None, toma_context: Any = None, **kwargs: Any
-        ) -> Any:
-            initial = initial_batchsize if toma_initial_batchsize is None else toma_initial_batchsize
-            chosen = context if toma_context is None else toma_context
-            return explicit.batch(func, initial, *args, toma_cache_type=cache_type, toma_context=chosen, **kwargs)
+        def run(func: Callable[..., Any], search: Batchsize, /, *args: Any, **kwargs: Any) -> Any:
+            return run_batch(func, search, args, kwargs)
 
-        return _documented(wrapped, func, "toma_initial_batchsize: the batch size to begin with in this call.")
+        return _decorated(func, run, "initial_batchsize", initial_batchsize, cache_type, context)
 
     @staticmethod
     def range(
@@ -239,24 +228,13 @@ class toma(metaclass=_Names):
 
         Call-time: ``toma_initial_step=``, ``toma_context=``.
         """
-        if func is None:
-            return functools.partial(toma.range, initial_step=initial_step, cache_type=cache_type, context=context)
 
-        def wrapped(
-            start: int,
-            end: int,
-            *args: Any,
-            toma_initial_step: int | None = None,
-            toma_context: Any = None,
-            **kwargs: Any,
+        def run(
+            func: Callable[..., Any], search: Batchsize, /, start: int, end: int, *args: Any, **kwargs: Any
         ) -> list[Any]:
-            initial = initial_step if toma_initial_step is None else toma_initial_step
-            chosen = context if toma_context is None else toma_context
-            return explicit.range(
-                func, start, end, initial, *args, toma_cache_type=cache_type, toma_context=chosen, **kwargs
-            )
+            return run_range(func, start, end, search, args, kwargs)
 
-        return _documented(wrapped, func, "toma_initial_step: the step to begin with in this call.")
+        return _decorated(func, run, "initial_step", initial_step, cache_type, context)
 
     @staticmethod
     def chunked(
@@ -271,36 +249,21 @@ class toma(metaclass=_Names):
 
         Call-time: ``toma_initial_step=``, ``toma_dimension=``, ``toma_context=``.
         """
-        if func is None:
-            return functools.partial(
-                toma.chunked, initial_step=initial_step, dimension=dimension, cache_type=cache_type, context=context
-            )
 
-        def wrapped(
+        def run(
+            func: Callable[..., Any],
+            search: Batchsize,
+            /,
             tensor: Tensor,
             *args: Any,
-            toma_initial_step: int | None = None,
             toma_dimension: int | None = None,
-            toma_context: Any = None,
             **kwargs: Any,
         ) -> list[Any]:
-            return explicit.chunked(
-                func,
-                tensor,
-                initial_step if toma_initial_step is None else toma_initial_step,
-                *args,
-                toma_dimension=dimension if toma_dimension is None else toma_dimension,
-                toma_cache_type=cache_type,
-                toma_context=context if toma_context is None else toma_context,
-                **kwargs,
-            )
+            chosen = dimension if toma_dimension is None else toma_dimension
+            return run_chunks(func, tensor, chosen or 0, search, args, kwargs)
 
-        return _documented(
-            wrapped,
-            func,
-            "toma_initial_step: the step to begin with in this call.\n"
-            "toma_dimension: the dimension of the tensor that is cut in this call.",
-        )
+        more = "\ntoma_dimension: the dimension of the tensor that is cut in this call."
+        return _decorated(func, run, "initial_step", initial_step, cache_type, context, more)
 
     class execute:
         """Decorators that call the function at once and replace it by its result."""
@@ -338,11 +301,40 @@ class toma(metaclass=_Names):
             )
 
 
-def _documented(wrapped: Callable[..., Any], func: Callable[..., Any], arguments: str) -> Callable[..., Any]:
-    """Return the wrapper under the function's name, with its own arguments in the documentation."""
+def _decorated(
+    func: Callable[..., Any] | None,
+    run: Callable[..., Any],
+    name: str,
+    initial: int | None,
+    cache_type: CacheType | None,
+    context: Any,
+    more: str = "",
+) -> Any:
+    """Return the function with retries, or a decorator where there is none yet.
+
+    Args:
+        func: the user's.
+        run: called with it, a search, and the arguments of each call.
+        name: of the size to begin with.
+        initial, cache_type, context: as of the decorators.
+        more: documentation of further arguments.
+    """
+    if func is None:
+        return lambda func: _decorated(func, run, name, initial, cache_type, context, more)
     check_function(func)
-    functools.update_wrapper(wrapped, func)
-    own = f"{arguments}\ntoma_context: the key of the remembered sizes, hashable."
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, toma_context: Any = None, **kwargs: Any) -> Any:
+        wanted = kwargs.pop(f"toma_{name}", None)
+        chosen = context if toma_context is None else toma_context
+        return run(
+            func, _search(func, name, initial if wanted is None else wanted, cache_type, chosen), *args, **kwargs
+        )
+
+    own = (
+        f"toma_{name}: the {'batch size' if name == 'initial_batchsize' else 'step'} to begin with in this call.{more}"
+    )
+    own += "\ntoma_context: the key of the remembered sizes, hashable."
     wrapped.__doc__ = f"{func.__doc__ or ''}\n\nBesides the function's own arguments:\n\n{own}\n"
     return wrapped
 

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from speedswap.batching.recovery import SharedLimits, free_bytes
-from speedswap.batching.retry.search import Search
+from speedswap.batching.retry import Search
 from speedswap.compat.toma.memory import get_available_cpu_memory
 
 __all__ = [

@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+gc_cuda = release_cached_memory
+
+
 def get_available_cpu_memory() -> int:
     """Return the bytes that this process can still take: the system's free memory, or less under a limit of its own."""
     free = free_bytes("cpu")
@@ -55,11 +58,6 @@ def is_out_of_cpu_memory(exception: BaseException) -> bool:
     return is_out_of_memory(exception) and (
         isinstance(exception, MemoryError) or "DefaultCPUAllocator" in str(exception)
     )
-
-
-def gc_cuda() -> None:
-    """Collect garbage, and release the memory that torch caches."""
-    release_cached_memory()
 
 
 def get_cuda_total_memory() -> int:
