@@ -16,8 +16,7 @@ from speedswap.kernels import deferred_interrupts
 from speedswap.ranks.key_route import KeyRoute
 from speedswap.ranks.new_keys import FULL, NEW, RENEWED, NewKeys
 from speedswap.ranks.owned_keys import SETTINGS, OwnedKeys
-from speedswap.tables.asked_ahead import AskedAhead
-from speedswap.tables.id_map import IdMap
+from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys
 
 __all__ = ["Added", "ShardedIdMap"]

@@ -6,10 +6,9 @@ has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensor
 """
 
 from speedswap.tables import init
-from speedswap.tables.asked_ahead import AskedAhead
 from speedswap.tables.block import Block
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.id_map import IdMap
+from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys, is_single_key
 from speedswap.tables.local import LocalStore
 from speedswap.tables.many import Commit, prefetch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -13,14 +14,14 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._locks import Locked
 from speedswap.errors import IdMapError, IdMapFullError
-from speedswap.tables.asked_ahead import AskedAhead, BatchesAhead
+from speedswap.kernels import IdMapUndo, KeyMap
 from speedswap.tables.files import keys_file
 from speedswap.tables.files.damage import require, says_damaged
 from speedswap.tables.key_parts import Sweep, joined
 from speedswap.tables.keys import KINDS, Keys, as_keys
 from speedswap.tables.record import count
 
-__all__ = ["IdMap"]
+__all__ = ["AskedAhead", "BatchesAhead", "IdMap"]
 
 _EVICTS = (None, "lru", "lfu")
 _MOST_ROWS = 2**31 - 1
@@ -539,3 +540,71 @@ def _shaped(rows: Tensor, keys: Keys) -> Tensor:
 def _frozen(raw: bytes) -> IdMap:
     """Rebuild an unpickled map."""
     return IdMap.from_bytes(torch.frombuffer(bytearray(raw), dtype=torch.uint8), frozen=True)
+
+
+@dataclass(eq=False)
+class AskedAhead:
+    """A batch whose rows were asked for ahead of its turn; :meth:`IdMap.ask` makes it.
+
+    Attributes:
+        keys: the batch's.
+        rows: int64, of the keys' shape, in host memory. Another tensor takes its place if the map changes out of turn,
+            so that these are not the rows any more.
+        renewed: rows to reset when the batch's turn begins: int64, shape (n,), in host memory.
+    """
+
+    keys: Keys
+    rows: Tensor
+    renewed: Tensor
+    undo: IdMapUndo = field(default_factory=IdMapUndo)
+
+
+class BatchesAhead:
+    """The batches that have not had their turn, in its order. Their keys are in the map, behind all others.
+
+    A change out of turn goes before them: they leave the map, and are added again.
+
+    Args:
+        add: adds a batch to the map; returns False if rows are lacking.
+    """
+
+    def __init__(self, add: Callable[[AskedAhead], bool]) -> None:
+        self._add = add
+        self._batches: list[AskedAhead] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def append(self, asked: AskedAhead) -> None:
+        """Note the next batch, which is in the map."""
+        self._batches.append(asked)
+
+    def is_next(self, asked: AskedAhead) -> bool:
+        """Return whether the map is as it is to be when this batch has had its turn, but for those after it."""
+        return bool(self._batches) and self._batches[0] is asked and asked.undo.applied
+
+    def remove(self, gone: Collection[AskedAhead]) -> None:
+        """Leave batches out from now on; others stay in the map."""
+        self._batches = [each for each in self._batches if each not in gone]
+
+    @contextmanager
+    def left_out(self, loops: KeyMap) -> Iterator[None]:
+        """Take the map back to the present turn, for the length of a block."""
+        for asked in reversed(self._batches):
+            loops.undo(asked.undo)
+        try:
+            yield
+        finally:
+            self.bring_back()
+
+    def bring_back(self) -> None:
+        """Add the batches that are not in the map; they get the same rows again if it has not changed.
+
+        One that finds no rows any more stays out, and raises when its turn comes.
+        """
+        for asked in self._batches:
+            if not asked.undo.applied:
+                before = asked.rows
+                self._add(asked)
+                if torch.equal(asked.rows, before):
+                    asked.rows = before

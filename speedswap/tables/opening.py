@@ -1,19 +1,29 @@
-"""Stores in files: opened, and written as copies of others."""
+"""Stores opened from files, and copies of stores: in memory, and in files."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from pathlib import Path
+from typing import get_args
 
+import torch
+
+from speedswap import kernels
 from speedswap.errors import TableClosedError, TableFormatError
-from speedswap.tables.copies import layout_of
+from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.fresh import FreshRows
+from speedswap.tables.initial import is_lazy
+from speedswap.tables.local import LocalStore
+from speedswap.tables.memory import host as storages
+from speedswap.tables.record_groups import RecordGroups
 from speedswap.tables.store import RowStore
 
-__all__ = ["lives_there", "open_store", "save_copy", "save_store"]
+__all__ = ["copy_rows", "layout_of", "lives_there", "open_store", "save_copy", "save_store"]
 
 _log = logging.getLogger("speedswap")
 _SAVE_BYTES = 64 * 2**20
@@ -32,7 +42,10 @@ def open_store(
     if commit is not None and (isinstance(commit, bool) or not isinstance(commit, int) or commit < 0):
         raise ValueError(f"commit is {commit!r}; give the number of a commit that is kept, or None for the last one")
     if (sharded := _opened_shards(path, mode, disk)) is not None:
-        return _of_last_commit(sharded, commit)
+        if commit is not None:
+            sharded.close()
+            raise ValueError(f"commit is {commit}, but table {sharded.name!r} keeps no commits; leave it out")
+        return sharded
     for last in (*[False] * _TRIES, True):
         directory, manifest, contents = TableDirectory.open(path, writable=mode == "r+")
         try:
@@ -45,18 +58,6 @@ def open_store(
             directory.release()
             raise
     raise AssertionError
-
-
-def _of_last_commit(store: RowStore, commit: int | None) -> RowStore:
-    """Return a store without commits of its own.
-
-    Raises:
-        ValueError: it was to be opened at one.
-    """
-    if commit is not None:
-        store.close()
-        raise ValueError(f"commit is {commit}, but table {store.name!r} keeps no commits; leave it out")
-    return store
 
 
 def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
@@ -100,3 +101,33 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
         target.flush()
     finally:
         target.close_log()
+
+
+def layout_of(store: RowStore) -> LogLayout:
+    """Return a layout of records on disk with the columns of a store, whose untouched rows are as in it."""
+    return LogLayout.of([*store.columns.values()], store.origins)
+
+
+def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine: str | None = None) -> LocalStore:
+    """Return a store in memory with the same rows, attributes and id maps.
+
+    Args:
+        source: the rows.
+        kind, engine: of the memory; by default those of the source, where it is in memory.
+    """
+    own = next((each for each in get_args(storages.MemoryKind) if each == source.storage), storages.default_kind())
+    groups = RecordGroups(source.num_embeddings, kind or own, source.seed, source.name, engine=engine or source.engine)
+    groups.add_unfilled(list(source.columns.values()))
+    (group,) = groups
+    fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)
+    if all(is_lazy(each.start) for each in fresh.layout.held):  # else every row was written
+        for some in group.chunks(0, source.num_embeddings):
+            rows = torch.arange(some.start, some.stop)
+            fresh.fill(group.records(), torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))
+    for rows, held in source.written_rows():
+        parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
+        kernels.scatter_records(group.records(), rows, parts)
+    copied = LocalStore(groups)
+    copied.notes.take_over(source.notes, source.part_name)
+    copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
+    return copied

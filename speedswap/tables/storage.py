@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from speedswap import kernels
 from speedswap._warnings import users_level
 from speedswap._words import a_kind
-from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory.host import MemoryKind, default_kind
-from speedswap.tables.opening import open_store
+from speedswap.tables.opening import copy_rows, open_store
 from speedswap.tables.record import Column
 from speedswap.tables.store import RowStore
 

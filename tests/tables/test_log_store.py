@@ -28,8 +28,8 @@ import speedswap
 from speedswap.errors import TableBusyError, TableClosedError, TableFormatError
 from speedswap.tables import Column
 from speedswap.tables import init as initializers
-from speedswap.tables.copies import copy_rows
 from speedswap.tables.disk.cache import LogCache
+from speedswap.tables.opening import copy_rows
 
 ROWS = 60
 SMALL = 1  # bytes of cache: the least that there is, less than a batch
