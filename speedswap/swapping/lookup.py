@@ -31,7 +31,7 @@ def look_up(weight: Tensor, local: Tensor, groups: Groups | None = None) -> Tens
     Returns:
         Shape (*local.shape, dim).
     """
-    is_small = local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
+    is_small = groups is None and local.numel() <= _SMALL and weight.dtype not in (torch.float16, torch.bfloat16)
     if is_small or _needs_torch(weight):
         return F.embedding(local, weight)
     return _Expand.apply(weight, local, groups)  # type: ignore[no-any-return, no-untyped-call]
