@@ -83,7 +83,7 @@ def log_facts(store: OpenedLog) -> dict[str, Any]:
 
 
 def check_log(store: OpenedLog, advance: Callable[[float], object]) -> Checked:
-    """Read every row that was ever written, and compare it with its checksum; see :meth:`RowStore.verify`."""
+    """Read every row that was ever written, and compare it with its checksum; see :meth:`Files.verify`."""
     group_rows = store.manifest.group_rows
     sound, damaged = store.log.verify(lambda groups: advance(groups * group_rows))
     record_bytes = store.log.stats()["record_bytes"]
