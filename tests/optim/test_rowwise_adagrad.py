@@ -120,12 +120,12 @@ def test_a_table_trains_the_rows_of_each_batch(settings: dict[str, Any], attach_
 
 
 def test_groups_have_settings_of_their_own_and_a_learning_rate_may_be_a_tensor() -> None:
-    weights = [nn.Parameter(torch.ones(2, 3)) for _ in range(2)]
+    weights = [nn.Parameter(torch.ones(2, 4)) for _ in range(2)]
     optimizer = RowwiseAdagrad([{"params": weights[:1]}, {"params": weights[1:], "lr": torch.tensor(0.5)}], lr=0.25)
     for weight in weights:
-        weight.grad = torch.full((2, 3), 2.0)
+        weight.grad = torch.full((2, 4), 2.0)
     optimizer.step()
-    assert [weight.tolist() for weight in weights] == [[[0.75] * 3] * 2, [[0.5] * 3] * 2]
+    assert [weight.tolist() for weight in weights] == [[[0.75] * 4] * 2, [[0.5] * 4] * 2]
 
 
 def test_a_closure_is_evaluated_and_its_loss_returned() -> None:

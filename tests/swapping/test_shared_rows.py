@@ -48,8 +48,8 @@ def batches(gpu: str) -> list[Tensor]:
     return [(torch.arange(20) + start).to(gpu) % ROWS for start in (0, 10, 20, 25, 35, 45, 55, 3)]
 
 
-def embedding(gpu: str, engine: str = "auto") -> speedswap.Embedding:
-    return speedswap.Embedding(ROWS, DIM, storage=speedswap.Pinned(engine), device=gpu, seed=1)
+def embedding(gpu: str, engine: str = "auto", **stored: torch.dtype) -> speedswap.Embedding:
+    return speedswap.Embedding(ROWS, DIM, storage=speedswap.Pinned(engine), device=gpu, seed=1, **stored)
 
 
 def train(
