@@ -21,7 +21,7 @@ from speedswap.apps.ncf import cli as ncf
 from speedswap.apps.running import Ended, ending_signals, word_for
 from speedswap.apps.tables import cli as tables
 from speedswap.apps.word2vec import cli as word2vec
-from speedswap.batching.recovery import is_out_of_memory
+from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import PeerError, SpeedswapError
 
 __all__ = ["main", "run_command"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import speedswap
 from speedswap.apps.bench.measure import synchronize
 from speedswap.batching import Callback, Event, LimitedMemory, is_out_of_memory
-from speedswap.batching.recovery import limited
+from speedswap.batching.memory import limited
 
 BEYOND = 16
 MIB = 2**20

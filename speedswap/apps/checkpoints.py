@@ -21,7 +21,7 @@ from speedswap.apps.errors import CheckpointError, OutputError
 from speedswap.apps.files import says_unwritable
 from speedswap.apps.options import Options
 from speedswap.apps.ranks import Job
-from speedswap.batching.recovery import is_out_of_memory
+from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import SpeedswapError, TableFullError
 from speedswap.swapping.checkpoints.folders import Folders
 

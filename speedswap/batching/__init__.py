@@ -2,14 +2,13 @@
 
 from speedswap.batching import elastic, retry
 from speedswap.batching.accumulating import AccumulatingOptimizer
-from speedswap.batching.callbacks import Callback, Event
 from speedswap.batching.elastic import plan_accumulation
 from speedswap.batching.estimating import MemoryEstimate, estimate_memory
 from speedswap.batching.feeding import Feed, feed
-from speedswap.batching.gradients import GradientKeeper
+from speedswap.batching.memory import LimitedMemory, is_out_of_memory
 from speedswap.batching.nested import Batch, PerSample, Whole
-from speedswap.batching.recovery import LimitedMemory, is_out_of_memory
-from speedswap.batching.splitter import BatchSplitter, coupled
+from speedswap.batching.rollback import GradientKeeper
+from speedswap.batching.splitter import BatchSplitter, Callback, Event, coupled
 
 __all__ = [
     "AccumulatingOptimizer",

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from speedswap._words import a_kind
 from speedswap.batching.functions import require_integer
-from speedswap.batching.gradients import has_memory
+from speedswap.batching.rollback import has_memory
 from speedswap.errors import BatchError, OptimizerError
 
 __all__ = ["AccumulatingOptimizer"]

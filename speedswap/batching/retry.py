@@ -43,16 +43,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
+from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, SharedLimits
 from speedswap.batching.functions import Registry, check_function, name_of
-from speedswap.batching.recovery import (
-    GROW_AFTER,
-    Attempts,
-    Limit,
-    RandomState,
-    SharedLimits,
-    is_out_of_memory,
-    memory_class,
-)
+from speedswap.batching.memory import is_out_of_memory, memory_class
+from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
 
 __all__ = ["Retried", "RetriedBatch", "RetriedChunks", "RetriedRange", "batch", "chunked", "range"]
@@ -250,7 +244,7 @@ _limits = Registry(SharedLimits)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class RetryOptions:
     """The options of :func:`batch`, :func:`range` and :func:`chunked`."""
 
     initial: int | None = None
@@ -280,7 +274,7 @@ class Retried(Generic[P, R]):
         options: of the retries.
     """
 
-    def __init__(self, function: Callable[..., R], options: Options) -> None:
+    def __init__(self, function: Callable[..., R], options: RetryOptions) -> None:
         check_function(function)
         functools.update_wrapper(cast(Any, self), function, updated=())
         self._function = function
@@ -411,7 +405,7 @@ def batch(
     >>> fitting(3)
     2
     """
-    return _made(RetriedBatch, function, Options(initial, key, rng, grow_after))
+    return _made(RetriedBatch, function, RetryOptions(initial, key, rng, grow_after))
 
 
 def range(
@@ -447,7 +441,7 @@ def range(
     >>> pieces(0, 5)
     [(0, 2), (2, 4), (4, 5)]
     """
-    return _made(RetriedRange, function, Options(initial, key, rng, grow_after, join=join))
+    return _made(RetriedRange, function, RetryOptions(initial, key, rng, grow_after, join=join))
 
 
 def chunked(
@@ -479,10 +473,10 @@ def chunked(
     >>> squares(torch.arange(5))
     tensor([ 0,  1,  4,  9, 16])
     """
-    return _made(RetriedChunks, function, Options(initial, key, rng, grow_after, dimension, join))
+    return _made(RetriedChunks, function, RetryOptions(initial, key, rng, grow_after, dimension, join))
 
 
-def _made(kind: type[Retried[Any, Any]], function: Callable[..., Any] | None, options: Options) -> Any:
+def _made(kind: type[Retried[Any, Any]], function: Callable[..., Any] | None, options: RetryOptions) -> Any:
     if function is None:
         return lambda function: kind(function, options)
     return kind(function, options)

@@ -4,24 +4,94 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from speedswap.batching.callbacks import Callback, Event
+from speedswap.batching.attempts import BatchAttempts, MicroBatchSize
+from speedswap.batching.check import Checks
 from speedswap.batching.functions import key_of, name_of, require_function
-from speedswap.batching.nested import Batch, tensors_of
+from speedswap.batching.memory import as_bytes
+from speedswap.batching.micro_batches import MicroBatches
+from speedswap.batching.nested import NO_AUX, Batch, tensors_of
 from speedswap.batching.ranks import ranks_of
-from speedswap.batching.recovery import Changes, as_bytes
-from speedswap.batching.splitting.attempts import BatchAttempts, MicroBatchSize
-from speedswap.batching.splitting.check import Checks
-from speedswap.batching.splitting.micro_batches import MicroBatches
-from speedswap.batching.splitting.results import NO_AUX
-from speedswap.batching.splitting.two_passes import TwoPasses, both_passes, differentiable, towers_of
+from speedswap.batching.rollback import Changes
+from speedswap.batching.two_passes import TwoPasses, both_passes, differentiable, towers_of
 from speedswap.errors import BatchError, CoupledLossError
 
-__all__ = ["BatchSplitter", "coupled"]
+
+@dataclass(frozen=True)
+class Event:
+    """One moment of training; fields that do not apply to it are None.
+
+    Attributes:
+        source: the splitter or training loop that fired it.
+        batch_size: samples in the optimizer's batch.
+        micro_batch_sizes: the sizes that it is split into.
+        index: the micro-batch's number, from 0.
+        loss: the micro-batch's loss as its function returned it, or the batch's; detached.
+        error: the out-of-memory error.
+        old_size: micro-batch size before a change.
+        new_size: micro-batch size after it.
+        epoch: the epoch's number, from 0.
+        batch: the batch's number in the epoch, from 0.
+    """
+
+    source: Any
+    batch_size: int | None = None
+    micro_batch_sizes: tuple[int, ...] | None = None
+    index: int | None = None
+    loss: Tensor | None = None
+    error: BaseException | None = None
+    old_size: int | None = None
+    new_size: int | None = None
+    epoch: int | None = None
+    batch: int | None = None
+
+
+class Callback:
+    """Base class of callbacks; every method does nothing until it is overridden.
+
+    A splitter calls ``before_batch`` to ``after_batch``. Training loops add the epoch and the optimizer's step, which a
+    splitter does not see. An exception in a callback before ``after_batch`` ends the batch, which is rolled back as
+    after any other failure.
+    """
+
+    def before_epoch(self, event: Event) -> None:
+        """Run when an epoch begins."""
+
+    def after_epoch(self, event: Event) -> None:
+        """Run when an epoch is over."""
+
+    def before_batch(self, event: Event) -> None:
+        """Run before a batch is split, and again before each attempt after an out-of-memory."""
+
+    def after_batch(self, event: Event) -> None:
+        """Run when all of a batch's gradients are in place; ``event.loss`` is its loss."""
+
+    def before_micro_batch(self, event: Event) -> None:
+        """Run before a micro-batch's forward pass."""
+
+    def before_backward(self, event: Event) -> None:
+        """Run between a micro-batch's forward and backward pass; ``event.loss`` is its loss."""
+
+    def after_micro_batch(self, event: Event) -> None:
+        """Run when a micro-batch's gradients have been added."""
+
+    def on_out_of_memory(self, event: Event) -> None:
+        """Run when an attempt has run out of memory, been rolled back, and released its memory."""
+
+    def on_resize(self, event: Event) -> None:
+        """Run when the micro-batch size changes from ``event.old_size`` to ``event.new_size``."""
+
+    def before_step(self, event: Event) -> None:
+        """Run before the optimizer's step."""
+
+    def after_step(self, event: Event) -> None:
+        """Run after the optimizer's step."""
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Loss = Callable[..., Tensor]
@@ -176,7 +246,7 @@ class BatchSplitter:
             ``loss_fn`` returns ``(loss, aux)``, the loss and the aux of all micro-batches of this process, in the order
             of its samples, detached: tensors concatenated along their first dimension, 0-d tensors stacked, one per
             micro-batch, and containers looked into; anything else is a list with one item per micro-batch, see
-            :func:`~speedswap.batching.splitting.results.joined`. The aux of a whole batch stays in memory, so return
+            :func:`~speedswap.batching.nested.joined`. The aux of a whole batch stays in memory, so return
             logits rather than activations. Micro-batches that count 0 are run without a graph for it.
 
         Raises:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from speedswap._words import a_kind
 from speedswap.batching import Feed, estimate_memory, feed
 from speedswap.batching.nested import tensors_of
-from speedswap.batching.recovery import RandomState
+from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError
 from speedswap.monitor.parameters import modes_kept
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedswap.batching.gradients import has_memory
+from speedswap.batching.memory import LimitedMemory
 from speedswap.batching.nested import tensors_of
-from speedswap.batching.recovery import LimitedMemory
+from speedswap.batching.rollback import has_memory
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 from speedswap.monitor.snapshots import MemorySnapshot, default_device, memory_snapshot
 

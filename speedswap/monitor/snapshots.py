@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from speedswap.batching.recovery import free_bytes, status_bytes
+from speedswap.batching.memory import free_bytes, status_bytes
 
 __all__ = ["MemorySnapshot", "memory_snapshot"]
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from speedswap.batching.recovery import Attempts, Limit, Limits
+from speedswap.batching.attempts import Attempts, Limit, Limits
 from speedswap.errors import BatchError
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import speedswap
 from speedswap.batching import PerSample, Whole
-from speedswap.batching.ranks import Ranks
+from speedswap.batching.ranks import TrainingRanks
 from speedswap.collectives import PeerOutOfMemory
 from speedswap.errors import BatchError
 
@@ -187,7 +187,7 @@ def test_aux_of_an_attempt_that_another_rank_gave_up_is_released():
     class Aux:
         pass
 
-    class GivesUpOnce(Ranks):
+    class GivesUpOnce(TrainingRanks):
         attempts = 0
 
         @contextlib.contextmanager

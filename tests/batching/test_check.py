@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import speedswap
 from speedswap.batching import PerSample, Whole
+from speedswap.batching.check import few_samples
 from speedswap.batching.nested import Batch
-from speedswap.batching.splitting.trial_call import few_samples
 from speedswap.errors import BatchError, CoupledLossError
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.batching import Callback, LimitedMemory
-from speedswap.batching.recovery import limited
+from speedswap.batching.memory import limited
 from speedswap.errors import BatchError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from speedswap.batching import is_out_of_memory
-from speedswap.batching.recovery import forget, free_bytes, release_cached_memory
+from speedswap.batching.memory import forget, free_bytes, release_cached_memory
 from speedswap.errors import BatchError, MemoryBudgetError, TableTooLargeError
 
 # What the libraries say, with as much around it as they say; (…) stands for what differs from machine to machine.

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 import speedswap
 from speedswap.batching import Callback
-from speedswap.batching.recovery import Limits, release_cached_memory
+from speedswap.batching.attempts import Limits
+from speedswap.batching.memory import release_cached_memory
 from speedswap.errors import BatchError
 
 
@@ -149,7 +150,7 @@ def test_p17_nothing_of_a_failed_attempt_is_alive_when_memory_is_released(monkey
         alive.append([reference() is not None for reference in activations])
         release_cached_memory()
 
-    monkeypatch.setattr("speedswap.batching.recovery.attempts.release_cached_memory", released)
+    monkeypatch.setattr("speedswap.batching.attempts.release_cached_memory", released)
     gc.disable()  # what is freed is freed by itself, not by a collection that happens to come along
     try:
         splitter = speedswap.BatchSplitter(model, check=False)

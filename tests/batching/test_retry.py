@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from speedswap.batching import retry
+from speedswap.batching.attempts import Limit, Limits
 from speedswap.batching.functions import Registry
-from speedswap.batching.recovery import Limit, Limits
 from speedswap.errors import BatchError
 
 

@@ -15,7 +15,7 @@ from speedswap._install import pip_install
 from speedswap.apps import options
 from speedswap.apps.errors import ImagesError, SettingsError
 from speedswap.apps.options import Options, named_optimizer, option, whole
-from speedswap.batching.recovery import as_bytes
+from speedswap.batching.memory import as_bytes
 from speedswap.errors import BatchError
 from speedswap.tables.init import seeded
 

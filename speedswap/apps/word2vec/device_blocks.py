@@ -13,7 +13,7 @@ from torch import Tensor
 from speedswap.apps.ranks import Job
 from speedswap.apps.word2vec.blocks import BLOCK, NOISE, NOISE_POWER, Batch, Position, kept_share, numbered
 from speedswap.apps.word2vec.corpus import END, Corpus
-from speedswap.batching.recovery import free_bytes
+from speedswap.batching.memory import free_bytes
 
 __all__ = ["DeviceSampler"]
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from speedswap.batching.functions import Registry, check_function, name_of
-from speedswap.batching.recovery import is_out_of_memory
+from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.retry import check_size, run_batch, run_chunks, run_range
 from speedswap.compat.toma import batchsize_cache, memory
 from speedswap.compat.toma.batchsize_cache import (

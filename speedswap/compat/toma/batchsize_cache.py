@@ -12,7 +12,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from speedswap.batching.recovery import SharedLimits, free_bytes
+from speedswap.batching.attempts import SharedLimits
+from speedswap.batching.memory import free_bytes
 from speedswap.batching.retry import Search
 from speedswap.compat.toma.memory import get_available_cpu_memory
 

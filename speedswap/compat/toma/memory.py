@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from speedswap.batching.recovery import free_bytes, is_out_of_memory, release_cached_memory
+from speedswap.batching.memory import free_bytes, is_out_of_memory, release_cached_memory
 from speedswap.errors import MemoryBudgetError
 
 __all__ = [

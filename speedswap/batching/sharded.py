@@ -12,14 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from speedswap.batching.elastic import even_sizes
-from speedswap.batching.gradients import parameters_and_buffers
+from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.ranks import AGAIN, BEGIN, LOSS, TOTAL, VOTE, Peers
-from speedswap.batching.recovery import Buffers, RandomState, is_out_of_memory
+from speedswap.batching.rollback import Buffers, RandomState, parameters_and_buffers
 from speedswap.collectives import Kind, PeerOutOfMemory, RankGroup
 from speedswap.errors import BatchError
-
-__all__ = ["Sharded", "shard_roots"]
 
 
 class Sharded(Peers):

@@ -5,25 +5,165 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap.batching.functions import key_of, name_of, named_values
-from speedswap.batching.gradients import HALF_PRECISION
-from speedswap.batching.nested import Batch
-from speedswap.batching.ranks import Ranks
-from speedswap.batching.recovery import Changes
-from speedswap.batching.splitting.batch_norm import batch_norms, uses_batch_statistics, whole_batch_statistics
-from speedswap.batching.splitting.offload import activations_on_host
-from speedswap.batching.splitting.results import NO_AUX, joined, kept, loss_of_samples, parted
+from speedswap.batching.nested import NO_AUX, Batch, joined, kept, loss_of_samples, parted
+from speedswap.batching.ranks import TrainingRanks
+from speedswap.batching.rollback import HALF_PRECISION, Changes
 from speedswap.errors import BatchError
 
-__all__ = ["MicroBatches"]
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm layer that normalizes by the batch's own statistics."""
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def batch_norms(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
+    """Return the BatchNorm layers in these modules that normalize by the batch's own statistics, each once."""
+    found = {part: None for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
+    return [norm for norm in found if uses_batch_statistics(norm)]
+
+
+@contextmanager
+def whole_batch_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Let several forward passes update running statistics once, by their samples together.
+
+    Inside, each pass leaves its own mean and variance as the running ones; they are combined (Chan, Golub and LeVeque
+    1983) and at the end applied with the layer's momentum, and ``num_batches_tracked`` rises by one. If the block
+    raises, only the momentum is restored; the buffers are the caller's to restore. Layers without running statistics
+    are left alone.
+    """
+    norms = [norm for norm in norms if norm.running_mean is not None]
+    moments = {norm: _Moments(norm) for norm in norms}
+    hooks = [norm.register_forward_hook(moments[norm]) for norm in norms]
+    momentum = {norm: norm.momentum for norm in norms}
+    try:
+        for norm in norms:
+            norm.momentum = 1.0
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for norm in norms:
+            norm.momentum = momentum[norm]
+    for seen in moments.values():
+        seen.apply()
+
+
+class _Moments:
+    """Count, mean and sum of squared deviations of everything that one layer has normalized."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        self._norm = norm
+        self._running = norm.running_mean, norm.running_var
+        self._before = norm.running_mean.double().clone(), norm.running_var.double().clone()
+        self._tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
+        self._count = 0
+        self._mean, self._squares = map(torch.zeros_like, self._before)
+
+    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if not self._norm.training:
+            return
+        mean, variance = (buffer.double() for buffer in self._running)
+        count = output.numel() // output.shape[1]
+        total = self._count + count
+        difference = mean - self._mean
+        self._squares += variance * (count - 1) + difference.square() * (self._count * count / total)
+        self._mean = mean - difference * (self._count / total)
+        self._count = total
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Update the layer's running statistics once."""
+        if self._count == 0:
+            return
+        factor = self._norm.momentum
+        if self._tracked is not None:
+            tracked = self._norm.num_batches_tracked
+            assert tracked is not None
+            tracked.copy_(self._tracked + 1)
+            factor = 1 / float(tracked) if factor is None else factor
+        assert factor is not None
+        seen = self._mean, self._squares / max(1, self._count - 1)
+        for buffer, before, new in zip(self._running, self._before, seen, strict=True):
+            buffer.copy_(before.lerp(new, factor))
+
+
+@contextmanager
+def activations_on_host(kept: Container[int], *, also_from_host: bool = False) -> Iterator[None]:
+    """Let autograd save tensors in (pinned) host memory during a forward pass.
+
+    A tensor that several operations save is copied once. Parameters, buffers and views of them are saved in place: they
+    stay in memory anyway. So are tensors already in host memory.
+
+    Args:
+        kept: addresses of memory that is never copied, that of parameters and buffers.
+        also_from_host: copy tensors in host memory too.
+    """
+    saved: weakref.WeakValueDictionary[tuple[Any, ...], _HostCopy] = weakref.WeakValueDictionary()
+
+    def pack(tensor: Tensor) -> _HostCopy | _InPlace:
+        if tensor.untyped_storage().data_ptr() in kept or (tensor.device.type == "cpu" and not also_from_host):
+            return _InPlace(tensor)
+        if tensor.layout != torch.strided or tensor.numel() == 0:
+            return _InPlace(tensor)
+        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (reference.cdata, tensor._version, *place)
+        found = saved.get(key)
+        if found is None:
+            found = saved[key] = _HostCopy(tensor, reference)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.unpack()):
+        yield
+
+
+class _InPlace:
+    """A tensor saved in place; autograd leaves it to the hooks to check that it has not changed since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def unpack(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{self._tensor.type()} of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}; "
+                f"expected version {self._version}"
+            )
+        return self._tensor
+
+
+class _HostCopy:
+    """A tensor's copy in host memory.
+
+    The reference keeps the address of the tensor's storage from being reused as long as this copy may be found by it.
+    """
+
+    def __init__(self, tensor: Tensor, reference: StorageWeakRef) -> None:
+        pinned = tensor.is_cuda
+        self._reference = reference
+        self._device = tensor.device
+        self._copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        self._copy.copy_(tensor.detach(), non_blocking=pinned)
+
+    def unpack(self) -> Tensor:
+        return self._copy.to(self._device, non_blocking=self._copy.is_pinned())
+
 
 _log = logging.getLogger("speedswap")
 
@@ -47,7 +187,7 @@ class MicroBatches:
     batch_norm: str
     offload: bool
     scaler: torch.amp.GradScaler | None
-    ranks: Ranks
+    ranks: TrainingRanks
     tell: Callable[..., None]
     _gives_aux: dict[Hashable, bool] = field(default_factory=dict)
     _has_warned: bool = False

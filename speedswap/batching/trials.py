@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile, record_function
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from speedswap._words import a_kind
-from speedswap.batching.estimating.passes import Run, forward_done, one_pass, record
-from speedswap.batching.gradients import Float32Sums, has_memory, leaves_of
+from speedswap.batching.micro_batches import activations_on_host
 from speedswap.batching.nested import Batch, tensors_of
-from speedswap.batching.recovery import Gradients, ModuleBuffers, RandomState
-from speedswap.batching.splitting.offload import activations_on_host
+from speedswap.batching.rollback import Float32Sums, Gradients, ModuleBuffers, RandomState, has_memory, leaves_of
 from speedswap.errors import BatchError
 
-__all__ = ["Trial", "trials"]
-
+_MARK = "speedswap.memory: "
+_BEGIN, _FORWARD_DONE, _END = (_MARK + name for name in ("begin", "forward done", "end"))
 _CUDA_BLOCK = 512  # bytes that CUDA's caching allocator rounds up to
 
 
@@ -210,7 +211,7 @@ def _described(result: Any) -> str:
     return f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else a_kind(result)
 
 
-def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[Run]:
+def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) -> list[TrialPass]:
     """Run batches of these sizes, at least two, as long as samples and passes take less than ``most_bytes``."""
     with RandomState(), torch.inference_mode(False), torch.enable_grad():  # whatever the caller's mode is
         trial.find_others(*_samples(batch, sizes[0]))
@@ -223,11 +224,11 @@ def trials(trial: Trial, batch: Batch, sizes: Sequence[int], most_bytes: int) ->
             return runs + _recorded(trial, batch, [size for size in sizes[2:] if size * bytes_a_sample <= most_bytes])
 
 
-def _bytes_a_sample(run: Run) -> float:
+def _bytes_a_sample(run: TrialPass) -> float:
     return (run.inputs + max(run.timeline.peaks)) / run.size
 
 
-def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
+def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[TrialPass]:
     """Run each size once, recorded together."""
     facts: list[list[Any]] = []
 
@@ -239,10 +240,121 @@ def _recorded(trial: Trial, batch: Batch, sizes: Sequence[int]) -> list[Run]:
     timelines = record(trial.device_type, run_all, len(sizes)) if sizes else []
     runs = []
     for (size, inputs, before, after), timeline in zip(facts, timelines, strict=True):
-        runs.append(Run(size, inputs, before, after, max(0, timeline.at_end - (after - before)), timeline))
+        runs.append(TrialPass(size, inputs, before, after, max(0, timeline.at_end - (after - before)), timeline))
     return runs
 
 
 def _samples(batch: Batch, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return that many of the batch's samples, from the first one again if it has fewer."""
     return batch.take([index % batch.size for index in range(size)])
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes alive during one pass, relative to when it began.
+
+    Attributes:
+        operations: names, in the order in which they began.
+        peaks: the most bytes from the start of each operation to that of the next one.
+        after_forward: between forward and backward.
+        at_end: left at the end.
+    """
+
+    operations: tuple[str, ...]
+    peaks: tuple[int, ...]
+    after_forward: int
+    at_end: int
+
+
+@contextmanager
+def one_pass() -> Iterator[None]:
+    """Mark begin and end of one forward and backward pass that is recorded."""
+    with record_function(_BEGIN):
+        pass
+    yield
+    with record_function(_END):
+        pass
+
+
+def forward_done() -> None:
+    """Mark the moment between forward and backward."""
+    with record_function(_FORWARD_DONE):
+        pass
+
+
+def record(device_type: str, run: Callable[[], None], passes: int) -> list[Timeline]:
+    """Call a function, and return the timelines of the passes that it marked.
+
+    The profiler drops events at the edges of a session if its clocks disagree; then the function is called again.
+
+    Args:
+        device_type: of the watched memory: "cpu", "cuda", …
+        run: called for each try.
+        passes: number of passes that it marks.
+
+    Raises:
+        RuntimeError: the profiler gave no complete record in three tries.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read once; else each session's begin and end are printed
+    for _ in range(3):
+        # torch.profiler's own class imports the compiler first: seconds, and 75 MiB.
+        with profile(profile_memory=True) as session:
+            run()
+        results: Any = session.kineto_results
+        events = sorted(results.events(), key=lambda event: event.start_ns())
+        timelines = _timelines(events, device_type.upper())
+        if len(timelines) == passes:
+            return timelines
+    raise RuntimeError(
+        f"torch.profiler recorded {len(timelines)} of {passes} passes; see whether another profiler is running"
+    )
+
+
+def _timelines(events: Sequence[Any], device_type: str) -> list[Timeline]:
+    timelines = []
+    recording = False
+    for event in events:
+        name = event.name()
+        if name == _BEGIN:
+            recording, level, forward_level, operations, peaks = True, 0, 0, [""], [0]
+        elif not recording:
+            continue
+        elif name == "[memory]":
+            if event.device_type().name == device_type:
+                level += event.nbytes()
+                peaks[-1] = max(peaks[-1], level)
+        elif name == _FORWARD_DONE:
+            forward_level = level
+        elif name == _END:
+            recording = False
+            timelines.append(Timeline(tuple(operations), tuple(peaks), forward_level, level))
+        else:
+            operations.append(name)
+            peaks.append(level)
+    return timelines
+
+
+@dataclass(frozen=True)
+class TrialPass:
+    """Bytes of one forward and backward pass.
+
+    Attributes:
+        size: samples.
+        inputs: of the samples themselves.
+        gradients_before: of gradients that existed before the pass.
+        gradients: of the parameters, after it.
+        held: left of the pass beside gradients: its loss, or its outputs.
+        timeline: bytes alive in it, above those before it.
+    """
+
+    size: int
+    inputs: int
+    gradients_before: int
+    gradients: int
+    held: int
+    timeline: Timeline
+
+    @property
+    def activations(self) -> int:
+        """Bytes kept from forward to backward."""
+        return self.timeline.after_forward

@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from speedswap._words import a_kind
-from speedswap.batching.nested import Batch, concatenate, replace_tensors, tensors_of
-from speedswap.batching.recovery import Buffers, Changes, Limit, RandomState
-from speedswap.batching.splitting.micro_batches import Arguments, MicroBatches
-from speedswap.batching.splitting.results import kept, loss_of_all
+from speedswap.batching.attempts import Limit
+from speedswap.batching.micro_batches import Arguments, MicroBatches
+from speedswap.batching.nested import Batch, concatenate, kept, loss_of_all, replace_tensors, tensors_of
+from speedswap.batching.rollback import Buffers, Changes, RandomState
 from speedswap.errors import BatchError
-
-__all__ = ["TwoPasses", "both_passes", "differentiable", "towers_of"]
 
 # Makes the block around one part.
 AroundPart = Callable[[], AbstractContextManager[None]]
