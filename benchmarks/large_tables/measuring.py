@@ -23,7 +23,7 @@ from large_tables.trainers import KINDS, OURS, Contestant, Kind, check, contesta
 from speedswap.apps.bench.measure import Peer, in_turn, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import step_peers
 from speedswap.kernels.cuda.pinning import PinnedMemory
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 __all__ = ["PUBLISHED", "Plan", "measure", "show"]
 

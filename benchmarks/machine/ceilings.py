@@ -25,7 +25,7 @@ from speedswap import kernels
 from speedswap.apps.bench.point import DIRECTIONS
 from speedswap.apps.errors import BenchmarkError
 from speedswap.kernels.cuda import pinning
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 __all__ = ["Plan", "run"]
 

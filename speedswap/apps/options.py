@@ -26,7 +26,7 @@ from speedswap.apps.errors import SettingsError
 from speedswap.apps.launched import is_launched, local_gpu
 from speedswap.apps.option_types import of_type
 from speedswap.apps.output import check_scratch
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 __all__ = [
     "Options",

@@ -12,12 +12,11 @@ import torch
 
 from speedswap import kernels
 from speedswap.tables import Column, LocalStore
-from speedswap.tables.files.inspection import Checked
 from speedswap.tables.files.open_directory import says_if_full
-from speedswap.tables.memory.host import Memory
+from speedswap.tables.memory import Memory
 from speedswap.tables.record import RecordLayout
 from speedswap.tables.record_groups import RecordGroup, RecordGroups
-from speedswap.tables.store import Files
+from speedswap.tables.store import Checked, Files
 from speedswap.tables.whole_table import numpy_dtype
 
 __all__ = ["NpyStore"]

@@ -14,7 +14,7 @@ from speedswap._warnings import users_level
 from speedswap.collectives import ANYTHING, Errand, Parcel, RankGroup, Task
 from speedswap.errors import PeerError, SpeedswapWarning
 from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
-from speedswap.tables.block import Block
+from speedswap.tables.record import Block
 from speedswap.tables.store import Prefetched
 
 if TYPE_CHECKING:

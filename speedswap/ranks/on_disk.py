@@ -11,17 +11,14 @@ from typing import NamedTuple
 from speedswap.collectives import RankGroup, Task
 from speedswap.errors import TableFormatError
 from speedswap.ranks.owned_keys import part_of
-from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.manifest_file import ManifestFile, ShardsManifest, shard_name
+from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
 from speedswap.tables.record import Column
-from speedswap.tables.shards.in_files import different_steps, open_shard, read_manifest
-from speedswap.tables.shards.moving import Shard, remove_former, take_shards
-from speedswap.tables.shards.owned import owned_column, whole_columns
-from speedswap.tables.shards.owners import Owners
+from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
+from speedswap.tables.shards.parts import Shard, different_steps, open_shard, read_manifest, remove_former, take_shards
 from speedswap.tables.storage import Disk
 from speedswap.tables.table import Table
 

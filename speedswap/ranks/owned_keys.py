@@ -13,9 +13,8 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup
 from speedswap.ranks.key_route import owners_of_keys, sent_texts
 from speedswap.tables.files.damage import require, says_damaged
-from speedswap.tables.files.keys_file import SavedMap, restored
+from speedswap.tables.files.keys_file import SavedMap, joined, restored, selected
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.key_parts import joined, selected
 from speedswap.tables.keys import select_texts
 
 __all__ = ["SETTINGS", "OwnedKeys", "part_of", "shares_of"]

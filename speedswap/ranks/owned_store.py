@@ -15,20 +15,17 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import RankGroup
-from speedswap.tables.block import Block
-from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.manifest_file import shard_name
+from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.record import Column
-from speedswap.tables.shards.owned import owned_column, whole_columns
-from speedswap.tables.shards.owners import Owners
+from speedswap.tables.record import Block, Column
+from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
 from speedswap.tables.store import Files, RowStore, WrappedStore
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
     from speedswap.ranks.ahead import RowsAhead
-    from speedswap.tables.files.inspection import Checked
+    from speedswap.tables.store import Checked
 
 __all__ = ["OwnedStore"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, packed, unpacked
-from speedswap.tables.block import Block
+from speedswap.tables.record import Block
 from speedswap.tables.shards.owners import Owners
 
 __all__ = ["LentRows", "Route", "Routes", "Wanted", "ids_of_tables", "starts_of", "tables_of_ids"]

@@ -21,13 +21,11 @@ from speedswap.ranks.owned_store import OwnedStore
 from speedswap.ranks.route import LentRows, Routes, Wanted
 from speedswap.ranks.step import ShardedStep
 from speedswap.ranks.whole import alone, read_part, save_shards, write_part
-from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS
-from speedswap.tables.joint import JointRows
-from speedswap.tables.opening import lives_there
-from speedswap.tables.record import Column
+from speedswap.tables.record import Block, Column
 from speedswap.tables.shards.owners import Owners
-from speedswap.tables.store import Prefetched, RowStore
+from speedswap.tables.storage import lives_there
+from speedswap.tables.store import JointRows, Prefetched, RowStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from speedswap.collectives import Kind, RankGroup, digest_of
 from speedswap.ranks.on_disk import on_disk
 from speedswap.ranks.sharded import ShardedStore
-from speedswap.tables.files.manifest_file import shard_name
+from speedswap.tables.files.manifest import shard_name
 from speedswap.tables.record import Column
-from speedswap.tables.shards.in_files import read_manifest
-from speedswap.tables.shards.owned import OwnedRows, whole_columns
-from speedswap.tables.shards.owners import Owners
+from speedswap.tables.shards.owners import OwnedRows, Owners, whole_columns
+from speedswap.tables.shards.parts import read_manifest
 from speedswap.tables.storage import Disk, Storage, as_storage
 from speedswap.tables.store import RowStore
 from speedswap.tables.table import Table

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from speedswap.collectives import Kind, RankGroup, Task
-from speedswap.tables.block import Block
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.manifest_file import ManifestFile, ShardsManifest, require_shared, shard_name
+from speedswap.tables.files.manifest import LogManifest, ManifestFile, ShardsManifest, require_shared, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.files.place import Place
+from speedswap.tables.record import Block
 from speedswap.tables.store import RowStore, WrappedStore
 from speedswap.tables.whole_table import require_memory
 

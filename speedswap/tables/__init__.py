@@ -6,14 +6,12 @@ has the initial values; :func:`gather_rows` and :func:`scatter_rows` take tensor
 """
 
 from speedswap.tables import init
-from speedswap.tables.block import Block
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.id_map import AskedAhead, IdMap
 from speedswap.tables.keys import Keys, as_keys, is_single_key
 from speedswap.tables.local import LocalStore
-from speedswap.tables.many import Commit, prefetch
-from speedswap.tables.record import Column
-from speedswap.tables.rows import gather_rows, scatter_rows
+from speedswap.tables.many import Commit, gather_rows, prefetch, scatter_rows
+from speedswap.tables.record import Block, Column
 from speedswap.tables.storage import Device, Disk, Pageable, Pinned, Storage, as_storage, opened_place
 from speedswap.tables.store import Prefetched, RowStore, WrappedStore
 from speedswap.tables.table import Table

@@ -17,11 +17,9 @@ from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import IdMapUndo, KeyMap
 from speedswap.tables.files import keys_file
 from speedswap.tables.files.damage import require, says_damaged
-from speedswap.tables.key_parts import Sweep, joined
+from speedswap.tables.files.keys_file import Sweep, joined
 from speedswap.tables.keys import KINDS, Keys, as_keys
 from speedswap.tables.record import count
-
-__all__ = ["AskedAhead", "BatchesAhead", "IdMap"]
 
 _EVICTS = (None, "lru", "lfu")
 _MOST_ROWS = 2**31 - 1

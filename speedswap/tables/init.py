@@ -20,24 +20,6 @@ from torch import Tensor
 
 from speedswap import kernels
 
-__all__ = [
-    "CHUNK_ROWS",
-    "ColumnMemory",
-    "CopyOf",
-    "GivenRows",
-    "Initializer",
-    "Unknown",
-    "as_rows_of",
-    "constant",
-    "copy_of",
-    "from_json",
-    "from_torch",
-    "normal",
-    "seeded",
-    "uniform",
-    "zeros",
-]
-
 CHUNK_ROWS = 65_536
 # These need the whole matrix: applied to chunks they would give other values.
 _NEEDS_WHOLE_MATRIX = ("dirac_", "eye_", "orthogonal_", "sparse_")
@@ -404,11 +386,11 @@ def from_json(data: dict[str, Any]) -> Initializer | None:
             raise TypeError(f"init is a copy of column {data['column']!r}, which is not a name")
         return copy_of(data["column"])
     if data["kind"] == "ranges":
-        from speedswap.tables.ranges import InRanges
+        from speedswap.tables.initial import InRanges
 
         return InRanges.from_json(data)
     if data["kind"] == "owned":
-        from speedswap.tables.shards.owned import OwnedRows
+        from speedswap.tables.shards.owners import OwnedRows
 
         return OwnedRows.from_json(data)
     if data["kind"] not in _OF_NUMBERS:

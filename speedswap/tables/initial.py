@@ -1,26 +1,19 @@
-"""The initial values of any rows of a table, computed again."""
+"""Initial values of any rows of a table, computed again; and by range of rows, for several tables in one store."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.tables.init import ColumnMemory, CopyOf, from_json
+from speedswap import kernels
+from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
 from speedswap.tables.record import Column
-
-__all__ = [
-    "Origin",
-    "initial_chunk",
-    "initial_values",
-    "is_lazy",
-    "origins_of",
-    "require_functions_of_row",
-    "require_sources",
-    "starts_of",
-]
 
 _CPU = torch.device("cpu")
 
@@ -166,3 +159,155 @@ def initial_chunk(column: Column, start: int, count: int, num_embeddings: int, s
     if column.zero_row is not None and start <= column.zero_row < start + count and not column.init.is_given:
         chunk.rows(column.zero_row, 1).zero_()
     return chunk.view
+
+
+@dataclass(frozen=True)
+class Range:
+    """Consecutive rows of a column with initial values of their own.
+
+    Args:
+        num_rows: rows, at least 1.
+        init: their initial values, a function of the row's number within the range.
+        seed: of these values.
+        zero_row: a row, numbered within the range, that starts as zeros whatever ``init`` says.
+    """
+
+    num_rows: int
+    init: Initializer
+    seed: int = 0
+    zero_row: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the range as plain data."""
+        return {
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+            "zero_row": self.zero_row,
+            "init": self.init.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class InRanges(Initializer):
+    """The initial values of several tables whose rows lie one after the other in a single store.
+
+    Each range starts with the bits that a table of its own, of that size and seed, would start with.
+
+    Args:
+        ranges: from the first row to the last.
+
+    Example:
+        >>> import speedswap
+        >>> from speedswap.tables.initial import InRanges, Range
+        >>> normal = speedswap.init.normal()
+        >>> both = InRanges((Range(3, speedswap.init.zeros()), Range(5, normal, seed=7)))
+        >>> table = speedswap.Table.create(8, 4, init=both)
+        >>> alone = speedswap.Table.create(5, 4, init=normal, seed=7)
+        >>> bool((table.read(3) == alone.read()).all())
+        True
+    """
+
+    ranges: tuple[Range, ...]
+    kind: ClassVar[str] = "ranges"
+    _firsts: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_firsts", tuple(accumulate((each.num_rows for each in self.ranges), initial=0)))
+
+    def __hash__(self) -> int:
+        return hash((self._firsts[-1], len(self.ranges)))  # every step asks: not that of a thousand ranges
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of all ranges."""
+        return self._firsts[-1]
+
+    @property
+    def is_given(self) -> bool:
+        return any(each.init.is_given for each in self.ranges)
+
+    @property
+    def is_zero(self) -> bool:
+        return all(each.init.is_zero for each in self.ranges)
+
+    @property
+    def is_function_of_row(self) -> bool:
+        return all(each.init.is_function_of_row for each in self.ranges)
+
+    def given(self) -> list[Tensor]:
+        return [rows for each in self.ranges for rows in each.init.given()]
+
+    def at(self, first_row: int) -> Range | None:
+        """Return the range that begins at a row; None if none does."""
+        index = bisect_right(self._firsts, first_row) - 1
+        begins = index < len(self.ranges) and self._firsts[index] == first_row
+        return self.ranges[index] if begins else None
+
+    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
+        last_row = min(first_row + num_rows, self.num_rows)
+        index = max(0, bisect_right(self._firsts, first_row) - 1)
+        for each, first in zip(self.ranges[index:], self._firsts[index:], strict=False):
+            begin, end = max(first, first_row), min(first + each.num_rows, last_row)
+            if begin >= end:
+                return
+            rows = _within(target, first, begin, end, each)
+            each.init.fill(rows, begin - first, end - begin)
+            if each.zero_row is not None and begin <= first + each.zero_row < end and not each.init.is_given:
+                target.rows(first + each.zero_row, 1).zero_()
+
+    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+        of_row = torch.bucketize(rows, torch.tensor(self._firsts[1:]), right=True)
+        for index in kernels.unique(of_row)[0].tolist():
+            each, some = self.ranges[index], of_row == index
+            within = rows[some] - self._firsts[index]
+            part = replace(target.like(0, len(within)), num_embeddings=each.num_rows, seed=each.seed)
+            each.init.fill_rows(part, within)
+            if each.zero_row is not None and not each.init.is_given:
+                part.view[within == each.zero_row] = 0
+            target.view[some] = part.view
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "ranges": [each.to_json() for each in self.ranges]}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> InRanges | None:
+        """Return what :meth:`to_json` described; None if one of the ranges cannot be computed again.
+
+        Raises:
+            TypeError, ValueError, KeyError: the data describe no ranges.
+        """
+        if not isinstance(data["ranges"], list) or not data["ranges"]:
+            raise TypeError(f"init has ranges {data['ranges']!r}; a list of them was expected")
+        known, ranges = True, []
+        for each in data["ranges"]:
+            num_rows, seed, zero_row = each["num_rows"], each["seed"], each["zero_row"]
+            _require_int("num_rows", num_rows, 1, 2**62)
+            _require_int("seed", seed, 0, 2**64 - 1)
+            if zero_row is not None:
+                _require_int("zero_row", zero_row, 0, num_rows - 1)
+            init = from_json(each["init"])
+            if init is None:
+                known = False
+            elif isinstance(init, cls):
+                raise ValueError("init has ranges within a range")
+            else:
+                ranges.append(Range(num_rows, init, seed, zero_row))
+        return cls(tuple(ranges)) if known else None
+
+
+def _within(target: ColumnMemory, first: int, begin: int, end: int, of: Range) -> ColumnMemory:
+    """Return the memory of rows ``begin`` to ``end`` with row ``first`` as row 0."""
+    records = target.records
+    return replace(
+        target,
+        records=records._replace(pointer=records.pointer + first * records.stride, num_rows=of.num_rows),
+        view=target.rows(begin, end - begin),
+        num_embeddings=of.num_rows,
+        seed=of.seed,
+        first_row=begin - first,
+    )
+
+
+def _require_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"init has a range whose {name} is {value!r}")

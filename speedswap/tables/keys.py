@@ -13,8 +13,6 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap._words import a_kind
 
-__all__ = ["KINDS", "Keys", "as_keys", "is_single_key", "select_texts"]
-
 KINDS = ("int64", "hashed", "exact")
 _ARROW_STRINGS = {
     "string": torch.int32,

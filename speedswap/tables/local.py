@@ -12,17 +12,14 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
-from speedswap.tables.block import Block
+from speedswap.tables import memory as storages
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.initial import is_lazy
-from speedswap.tables.memory import host as storages
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
-from speedswap.tables.record import Column
+from speedswap.tables.record import Block, Column
 from speedswap.tables.record_groups import RecordGroup, RecordGroups
 from speedswap.tables.store import RowStore
-
-__all__ = ["LocalStore"]
 
 _CPU = torch.device("cpu")
 _Moves = list[tuple[RecordGroup, list[kernels.Part]]]

@@ -15,8 +15,6 @@ from speedswap import kernels
 if TYPE_CHECKING:
     from speedswap.tables.id_map import IdMap
 
-__all__ = ["PARTS", "ChangedRows", "Notes"]
-
 PARTS = "tables"
 """The attribute of a store that names its parts; a copy of one of them is without it."""
 

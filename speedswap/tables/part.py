@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.initial import initial_chunk
-from speedswap.tables.ranges import InRanges
-from speedswap.tables.record import Column
+from speedswap.tables.initial import InRanges, initial_chunk
+from speedswap.tables.record import Block, Column
 from speedswap.tables.store import Files, RowStore, WrappedStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
-    from speedswap.tables.files.inspection import Checked
-
-__all__ = ["PartStore"]
+    from speedswap.tables.store import Checked
 
 
 class PartStore(WrappedStore):

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.kernels import Transfer, Transfers
-from speedswap.tables.block import Block
+from speedswap.tables.record import Block
 from speedswap.tables.store import Found, Prefetched
-
-__all__ = ["Gathered", "PendingTransfers", "PendingWrite", "Prefetch"]
 
 
 class Gathered(NamedTuple):

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.kernels import WantedColumn
+from speedswap.tables import memory as storages
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, CopyOf
-from speedswap.tables.memory import host as storages
-from speedswap.tables.memory.host import Memory, MemoryKind
+from speedswap.tables.memory import Memory, MemoryKind
 from speedswap.tables.record import Column, RecordLayout
-
-__all__ = ["RecordGroup", "RecordGroups"]
 
 # Whole-table work (initial values, copies) goes in chunks of about this many bytes.
 _CHUNK_BYTES = 64 * 2**20

@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +15,35 @@ import torch
 from torch import Tensor
 
 from speedswap._locks import Locked
-from speedswap.tables.block import Block
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.initial import Origin, origins_of
 from speedswap.tables.notes import Notes
-from speedswap.tables.record import Column
+from speedswap.tables.record import Block, Column
 
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.files.inspection import Checked
     from speedswap.tables.id_map import IdMap
-    from speedswap.tables.joint import JointRows
+    from speedswap.tables.shards import Owners
+    from speedswap.tables.table import Table
 
-__all__ = ["Commits", "Files", "Found", "Prefetched", "RowStore", "WrappedStore"]
+
+@dataclass
+class Checked:
+    """The outcome of reading all of a table.
+
+    Attributes:
+        rows: rows that were read.
+        nbytes: bytes that were read.
+        damaged: ranges of rows that cannot be read, or whose checksum does not match.
+        problems: a sentence for each problem.
+    """
+
+    rows: int = 0
+    nbytes: int = 0
+    damaged: list[range] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
 
 Found = tuple[Block, Tensor]
 """A batch's rows, and each id's place among them."""
@@ -485,3 +501,62 @@ class WrappedStore(RowStore):
 
     def close(self) -> None:
         self.inner.close()
+
+
+class JointRows(ABC):
+    """Rows that ranks own together, as one of them sees them. Every rank makes each of these calls.
+
+    Attributes:
+        group: the ranks.
+        own: the table of the rows that this rank owns.
+        owners: which rank owns a row.
+        torn: why the ranks' rows are not those of one step, until they are replaced; None if they are.
+    """
+
+    group: RankGroup
+    own: Table
+    owners: Owners
+    torn: str | None = None
+
+    @abstractmethod
+    def make_step(self, table: Table, *arguments: Any) -> Any:
+        """Return the training step of a table over these rows, with the arguments of an ordinary one's maker."""
+
+    @abstractmethod
+    def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
+        """Send rows to their owners; of a row that several ranks write the last rank's stays.
+
+        Args:
+            rows: unique ids, shape (n,).
+            values: tensors by column name.
+
+        Returns:
+            Whether rows were written by several ranks.
+        """
+
+    @abstractmethod
+    def read_part(self, column: str) -> Tensor:
+        """Copy the rows of this rank's range of ids, from their owners.
+
+        Returns:
+            A DTensor of shape (num_embeddings, ...), in host memory, which ``full_tensor()`` makes whole.
+
+        Raises:
+            TableTooLargeError: the range does not fit into free memory.
+        """
+
+    @abstractmethod
+    def write_part(self, column: str, values: Any) -> None:
+        """Overwrite all rows, of which each rank gives its range.
+
+        Args:
+            values: a DTensor, shape (num_embeddings, ...).
+        """
+
+    @abstractmethod
+    def save(self, path: Path, *, overwrite: bool) -> None:
+        """Save the rows of all ranks as a table; see :meth:`Table.save`."""
+
+    @abstractmethod
+    def saving(self) -> AbstractContextManager[bool]:
+        """Surround the writing of a file about the rows; provide whether this rank is the one that writes it."""

@@ -21,24 +21,20 @@ from speedswap.collectives import of_all_ranks
 from speedswap.errors import DuplicateIdError, IdError, TableClosedError, TableFormatError
 from speedswap.tables import init as initializers
 from speedswap.tables import whole_table
-from speedswap.tables.block import Block, fitting
 from speedswap.tables.disk.salvage import salvage
-from speedswap.tables.files.manifest_file import part_of_ranks, remedy_for_part
+from speedswap.tables.files.manifest import part_of_ranks, remedy_for_part
 from speedswap.tables.formats import export_table, import_table
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.init import Initializer
 from speedswap.tables.initial import initial_values, require_functions_of_row, require_sources
-from speedswap.tables.opening import copy_rows, lives_there, save_copy
-from speedswap.tables.record import Column, count, require_name, seed_of, whole_number
-from speedswap.tables.storage import Storage, as_storage, opened_place
+from speedswap.tables.record import Block, Column, count, fitting, require_name, seed_of, whole_number
+from speedswap.tables.storage import Storage, as_storage, copy_rows, lives_there, opened_place, save_copy
 from speedswap.tables.store import RowStore
 
 if TYPE_CHECKING:
     import enum
 
     from speedswap.tables.many import Commit
-
-__all__ = ["Table", "discard", "put", "require_alike"]
 
 
 class Table:

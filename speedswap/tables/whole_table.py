@@ -12,14 +12,12 @@ import numpy as np
 import torch
 
 from speedswap.errors import TableTooLargeError
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from speedswap.tables.table import Table
-
-__all__ = ["as_numpy", "numpy_dtype", "progress", "require_memory", "to_dlpack", "to_numpy"]
 
 CHUNK_BYTES = 64 * 2**20
 _LOG_SECONDS = 10.0

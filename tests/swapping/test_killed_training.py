@@ -19,7 +19,7 @@ from torch import Tensor
 import speedswap
 from speedswap.errors import TableClosedError, TableFullError
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files import log_manifest
+from speedswap.tables.files import manifest as manifests
 
 KILLED = """
 def killed():
@@ -184,7 +184,7 @@ def test_no_commit_is_made_inside_a_step(
     and the training goes on from them to the bits of one that was not interrupted."""
     path, phases = tmp_path / "t", CHANGES[change]
     if moves:
-        monkeypatch.setattr(log_manifest, "_MAX_LAYOUTS", 1)
+        monkeypatch.setattr(manifests, "_MAX_LAYOUTS", 1)
     new, normal = partial(speedswap.IdMap, 20, evict="lru", admit_after=2), speedswap.init.normal(std=1.0)
     items = speedswap.Embedding(21, 3, id_map=new(), storage=speedswap.Disk(path, commit_every=1), seed=1, init=normal)
     store, scatter, copies = items.table.store, LogStore.scatter, list[tuple[int, Path]]()

@@ -14,7 +14,7 @@ import speedswap
 from speedswap.errors import TableTooLargeError
 from speedswap.tables import Column, Table
 from speedswap.tables import init as initializers
-from speedswap.tables.files import log_manifest
+from speedswap.tables.files import manifest as manifests
 from speedswap.tables.files.directory import TableDirectory
 
 ROWS, WRITTEN = 60, torch.tensor([3, 5, 17, 59])
@@ -179,7 +179,7 @@ def test_a_reader_follows_a_table_to_its_new_log(tmp_path: Path) -> None:
 
 def test_rows_begin_anew_any_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log counts up to 255 layouts; then it is written anew."""
-    monkeypatch.setattr(log_manifest, "_MAX_LAYOUTS", 5)
+    monkeypatch.setattr(manifests, "_MAX_LAYOUTS", 5)
     ours, other = pair(tmp_path / "table", 4)
     write(ours, 0, "weight")
     for number in range(12):

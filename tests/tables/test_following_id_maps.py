@@ -17,7 +17,7 @@ from children import answer, child
 import speedswap
 from speedswap import Column, Table, init
 from speedswap.tables import IdMap
-from speedswap.tables.opening import copy_rows
+from speedswap.tables.storage import copy_rows
 
 KEYS = (1, 2, 3, 4)
 

@@ -16,7 +16,7 @@ from children import exit_status
 import speedswap
 from speedswap import Column, Table, init
 from speedswap.errors import TableFormatError, TableFullError
-from speedswap.tables.files.log_manifest import HEAD_BYTES
+from speedswap.tables.disk.keys import HEAD_BYTES
 
 LARGE = "x" * (HEAD_BYTES + 1000)
 

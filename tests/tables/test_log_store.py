@@ -29,7 +29,7 @@ from speedswap.errors import TableBusyError, TableClosedError, TableFormatError
 from speedswap.tables import Column
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.cache import LogCache
-from speedswap.tables.opening import copy_rows
+from speedswap.tables.storage import copy_rows
 
 ROWS = 60
 SMALL = 1  # bytes of cache: the least that there is, less than a batch

@@ -14,8 +14,8 @@ import torch
 import speedswap
 from speedswap import Column, Table, init
 from speedswap.errors import IdError, TableClosedError
+from speedswap.tables.initial import InRanges, Range
 from speedswap.tables.part import PartStore
-from speedswap.tables.ranges import InRanges, Range
 
 DIM = 3
 XAVIER = init.from_torch(torch.nn.init.xavier_uniform_)

@@ -14,7 +14,7 @@ from children import killed_at
 
 import speedswap
 from speedswap.errors import TableFormatError
-from speedswap.tables import key_parts
+from speedswap.tables.files import keys_file as key_parts
 from speedswap.tables.files.keys_file import PIECE_BYTES
 
 KINDS = [

@@ -18,9 +18,9 @@ import torch
 import speedswap
 from speedswap.errors import IdMapError, TableFormatError
 from speedswap.tables import WrappedStore
+from speedswap.tables.disk.keys import LogHead
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.keys_file import PIECE_BYTES, encode
-from speedswap.tables.files.log_manifest import LogHead
 
 KEYS = torch.tensor([10**12, -4, 0])
 

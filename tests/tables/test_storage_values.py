@@ -15,7 +15,7 @@ from torch import nn
 import speedswap
 from speedswap import Device, Disk, Pageable, Pinned, Ranks, Table
 from speedswap.tables import as_storage
-from speedswap.tables.memory.host import default_kind
+from speedswap.tables.memory import default_kind
 
 CONFIG = speedswap.EmbeddingConfig(name="item", num_embeddings=9, embedding_dim=4)
 BAGS = speedswap.EmbeddingBagConfig(name="item", num_embeddings=9, embedding_dim=4)

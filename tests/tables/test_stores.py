@@ -17,7 +17,7 @@ from torch import Tensor
 import speedswap
 from speedswap.kernels import Lookup
 from speedswap.tables import LocalStore, Prefetched, RowStore, Table, WrappedStore, as_storage
-from speedswap.tables.opening import copy_rows, open_store
+from speedswap.tables.storage import copy_rows, open_store
 
 ROWS, DIM = 30, 4
 

@@ -499,7 +499,7 @@ def test_interpreter_exit_with_open_tables_is_silent(tmp_path: Path) -> None:
 
 def test_registration_that_fails_leaves_a_working_pageable_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from speedswap.kernels.cuda import pinning
-    from speedswap.tables.memory import host as storage
+    from speedswap.tables import memory as storage
 
     def fails(pointer: int, nbytes: int) -> str:
         return "cudaErrorMemoryAllocation: out of memory"

@@ -15,9 +15,8 @@ from children import run_script
 
 import speedswap
 from speedswap.errors import TableBusyError, TableClosedError
-from speedswap.tables.disk.options import cache_bytes_for, promise
-from speedswap.tables.files.lock import WriterLock
-from speedswap.tables.files.open_directory import OpenDirectory
+from speedswap.tables.disk.cache import cache_bytes_for, promise
+from speedswap.tables.files.open_directory import OpenDirectory, WriterLock
 
 STORAGES = ["pageable", "disk"]
 

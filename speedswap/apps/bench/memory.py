@@ -17,7 +17,7 @@ import torch
 
 import speedswap
 from speedswap import kernels
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 __all__ = ["measure", "run", "show"]
 

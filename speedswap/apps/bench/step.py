@@ -21,7 +21,7 @@ from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
 from speedswap.apps.bench.workload import Batch, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 __all__ = ["Plan", "run"]
 

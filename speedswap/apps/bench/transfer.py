@@ -24,7 +24,7 @@ from speedswap.apps.bench.stores import Room, Store, StoreMaker, ours, peer_make
 from speedswap.apps.bench.workload import random_batches
 from speedswap.apps.errors import BenchmarkError
 from speedswap.apps.files import scratch_folder
-from speedswap.tables.memory.host import available_bytes
+from speedswap.tables.memory import available_bytes
 
 __all__ = ["Plan", "run"]
 

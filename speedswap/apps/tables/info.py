@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from speedswap.tables import Column, IdMap, Table
-from speedswap.tables.files.inspection import facts_of
-from speedswap.tables.files.manifest_file import part_of_ranks
+from speedswap.tables.files.directory import facts_of
+from speedswap.tables.files.manifest import part_of_ranks
 
 __all__ = ["describe_table", "table_facts"]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from speedswap.apps.running import show_progress
 from speedswap.errors import TableFormatError
 from speedswap.tables import Table
-from speedswap.tables.files.inspection import Checked
-from speedswap.tables.files.manifest_file import part_of_ranks
+from speedswap.tables.files.manifest import part_of_ranks
+from speedswap.tables.store import Checked
 
 __all__ = ["Verified", "verify"]
 

@@ -26,9 +26,9 @@ from speedswap.swapping.checkpoints.ranks import SavingRanks
 from speedswap.swapping.checkpoints.table_saving import Saving
 from speedswap.swapping.checkpoints.tables import all_locked, is_referred_to, let_go, tables_of
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables.files.manifest_file import require_shared
+from speedswap.tables.files.manifest import require_shared
 from speedswap.tables.shards import own_shard
-from speedswap.tables.shards.moving import remove_former
+from speedswap.tables.shards.parts import remove_former
 
 __all__ = ["SavedCheckpoint", "save_checkpoint"]
 

@@ -27,7 +27,7 @@ from speedswap.swapping.checkpoints.tables import (
 )
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import RowStore, Table
-from speedswap.tables.files.manifest_file import shard_name
+from speedswap.tables.files.manifest import shard_name
 from speedswap.tables.notes import ChangedRows
 from speedswap.tables.shards import InOrder, own_shard
 from speedswap.tables.store import Commits

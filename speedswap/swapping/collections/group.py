@@ -21,9 +21,9 @@ from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
+from speedswap.tables.initial import InRanges, Range
 from speedswap.tables.notes import PARTS
 from speedswap.tables.part import PartStore
-from speedswap.tables.ranges import InRanges, Range
 from speedswap.tables.table import discard
 
 __all__ = ["TableGroup", "groups_of"]

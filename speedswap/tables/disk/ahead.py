@@ -16,11 +16,9 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.kernels import Lookup, Transfer, Transfers
-from speedswap.tables.block import Block
 from speedswap.tables.disk.cache import LogCache
+from speedswap.tables.record import Block
 from speedswap.tables.store import Found, Prefetched
-
-__all__ = ["RowsAheadOfStep", "RowsHeld"]
 
 _CPU = torch.device("cpu")
 

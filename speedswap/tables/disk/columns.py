@@ -12,17 +12,16 @@ from speedswap.errors import TableTooLargeError
 from speedswap.kernels import deferred_interrupts
 from speedswap.tables import init as initializers
 from speedswap.tables.disk.cache import LogCache
+from speedswap.tables.disk.keys import LogHead
 from speedswap.tables.disk.layout import LogLayout, added, added_unwritten, reset
 from speedswap.tables.disk.opened import OpenedLog
 from speedswap.tables.files.directory import LogFiles, TableDirectory
-from speedswap.tables.files.log_manifest import LogHead, LogManifest
+from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import CopyOf
 from speedswap.tables.initial import initial_chunk, is_lazy
 from speedswap.tables.record import Column
 from speedswap.tables.whole_table import progress
-
-__all__ = ["LogColumns", "new_log"]
 
 
 def new_log(directory: TableDirectory, manifest: LogManifest) -> LogFiles:

@@ -11,14 +11,11 @@ import torch
 
 from speedswap import kernels
 from speedswap.kernels import deferred_interrupts
-from speedswap.tables.disk.keys import NOTHING, LogKeys
-from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.cache import DiskOptions
+from speedswap.tables.disk.keys import HEAD_BYTES, NOTHING, KeyFiles, LogHead, LogKeys, names_of, read_head
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.log_manifest import HEAD_BYTES, KeyFiles, LogHead, names_of, read_head
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
 from speedswap.tables.notes import Notes
-
-__all__ = ["LogCommits"]
 
 _NEARLY_FULL = 64 * 2**20  # bytes that a log may take at once as it grows, and more than it keeps to spare
 

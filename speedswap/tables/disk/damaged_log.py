@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from speedswap import kernels
 from speedswap.tables.files.damage import bytes_left, mended_block
-from speedswap.tables.files.log_manifest import LogManifest
-
-__all__ = ["Chunk", "DamagedLog"]
+from speedswap.tables.files.manifest import LogManifest
 
 _BLOCK, _MOST, _MOST_SEQ, _ADDRESSES = 4096, 1008, 2**62, 2**31
 _HEADER = struct.Struct("<4sIQQIIIIQ")  # magic, checksum, salt, seq, layout, count, first place, segment, stamp

@@ -2,22 +2,138 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.errors import TableFormatError
+from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.keys_file import PIECE_BYTES, SavedMap, decode, encode, pieces
-from speedswap.tables.files.log_manifest import KeyFiles, names_of
+from speedswap.tables.files.keys_file import PIECE_BYTES, SavedMap, Sweep, assembled, decode, encode, pieces
+from speedswap.tables.files.manifest import (
+    MAX_BYTES,
+    is_keys_name,
+)
 from speedswap.tables.files.open_directory import OpenFile, says_if_full
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.key_parts import Sweep, assembled
 
-__all__ = ["NOTHING", "LogKeys", "Saving"]
+HEAD_BYTES = 65_000  # of a commit's head, at most; more goes to a file that it names
+
+
+KeyFiles = tuple[tuple[str, int | None], ...]
+"""The files of an id map, and the bytes of each that count; None for all of it, as earlier versions wrote them."""
+
+
+def names_of(id_maps: dict[str, KeyFiles]) -> set[str]:
+    """Return the names of the files of some id maps."""
+    return {file for files in id_maps.values() for file, _ in files}
+
+
+def _id_maps(found: object) -> dict[str, KeyFiles]:
+    """Check the files of id maps."""
+    problem = f"its id maps are {found!r}"
+    require(isinstance(found, dict), problem)
+    assert isinstance(found, dict)
+    id_maps = {
+        name: ((files, None),) if isinstance(files, str) else _key_files(files, problem)
+        for name, files in found.items()
+    }
+    names = [file for files in id_maps.values() for file, _ in files]
+    require(all(map(is_keys_name, names)) and len(names) == len(set(names)), problem)
+    return id_maps
+
+
+def _key_files(found: object, problem: str) -> KeyFiles:
+    is_list = isinstance(found, list) and found and all(isinstance(each, list) and len(each) == 2 for each in found)
+    require(bool(is_list), problem)
+    assert isinstance(found, list)
+    require(all(nbytes is None or is_int(nbytes, 1, 2**62) for _, nbytes in found), problem)
+    return tuple((file, nbytes) for file, nbytes in found)
+
+
+@dataclass(frozen=True)
+class LogHead:
+    """The part of a table that changes with every commit, beside its rows.
+
+    Attributes:
+        layout: the number of the newest layout.
+        writes: the number of scatters so far.
+        attributes: plain data kept with the rows.
+        id_maps: files of the maps from keys to rows, by name.
+    """
+
+    layout: int
+    writes: int
+    attributes: dict[str, Any]
+    id_maps: dict[str, KeyFiles]
+
+    def encode(self, table: str) -> bytes:
+        """Return the head as JSON.
+
+        Raises:
+            TypeError, ValueError: the attributes are not plain data, or too much of it.
+        """
+        body = json.dumps(vars(self)).encode()
+        if len(body) > MAX_BYTES:
+            raise ValueError(
+                f"the attributes and id maps of table {table!r} take {len(body)} bytes as JSON, but a commit holds "
+                f"{MAX_BYTES}; keep large attributes elsewhere"
+            )
+        return body
+
+    @staticmethod
+    def elsewhere(file: str, body: bytes) -> bytes:
+        """Return what stands for a head that is in a file."""
+        return json.dumps({"file": file, "crc32": zlib.crc32(body)}).encode()
+
+    @classmethod
+    def parse(cls, body: bytes, table: str) -> LogHead:
+        """Check a head, as the log has it.
+
+        Raises:
+            TableFormatError: it is damaged.
+        """
+        with says_damaged(f"the HEAD of table {table!r}"):
+            require(len(body) <= MAX_BYTES, f"it has {len(body)} bytes")
+            data = json.loads(body)
+            require(isinstance(data, dict) and isinstance(data["attributes"], dict), "it has no attributes")
+            require(is_int(data["layout"], 0, 2**31), f"its layout is {data['layout']!r}")
+            require(is_int(data["writes"], 0, 2**62), f"its writes are {data['writes']!r}")
+            head = cls(data["layout"], data["writes"], data["attributes"], _id_maps(data["id_maps"]))
+        return head
+
+
+def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[LogHead, set[str]]:
+    """Return a commit's head, and the names of all files that the commit needs beside the log.
+
+    Args:
+        body: the head, as the log has it.
+        table: its name, for messages.
+        read: returns the content of a file of the table.
+
+    Raises:
+        TableFormatError: it is damaged.
+    """
+    names = set[str]()
+    if body.startswith(b'{"file": '):
+        with says_damaged(f"the HEAD of table {table!r}"):
+            entry = json.loads(body)
+            require(is_keys_name(entry["file"]), f"it is in {entry['file']!r}")
+        body = read(entry["file"])
+        with says_damaged(f"the HEAD of table {table!r}, {entry['file']},", "; restore it from a copy"):
+            # Earlier versions wrote no checksum.
+            require(entry.get("crc32", zlib.crc32(body)) == zlib.crc32(body), "its checksum is wrong")
+        names.add(entry["file"])
+    head = LogHead.parse(body, table)
+    return head, names | names_of(head.id_maps)
+
 
 _MOST_FILES = 16
 _LEAST_OPEN, _OPEN_SHARE = 64, 8  # files that a commit leaves to the background: it holds them open
@@ -27,7 +143,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 """The bytes of a write that only syncs."""
 
 
-class _Saved(NamedTuple):
+class _KeysInFiles(NamedTuple):
     """A map as its files have it.
 
     Attributes:
@@ -45,7 +161,7 @@ class _Saved(NamedTuple):
     first: int = 0
 
 
-class Saving(NamedTuple):
+class KeysToSave(NamedTuple):
     """The part of the maps that a commit saves.
 
     Attributes:
@@ -55,7 +171,7 @@ class Saving(NamedTuple):
 
     files: dict[str, KeyFiles]
     writes: list[tuple[OpenFile, int, Tensor]]
-    saved: dict[str, _Saved]
+    saved: dict[str, _KeysInFiles]
 
 
 class LogKeys:
@@ -76,7 +192,7 @@ class LogKeys:
         self._id_maps = id_maps
         self.files: dict[str, KeyFiles] = {}
         self._read: dict[str, KeyFiles] = {}
-        self._saved: dict[str, _Saved] = {}
+        self._saved: dict[str, _KeysInFiles] = {}
 
     @property
     def names(self) -> set[str]:
@@ -105,7 +221,7 @@ class LogKeys:
             else:
                 self._id_maps[name] = found
             self._read[name] = files
-            self._saved[name] = _Saved(self._id_maps[name].version, self._id_maps[name].state)
+            self._saved[name] = _KeysInFiles(self._id_maps[name].version, self._id_maps[name].state)
 
     def forget_files(self) -> None:
         """Note that other files may have the names of those that were read."""
@@ -144,7 +260,7 @@ class LogKeys:
     def _is_saved(self, name: str, id_map: IdMap) -> bool:
         return name in self._saved and self._saved[name].version == id_map.version
 
-    def begin(self, *, nothing: bool = False) -> Saving:
+    def begin(self, *, nothing: bool = False) -> KeysToSave:
         """Return what the next commit has to write; :meth:`accept` says that it has begun.
 
         Args:
@@ -153,17 +269,17 @@ class LogKeys:
         Raises:
             TableFullError: the disk has no room for it.
         """
-        saving = Saving(dict(self.files), [], dict(self._saved))
+        saving = KeysToSave(dict(self.files), [], dict(self._saved))
         for name, id_map in self._id_maps.items():
             if not nothing and not self._is_saved(name, id_map):
                 self._add(saving, name, id_map)
         return saving
 
-    def accept(self, saving: Saving) -> None:
+    def accept(self, saving: KeysToSave) -> None:
         """Note that a commit has begun, which writes this."""
         self.files, self._saved = saving.files, saving.saved
 
-    def _add(self, saving: Saving, name: str, id_map: IdMap) -> None:
+    def _add(self, saving: KeysToSave, name: str, id_map: IdMap) -> None:
         before, files, version = self._saved.get(name), self.files.get(name, ()), id_map.version
         piece, sweep = id_map.changes(None if before is None or len(files) >= _MOST_FILES else before.sweep)
         raw = encode(piece, PIECE_BYTES)
@@ -187,12 +303,12 @@ class LogKeys:
         files = (*files[:-1], (files[-1][0], end))
         if sweep.is_complete:
             saving.files[name] = files[first:]
-            saving.saved[name] = _Saved(version, sweep)
+            saving.saved[name] = _KeysInFiles(version, sweep)
         else:
             saving.files[name] = files
-            saving.saved[name] = _Saved(version, sweep, files[-1][0], room, first)
+            saving.saved[name] = _KeysInFiles(version, sweep, files[-1][0], room, first)
 
-    def new_file(self, saving: Saving) -> tuple[str, OpenFile]:
+    def new_file(self, saving: KeysToSave) -> tuple[str, OpenFile]:
         """Make a file whose name is durable before the commit; return the name and the file."""
         if all(file is not self._directory.files for file, _, _ in saving.writes):
             saving.writes.append((self._directory.files, 0, NOTHING))

@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from speedswap import kernels
 from speedswap.errors import TableClosedError, TableFormatError
 from speedswap.tables.disk.ahead import RowsHeld
-from speedswap.tables.disk.cache import LogCache
+from speedswap.tables.disk.cache import DiskOptions, LogCache, promise
 from speedswap.tables.disk.commits import LogCommits
-from speedswap.tables.disk.options import DiskOptions, promise
-from speedswap.tables.files.directory import LogFiles, TableDirectory
-from speedswap.tables.files.inspection import Checked, check_log, log_facts
-from speedswap.tables.files.log_manifest import LogHead, LogManifest, read_head
-from speedswap.tables.files.open_directory import OpenFile
+from speedswap.tables.disk.keys import LogHead, read_head
+from speedswap.tables.files.damage import ranges_of
+from speedswap.tables.files.directory import LogFiles, TableDirectory, at_time
+from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.initial import Origin
 from speedswap.tables.record import Column
-from speedswap.tables.store import Files, RowStore
-
-__all__ = ["OpenedLog"]
+from speedswap.tables.store import Checked, Files, RowStore
 
 _FORK_SECONDS, _TRIES = 10.0, 100
 
@@ -139,16 +139,42 @@ class OpenedLog(RowStore, Files):
         """The description of the table, up to the layout in use."""
         return self._cache.manifest
 
-    @property
-    def head_file(self) -> OpenFile:
-        """The file of the commits' heads."""
-        return self._files.head
-
     def facts(self) -> dict[str, Any]:
-        return log_facts(self)
+        log, group_rows, stats = self.log, self.manifest.group_rows, self.log.stats()
+        return {
+            "touched_rows": min(log.touched * group_rows, self.num_embeddings),
+            "rows_stored_as_one": group_rows,
+            "last_commit": log.durable,
+            "last_commit_at": at_time(os.fstat(self._files.head.fd).st_mtime),
+            "held_commits": log.held,
+            "log_bytes": stats["file_bytes"],
+            "reusable_bytes": stats["emptied_bytes"] + stats["unused_bytes"],
+            "access": f"O_DIRECT in blocks of {log.alignment} bytes" if log.direct else f"page cache: {log.fallback}",
+        }
 
     def verify(self, advance: Callable[[float], object]) -> Checked:
-        return check_log(self, advance)
+        size, most = self.manifest.group_rows, self.num_embeddings
+        sound, damaged = self.log.verify(lambda groups: advance(groups * size))
+        if damaged and self.check():  # another process has written meanwhile: is it still so?
+            damaged = [group for group in damaged if group >= 0 and self._is_damaged(group * size)]
+        checked = Checked(sound * size, sound * self.log.stats()["record_bytes"])
+        lost = damaged.count(-1)
+        if lost:
+            checked.problems.append(f"{lost} headers in rows.log are damaged, so that rows are missing; restore a copy")
+        groups = np.array(sorted(group for group in damaged if group >= 0), np.int64)
+        for run in ranges_of(groups):
+            rows = range(run.start * size, min(run.stop * size, most))
+            which = f"row {rows.start} is" if len(rows) == 1 else f"rows {rows.start} to {rows.stop - 1} are"
+            checked.damaged.append(rows)
+            checked.problems.append(f"{which} not as written, or cannot be read")
+        return checked
+
+    def _is_damaged(self, row: int) -> bool:
+        try:
+            self.gather(torch.tensor([row]))
+        except (TableFormatError, OSError):
+            return True
+        return False
 
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
         return self._directory.lives_at(Path(path))

@@ -18,26 +18,20 @@ import torch
 from numpy.typing import NDArray
 
 from speedswap.errors import TableBusyError, TableFormatError
+from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.damaged_log import Chunk, DamagedLog
-from speedswap.tables.disk.layout import collapsed, moves
-from speedswap.tables.disk.options import DiskOptions
+from speedswap.tables.disk.keys import LogHead, read_head
+from speedswap.tables.disk.layout import FreshRows, collapsed, moves
 from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.damage import bytes_left, mended_block, mended_text, ranges_of, require, says_damaged
 from speedswap.tables.files.directory import TableDirectory, log_names
-from speedswap.tables.files.keys_file import pieces_left
-from speedswap.tables.files.lock import WriterLock
-from speedswap.tables.files.log_manifest import LogHead, LogManifest, read_head
-from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.manifest_file import AnyManifest, ShardsManifest, parse, shard_name
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile
+from speedswap.tables.files.keys_file import assembled, pieces_left
+from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ShardsManifest, parse, shard_name
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, WriterLock
 from speedswap.tables.files.place import Place
 from speedswap.tables.files.whole import open_regular
-from speedswap.tables.fresh import FreshRows
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.initial import is_lazy
-from speedswap.tables.key_parts import assembled
-
-__all__ = ["Salvaged", "salvage"]
 
 _SLOT, _MOST_MANIFEST = 65536, 1 << 20
 _SLOT_HEADER = struct.Struct("<4sIQQQQQII")  # magic, checksum, salt, commit, last, sum, touched, held, length

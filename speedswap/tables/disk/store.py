@@ -14,18 +14,15 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableBusyError, TableFullError
 from speedswap.kernels import Lookup, Transfers, deferred_interrupts
-from speedswap.tables.block import Block
 from speedswap.tables.disk.ahead import RowsAheadOfStep
+from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.columns import LogColumns, new_log
 from speedswap.tables.disk.layout import LogLayout
-from speedswap.tables.disk.options import DiskOptions
 from speedswap.tables.files.directory import TableDirectory
-from speedswap.tables.files.log_manifest import LogManifest
+from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.initial import is_lazy, starts_of
-from speedswap.tables.record import Column
+from speedswap.tables.record import Block, Column
 from speedswap.tables.store import Commits, RowStore
-
-__all__ = ["LogStore"]
 
 _CPU = torch.device("cpu")
 _TRIES = 8
@@ -39,7 +36,7 @@ class LogStore(LogColumns, Commits):
     A row that was never written takes no room: its initial values are computed whenever it is read. What was written
     since the last commit is lost with the process; opening the table returns to that commit, with rows, attributes and
     id maps as they were together. Commits are written behind the training. :meth:`create`, and
-    :func:`speedswap.tables.opening.open_store`, make a store.
+    :func:`speedswap.tables.storage.open_store`, make a store.
     """
 
     # ------------------------------------------------------------------ batches of rows

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from speedswap import kernels
 from speedswap.errors import TableFormatError
 
-__all__ = ["bytes_left", "is_int", "mended_block", "mended_text", "ranges_of", "require", "says_damaged"]
-
 _CRC32, _CRC32C = 0xEDB88320, 0x82F63B78
 _MOST_BYTES = 2**17  # of more, a checksum of 32 bits would take too many other damages for a flipped bit
 _BLOCK_HEADER, _SECTORS = 64, 4096

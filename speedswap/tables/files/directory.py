@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import os
@@ -10,22 +11,21 @@ import stat
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap._locks import Locked
 from speedswap.errors import TableBusyError, TableClosedError, TableFormatError, TableFullError
-from speedswap.tables.files.lock import WriterLock
-from speedswap.tables.files.log_manifest import LogManifest
-from speedswap.tables.files.manifest import MANIFEST
-from speedswap.tables.files.manifest_file import AnyManifest, ManifestFile, ShardsManifest
-from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, identity, says_if_full
+from speedswap.tables.files.manifest import MANIFEST, AnyManifest, LogManifest, ManifestFile, ShardsManifest
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, WriterLock, identity, says_if_full
 from speedswap.tables.files.place import Place, is_ours
 
-__all__ = ["LogFiles", "TableDirectory", "log_names"]
+if TYPE_CHECKING:
+    pass
 
 _KEYS = re.compile(r"keys-([0-9]{1,9})\.bin")
 _NUMBERS = 10**9
@@ -451,3 +451,28 @@ def log_names(number: int) -> tuple[str, str]:
 def _is_stray(name: str, used: Collection[str]) -> bool:
     is_unfinished = name.startswith(MANIFEST) and name.endswith(".tmp")
     return is_unfinished or (name not in used and _LOG_FILES.fullmatch(name) is not None)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return facts that a table's directory tells by itself, for ``speedswap info``; nothing in it is changed.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        TableFormatError: it is not a table, or its manifest is damaged.
+    """
+    files = Place(path).open()
+    file, _ = ManifestFile.load(files)
+    holder = WriterLock.holder(files)
+    found = [files.status(name) for name in files.names()]
+    return {
+        "format": json.loads(file.body)["version"],
+        "bytes_on_disk": sum(one.st_blocks * 512 for one in found if one is not None and stat.S_ISREG(one.st_mode)),
+        "last_commit_at": at_time(os.fstat(file.file.fd).st_mtime),
+        "open_for_writing_in": holder,
+        "left_open": holder is None and WriterLock.is_noted(files),
+    }
+
+
+def at_time(seconds: float) -> str:
+    """Return a time in the way of ISO 8601."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

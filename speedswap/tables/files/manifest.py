@@ -1,33 +1,27 @@
-"""Columns of a manifest as plain data, and the checks of what is found in any manifest."""
+"""The file MANIFEST of a table's directory, never trusted: of a table in a log (format 4), and of ranks (format 5)."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Sequence
-from typing import Any
+import secrets
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from speedswap.errors import TableTooLargeError
-from speedswap.tables import init
-from speedswap.tables.files.damage import is_int, require
-from speedswap.tables.ranges import InRanges
+from speedswap.errors import TableFormatError, TableTooLargeError
+from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
+from speedswap.tables.files.damage import is_int, require, says_damaged
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity
+from speedswap.tables.init import CopyOf, Unknown, from_json
+from speedswap.tables.initial import InRanges
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
-
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "MAX_BYTES",
-    "column_json",
-    "is_keys_name",
-    "parse_column",
-    "require_id_maps",
-    "require_record",
-    "require_size",
-    "require_table",
-]
 
 FORMAT = "speedswap-table"
 MANIFEST = "MANIFEST"
@@ -60,13 +54,6 @@ def require_table(num_embeddings: object, seed: object, name: object) -> None:
     require(is_int(num_embeddings, 1, _MAX_ROWS), f"num_embeddings is {num_embeddings!r}")
     require(is_int(seed, 0, 2**64 - 1), f"seed is {seed!r}")
     require(isinstance(name, str), "name has a wrong type")
-
-
-def require_id_maps(id_maps: object) -> None:
-    """Check the files of id maps."""
-    require(isinstance(id_maps, dict) and all(map(is_keys_name, id_maps.values())), f"its id maps are {id_maps!r}")
-    assert isinstance(id_maps, dict)
-    require(len(id_maps) == len(set(id_maps.values())), f"its id maps are {id_maps!r}")
 
 
 def is_keys_name(file: object) -> bool:
@@ -105,7 +92,7 @@ def parse_column(item: dict[str, Any], num_embeddings: int) -> Column:
     )
     require(dtype in _DTYPES, f"column {name!r} has dtype {dtype!r}")
     require(zero_row is None or is_int(zero_row, 0, num_embeddings - 1), f"column {name!r} has zero_row {zero_row!r}")
-    initial = init.from_json(item["init"]) or init.Unknown(json.dumps(item["init"]))
+    initial = from_json(item["init"]) or Unknown(json.dumps(item["init"]))
     require(
         not isinstance(initial, InRanges) or initial.num_rows == num_embeddings,
         f"the ranges of column {name!r} are not its {num_embeddings} rows",
@@ -132,3 +119,416 @@ def require_size(num_embeddings: int, columns: Sequence[Column]) -> None:
             f"a table has at most {_MAX_ROWS} rows, of {_MAX_STRIDE} bytes with {_MAX_ITEMS} items in a dimension, and "
             f"{_MAX_FILE_BYTES} bytes in all: use fewer or narrower rows"
         )
+
+
+_MAX_GROUP_ROWS, _MAX_SEGMENT_BYTES = 2**32, 2**30
+_SEGMENT_BYTES = 2**16, 2**22  # the least, and the most for rows that are not wide
+_MAX_LAYOUTS, _MAX_LOGS = 255, 10**9
+_SEGMENTS, _GROUPS_PER_SEGMENT, _LEAST_GROUPS, _MAX_GROUPS = 64, 64, 8, 2**32 - 1
+
+
+@dataclass(frozen=True)
+class LogManifest:
+    """The description of a table in its directory.
+
+    Attributes:
+        name: the table's.
+        num_embeddings: rows.
+        seed: of the initial values.
+        group_rows: neighbouring rows that are stored as one.
+        segment_bytes: of the log.
+        salt: random bits by which the table's own chunks and heads are known.
+        layouts: of records, the oldest first.
+        scratch: whether the rows are gone with the process that made the table.
+        log: the number of its log's files, which goes up when all rows are written anew.
+    """
+
+    name: str
+    num_embeddings: int
+    seed: int
+    group_rows: int
+    segment_bytes: int
+    salt: int
+    layouts: tuple[LogLayout, ...]
+    scratch: bool = False
+    log: int = 0
+
+    @classmethod
+    def of(
+        cls, name: str, num_embeddings: int, seed: int, layout: LogLayout, salt: int, *, scratch: bool = False
+    ) -> LogManifest:
+        """Return the manifest of a new table.
+
+        Raises:
+            TableTooLargeError: it has too many rows, or too long ones.
+        """
+        return cls(name, num_embeddings, seed, 1, 0, salt, (), scratch).with_layout(layout)
+
+    def with_layout(self, layout: LogLayout) -> LogManifest:
+        """Return the table with one more layout, the newest; number 0 is for a table without rows on disk.
+
+        Raises:
+            TableTooLargeError: the log cannot hold such rows, or so many.
+        """
+        require_size(self.num_embeddings, list(layout.columns.values()))
+        if layout.number:
+            manifest = replace(self, layouts=(*self.layouts, layout))
+        else:
+            rows = least_group(self.num_embeddings, layout.stride)
+            # A log keeps a few segments free, and moves the groups of one at a time.
+            least = max(_SEGMENT_BYTES[0], rows * layout.stride * _GROUPS_PER_SEGMENT)
+            wanted = max(least, min(self.num_embeddings * layout.stride // _SEGMENTS, _SEGMENT_BYTES[1]))
+            segment_bytes = 1 << (wanted - 1).bit_length()
+            manifest = replace(self, layouts=(layout,), group_rows=rows, segment_bytes=segment_bytes)
+        most = manifest.segment_bytes // _LEAST_GROUPS
+        if manifest.group_rows * layout.stride > most or manifest.segment_bytes > _MAX_SEGMENT_BYTES:
+            raise TableTooLargeError(
+                f"table {self.name!r} has {self.num_embeddings} rows, which would be of {layout.stride} bytes; its log "
+                f"holds {manifest.group_rows} as one, of at most {most} bytes: use fewer or narrower rows"
+            )
+        return manifest
+
+    def succeeded_by(self, layout: LogLayout) -> LogManifest | None:
+        """Return the table with one more layout; None if its rows have to be written anew for that."""
+        if self.scratch or len(self.layouts) == _MAX_LAYOUTS:
+            return None
+        try:
+            manifest = self.with_layout(layout)
+            manifest.encode()
+        except (TableTooLargeError, ValueError):
+            return None
+        return manifest
+
+    def renewed(self, layout: LogLayout, salt: int) -> LogManifest:
+        """Return the table in a log of its own, of rows in this layout alone.
+
+        Raises:
+            TableTooLargeError: no log can hold such rows, or so many.
+        """
+        made = LogManifest.of(self.name, self.num_embeddings, self.seed, collapsed(layout), salt, scratch=self.scratch)
+        return replace(made, log=self.log + 1)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns of the newest layout, by name."""
+        return self.layouts[-1].columns
+
+    @property
+    def num_groups(self) -> int:
+        """The groups of all rows."""
+        return -(-self.num_embeddings // self.group_rows)
+
+    def as_of(self, layout: int) -> LogManifest:
+        """Return the table as of a commit in a layout of this number.
+
+        Raises:
+            TableFormatError: there is none.
+        """
+        until = [each.number for each in self.layouts]
+        if layout not in until:
+            raise TableFormatError(f"the HEAD of table {self.name!r} is damaged: it names layout {layout} of {until}")
+        return replace(self, layouts=self.layouts[: until.index(layout) + 1])
+
+    def encode(self) -> bytes:
+        """Return the manifest as JSON, as it stands in its file after the checksum.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        columns: dict[str, int] = {}
+
+        def index(column: Column) -> int:
+            return columns.setdefault(json.dumps(column_json(column)), len(columns))
+
+        layouts = [
+            {
+                "number": layout.number,
+                "stride": layout.stride,
+                "held": [
+                    [index(h.column), h.offset, h.birth, index(h.start), h.source, [index(each) for each in h.through]]
+                    for h in layout.held
+                ],
+            }
+            for layout in self.layouts
+        ]
+        data = {
+            "format": FORMAT,
+            "version": 4,
+            "name": self.name,
+            "num_embeddings": self.num_embeddings,
+            "seed": self.seed,
+            "group_rows": self.group_rows,
+            "segment_bytes": self.segment_bytes,
+            "salt": self.salt,
+            "scratch": self.scratch,
+            **({"log": self.log} if self.log else {}),
+            "columns": [json.loads(column) for column in columns],
+            "layouts": layouts,
+        }
+        body = json.dumps(data).encode()
+        if len(body) > MAX_BYTES:
+            raise ValueError(
+                f"the columns of table {self.name!r} take {len(body)} bytes as JSON, but its {MANIFEST} holds "
+                f"{MAX_BYTES}; copy the table with Table.save, which forgets earlier layouts"
+            )
+        return body
+
+
+def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
+    """Check a manifest of version 4.
+
+    Raises:
+        Damage, ValueError, TypeError, KeyError: it is damaged.
+    """
+    num_embeddings, seed, name = data["num_embeddings"], data["seed"], data["name"]
+    require_table(num_embeddings, seed, name)
+    rows, segment, salt, scratch = data["group_rows"], data["segment_bytes"], data["salt"], data["scratch"]
+    for what, number, least, most in (
+        ("group_rows", rows, 1, _MAX_GROUP_ROWS),
+        ("segment_bytes", segment, 2**16, _MAX_SEGMENT_BYTES),
+    ):
+        is_power = is_int(number, least, most) and number & (number - 1) == 0
+        require(is_power, f"{what} is {number!r}")
+    require(-(-num_embeddings // rows) <= _MAX_GROUPS, f"{num_embeddings} rows in groups of {rows} are too many")
+    require(is_int(salt, 0, 2**64 - 1) and isinstance(scratch, bool), f"salt is {salt!r}, scratch is {scratch!r}")
+    require(isinstance(data["columns"], list) and isinstance(data["layouts"], list), "its columns are not a list")
+    columns = [parse_column(item, num_embeddings) for item in data["columns"]]
+    layouts = tuple(_parse_layout(item, columns) for item in data["layouts"])
+    require(bool(layouts), "it has no layout")
+    # Else a small file could name a row for each page of the index.
+    require(rows * layouts[0].stride >= GROUP_BYTES, f"{rows} rows are stored as one")
+    for number, layout in enumerate(layouts):
+        require(layout.number == number, f"its layouts have the numbers {[each.number for each in layouts]}")
+        require(rows * layout.stride * _LEAST_GROUPS <= segment, f"a record's stride is {layout.stride}")
+        if number:
+            before = layouts[number - 1].columns
+            require(before.keys() <= layout.columns.keys(), f"layout {number} lacks columns of the one before")
+    require("weight" in layouts[0].columns, "its first layout has no weight")
+    log = data.get("log", 0)
+    require(is_int(log, 0, _MAX_LOGS), f"its log has number {log!r}")
+    return LogManifest(name, num_embeddings, seed, rows, segment, salt, layouts, scratch, log)
+
+
+def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
+    number, stride, held = item["number"], item["stride"], []
+    require(is_int(number, 0, 2**31), f"a layout has number {number!r}")
+    for own, offset, birth, start, source, *rest in item["held"]:
+        passed = rest[0] if rest else []
+        require(isinstance(passed, list), f"a column is copied through {passed!r}")
+        for index in (own, start, *passed):
+            require(is_int(index, 0, len(columns) - 1), f"a column is {index!r}")
+        require(is_int(birth, 0, number), f"a column of layout {number} is of {birth!r}")
+        column, first, through = columns[own], columns[start], tuple(columns[index] for index in passed)
+        require(
+            all(each.row_shape == column.row_shape for each in (first, *through)),
+            f"column {column.name!r} starts as {first.name!r}",
+        )
+        if not rest and first.name != column.name:
+            through = (column,)  # as before copies of copies were kept apart
+        last, is_copy = (first, *through)[-1], bool(through)
+        require(
+            last.name == column.name and is_copy >= (source is not None), f"column {column.name!r} is a copy of none"
+        )
+        held.append(HeldColumn(column, offset, birth, first, source, through))
+    require_record([each.column for each in held], [each.offset for each in held], stride)
+    names = {each.column.name for each in held}
+    for each in held:
+        require(each.source is None or each.source in names - {each.column.name}, f"a column is of {each.source!r}")
+        require(not isinstance(each.start.init, CopyOf), f"column {each.column.name!r} starts as a copy of a copy")
+    inits = {each.column.name: each.column.init for each in held}
+    for name, init in inits.items():
+        seen = {name}
+        while isinstance(init, CopyOf):
+            require(init.column in names - seen, f"column {name!r} starts as a copy of {init.column!r}")
+            seen.add(init.column)
+            init = inits[init.column]
+    return LogLayout(number, stride, tuple(held))
+
+
+SHARD = re.compile(r"shard-[0-9]{1,7}-of-[0-9]{1,7}")
+_MOST_SHARDS = 2**14
+_CHECKSUM_BYTES = 9
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    """Return the name of the directory with a rank's rows, in the table's."""
+    return f"shard-{rank}-of-{world_size}"
+
+
+def part_of_ranks(weight: Column) -> str | None:
+    """Return whose rows a table has that is one of several ranks' part of another; None for a whole table.
+
+    Args:
+        weight: the table's.
+    """
+    found = weight.init.to_json()
+    if found["kind"] != "owned":
+        return None
+    return f"rank {found['rank']}'s part of {found['num_embeddings']:,} rows that {found['world_size']} ranks own"
+
+
+def remedy_for_part(path: Path | None) -> str:
+    """Return what to open in place of a rank's part of a table, in whose rows ids are not in order.
+
+    Args:
+        path: of the part.
+    """
+    whole = "" if path is None else f", {path.parent},"
+    return f"open the directory{whole} in which all ranks' parts lie; or load the checkpoint, if they are one's"
+
+
+@dataclass(frozen=True)
+class ShardsManifest:
+    """The description of a table in its directory.
+
+    Attributes:
+        name: the table's.
+        num_embeddings: rows of all ranks.
+        seed: of the initial values.
+        weight: the first column, with the initial values of the whole table.
+        salts: of the ranks' own tables, in their order, by which these are known.
+    """
+
+    name: str
+    num_embeddings: int
+    seed: int
+    weight: Column
+    salts: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        """The ranks."""
+        return len(self.salts)
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The column that the table was made with, by name; the others are known to the ranks' own tables."""
+        return {"weight": self.weight}
+
+    def encode(self) -> bytes:
+        """Return the manifest as JSON, as it stands in its file after the checksum."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": 5,
+                "name": self.name,
+                "num_embeddings": self.num_embeddings,
+                "seed": self.seed,
+                "weight": column_json(self.weight),
+                "shards": self.salts,
+            }
+        ).encode()
+
+
+def parse_shards_manifest(data: dict[str, Any]) -> ShardsManifest:
+    """Check a manifest of version 5.
+
+    Raises:
+        Damage, ValueError, TypeError, KeyError: it is damaged.
+    """
+    num_embeddings, seed, name, salts = data["num_embeddings"], data["seed"], data["name"], data["shards"]
+    require_table(num_embeddings, seed, name)
+    require(isinstance(salts, list) and 1 <= len(salts) <= _MOST_SHARDS, "it has no shards")
+    require(all(is_int(salt, 0, 2**64 - 1) for salt in salts), f"its shards are {salts!r}")
+    weight = parse_column(data["weight"], num_embeddings)
+    require(weight.name == "weight", f"its first column is {weight.name!r}")
+    return ShardsManifest(name, num_embeddings, seed, weight, tuple(salts))
+
+
+def require_shared(directory: Path, path: Path) -> Path:
+    """Return a directory that the first rank has made.
+
+    Raises:
+        FileNotFoundError: it is not there for this rank.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"path is {str(path)!r}, where this rank does not find what the first rank has made; give all ranks a path "
+            "on a file system that they share"
+        )
+    return directory
+
+
+AnyManifest = LogManifest | ShardsManifest
+_PARSERS: dict[int, Callable[[dict[str, Any]], AnyManifest]] = {4: parse_log_manifest, 5: parse_shards_manifest}
+
+
+class ManifestFile(NamedTuple):
+    """A MANIFEST as it was read or written; it stays open, so that no other file can get its inode number.
+
+    Attributes:
+        file: the open file.
+        body: its content after the checksum.
+        seen: its identity then.
+    """
+
+    file: OpenFile
+    body: bytes
+    seen: tuple[int, ...]
+
+    @classmethod
+    def load(cls, directory: OpenDirectory) -> tuple[ManifestFile, AnyManifest]:
+        """Open and parse a directory's MANIFEST; the data files are not looked at.
+
+        Raises:
+            TableFormatError: it is missing or damaged.
+        """
+        try:
+            file = OpenFile(directory.open(MANIFEST))
+            with open(file.fd, "rb", closefd=False) as reader:
+                raw = reader.read(MAX_BYTES + _CHECKSUM_BYTES + 1)
+        except OSError as error:
+            if error.errno in TRANSIENT:
+                raise
+            remedy = ""
+            if isinstance(error, FileNotFoundError) and "LOCK" in directory.names():
+                remedy = "; it was never finished, or lost it: restore the file from a copy, or remove the directory"
+            raise TableFormatError(
+                f"{directory.path} is not a table: its {MANIFEST} cannot be read ({error.strerror}){remedy}"
+            ) from error
+        body = raw.partition(b"\n")[2]
+        return cls(file, body, identity(os.fstat(file.fd))), parse(directory.path, raw)
+
+    @classmethod
+    def write(cls, directory: OpenDirectory, body: bytes) -> ManifestFile:
+        """Replace a directory's MANIFEST: write another beside it, sync, rename it over the old one, sync the names."""
+        temporary = f"{MANIFEST}.{secrets.token_hex(8)}.tmp"
+        written = OpenFile(directory.create(temporary))
+        try:
+            rest = memoryview(b"%08x\n" % zlib.crc32(body) + body)
+            while rest:
+                rest = rest[os.write(written.fd, rest) :]
+            os.fsync(written.fd)
+            file = OpenFile(directory.open(temporary))  # to be read: the file system may be made read-only meanwhile
+            written.close()
+            directory.rename(temporary, MANIFEST)
+        except BaseException:
+            directory.remove(temporary)
+            raise
+        directory.sync()
+        return cls(file, body, identity(os.fstat(file.fd)))
+
+
+def parse(directory: Path, raw: bytes) -> AnyManifest:
+    """Check a manifest as it stands in its file.
+
+    Raises:
+        TableFormatError: it is damaged.
+    """
+    with says_damaged(f"the {MANIFEST} of {directory}"):
+        manifest = _checked(raw)
+    return manifest
+
+
+def _checked(raw: bytes) -> AnyManifest:
+    require(len(raw) <= MAX_BYTES + _CHECKSUM_BYTES, f"it is longer than {MAX_BYTES + _CHECKSUM_BYTES} bytes")
+    checksum, newline, body = raw.partition(b"\n")
+    require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
+    data = json.loads(body)
+    require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
+    version = data["version"]
+    require(
+        is_int(version, min(_PARSERS), max(_PARSERS)),
+        f"its version is {version!r}; this speedswap reads {' and '.join(map(str, _PARSERS))}",
+    )
+    return _PARSERS[version](data)

@@ -18,10 +18,7 @@ import time
 from pathlib import Path
 
 from speedswap.errors import TableBusyError, TableFormatError
-from speedswap.tables.files.lock import WriterLock
-from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, says_if_full, sync_names
-
-__all__ = ["Place", "exchange", "is_ours", "is_shard", "rename_anew"]
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, WriterLock, says_if_full, sync_names
 
 _log = logging.getLogger("speedswap")
 _OURS = re.compile(

@@ -17,8 +17,6 @@ from torch import Tensor
 from speedswap.errors import TableFormatError
 from speedswap.tables.files.open_directory import OpenFile
 
-__all__ = ["DTYPES", "Place", "TensorReader", "TensorWriter"]
-
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -38,7 +36,7 @@ _MAX_DIMS = 64
 _PIECE = 4 << 20
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor in a file."""
 
     dtype: torch.dtype
@@ -50,10 +48,10 @@ class Place(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def rows(self, start: int, stop: int) -> Place:
+    def rows(self, start: int, stop: int) -> TensorPlace:
         """Return some of its rows."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return Place(self.dtype, (stop - start, *self.shape[1:]), self.start + start * row_bytes)
+        return TensorPlace(self.dtype, (stop - start, *self.shape[1:]), self.start + start * row_bytes)
 
 
 class TensorWriter:
@@ -75,11 +73,11 @@ class TensorWriter:
     def __init__(self, file: OpenFile, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> None:
         self._file = file
         entries: dict[str, Any] = {}
-        places: dict[str, Place] = {}
+        places: dict[str, TensorPlace] = {}
         end = 0
         # The widest first, so that every tensor is aligned to its items.
         for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
-            places[name] = Place(dtype, tuple(shape), end)
+            places[name] = TensorPlace(dtype, tuple(shape), end)
             begin, end = end, end + places[name].nbytes
             entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         header = json.dumps(entries).encode()
@@ -122,7 +120,7 @@ class TensorReader:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise TableFormatError(f"{what} is damaged: {error}") from None
 
-    def _read_header(self) -> dict[str, Place]:
+    def _read_header(self) -> dict[str, TensorPlace]:
         length = int.from_bytes(os.pread(self._file.fd, 8, 0), "little")
         if not 2 <= length <= min(_MAX_HEADER, self.nbytes - 8):
             raise ValueError(f"its header would have {length} bytes")
@@ -146,7 +144,7 @@ class TensorReader:
         """Return rows ``start`` to ``stop`` of a tensor in ordinary memory."""
         return self._read(self.places[name].rows(start, stop))
 
-    def _read(self, place: Place) -> Tensor:
+    def _read(self, place: TensorPlace) -> Tensor:
         raw = torch.empty(place.nbytes, dtype=torch.uint8)
         rest, offset = raw.numpy().data, place.start
         while rest:
@@ -157,14 +155,14 @@ class TensorReader:
         return raw.view(place.dtype).view(place.shape)
 
 
-def _place(name: str, entry: Any, first: int) -> Place:
+def _place(name: str, entry: Any, first: int) -> TensorPlace:
     dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     sizes = [begin, end, *shape]
     if dtype not in _OF_NAME or len(shape) > _MAX_DIMS:
         raise ValueError(f"tensor {name[:100]!r} has dtype {str(dtype)[:20]!r} and {len(shape)} dimensions")
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63 for size in sizes):
         raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
-    return Place(_OF_NAME[dtype], tuple(shape), first + begin)
+    return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin)
 
 
 def _write(fd: int, rest: memoryview, offset: int) -> None:

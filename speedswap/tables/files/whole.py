@@ -21,15 +21,6 @@ from typing import BinaryIO
 
 from speedswap.tables.files.open_directory import sync_names
 
-__all__ = [
-    "UNFINISHED",
-    "fresh_folder",
-    "locked_folder",
-    "open_regular",
-    "remove_leftovers",
-    "write_whole",
-]
-
 UNFINISHED = ".speedswap-"
 """The prefix of the names of files and folders that are being written or removed."""
 

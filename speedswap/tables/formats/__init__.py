@@ -14,8 +14,6 @@ All but Parquet (pyarrow) need nothing else installed. A column that is stored i
 that a lookup gives. bfloat16 and float8 are written as float32 where a format does not have them: the same numbers.
 """
 
-from speedswap.tables.formats.exporting import export_table, write_rows
-from speedswap.tables.formats.format import FORMATS
-from speedswap.tables.formats.importing import import_table
+from speedswap.tables.formats.tables import FORMATS, export_table, import_table, write_rows
 
 __all__ = ["FORMATS", "export_table", "import_table", "write_rows"]

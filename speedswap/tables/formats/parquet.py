@@ -17,11 +17,9 @@ from torch import Tensor
 from speedswap._install import pip_install
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts
-from speedswap.tables.formats.pieces import ColumnForm, Incoming, Outgoing, Piece, rows_in_piece
+from speedswap.tables.formats.pieces import ColumnForm, FilePiece, Incoming, Outgoing, rows_in_piece
 from speedswap.tables.keys import as_keys
 from speedswap.tables.whole_table import as_numpy
-
-__all__ = ["read", "write"]
 
 KEY = "key"
 _MOST_TIMES, _HARMLESS_BYTES = 200, 1 << 25  # the largest expansion that is read, and the bytes read of any file
@@ -156,13 +154,13 @@ class _Groups(Incoming):
                 "write it anew without compression"
             )
 
-    def pieces(self, columns: Sequence[str]) -> Iterator[Piece]:
+    def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:
         wanted = [KEY, *columns] if self.key_kind else [*columns]
         row = 0
         for batch in self._batches(wanted, rows_in_piece([self.columns[name] for name in columns])):
             values = {name: self._values(batch.column(name), name, row) for name in columns}
             keys = self._keys(batch.column(KEY), row) if self.key_kind else None
-            yield Piece(row, values, keys)
+            yield FilePiece(row, values, keys)
             row += len(batch)
         if row != self.num_rows:
             raise TableFormatError(f"{self._what} is damaged: it has {row} rows, not {self.num_rows}; copy it again")

@@ -15,10 +15,15 @@ import torch
 
 from speedswap import kernels
 from speedswap.errors import TableFormatError
-from speedswap.tables.formats.keys import as_texts
-from speedswap.tables.formats.pieces import PIECE_BYTES, ColumnForm, Incoming, Outgoing, Piece, rows_in_piece
-
-__all__ = ["read", "read_binary", "write", "write_binary"]
+from speedswap.tables.formats.pieces import (
+    PIECE_BYTES,
+    ColumnForm,
+    FilePiece,
+    Incoming,
+    Outgoing,
+    as_texts,
+    rows_in_piece,
+)
 
 _HEAD = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})[ \t]*\r?\n")
 _HEAD_BYTES = 100
@@ -98,7 +103,7 @@ class _Vectors(Incoming):
         self.columns = {"weight": ColumnForm(torch.float32, (width,))}
         self._size, self._has_ended = size, False
 
-    def pieces(self, columns: Sequence[str]) -> Iterator[Piece]:
+    def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:
         (name,) = columns
         form = self.columns[name]
         width, most = form.width, rows_in_piece([form])
@@ -113,7 +118,7 @@ class _Vectors(Incoming):
                 )
                 if not len(read.values):
                     break
-                yield Piece(row, {name: read.values}, read.keys)
+                yield FilePiece(row, {name: read.values}, read.keys)
                 start, row = read.end, row + len(read.values)
             if row < self.num_rows:
                 self._check_progress(read.fault, row, width, bytes(buffer[start : start + 60]), end - start < longest)

@@ -19,16 +19,6 @@ from speedswap._warnings import warn_once
 from speedswap.errors import TableTooLargeError
 from speedswap.kernels.cuda import pinning
 
-__all__ = [
-    "DeviceMemory",
-    "HostMemory",
-    "Memory",
-    "MemoryKind",
-    "allocate",
-    "available_bytes",
-    "default_kind",
-]
-
 MemoryKind = Literal["device", "pinned", "pageable"]
 
 _log = logging.getLogger("speedswap")
