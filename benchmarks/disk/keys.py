@@ -67,8 +67,8 @@ def _trained(folder: Path, plan: KeyPlan, evict: str | None) -> dict[str, Any]:
     id_map = speedswap.IdMap(most, evict=evict)
     for some in torch.arange(plan.keys).split(2**20):
         id_map.add(some * _SPREAD)
-    options = {"storage": "disk", "path": folder / "keyed", "commit_every": _STEPS_PER_COMMIT, "commit_seconds": None}
-    embedding = speedswap.Embedding(id_map.num_rows, _DIM, id_map=id_map, seed=_SEED, **options)
+    disk = speedswap.Disk(folder / "keyed", commit_every=_STEPS_PER_COMMIT, commit_seconds=None)
+    embedding = speedswap.Embedding(id_map.num_rows, _DIM, id_map=id_map, seed=_SEED, storage=disk)
     table, optimizer = embedding.table, torch.optim.SGD(embedding.parameters(), lr=0.1)
     draw, laps = torch.Generator().manual_seed(_SEED), []
     try:
