@@ -1,4 +1,4 @@
-// Reads of a disk that the kernel does by itself (io_submit): a thread keeps many under way, at half of the processor's
+// Asynchronous disk reads by the kernel (io_submit): a thread keeps many under way, at half of the processor's
 // time that as many threads take, each waiting for one.
 #pragma once
 
@@ -30,7 +30,7 @@ class DiskReads : public DiskBatch {
     friend class DiskQueue;
 };
 
-// False if the system does not read by itself: nothing happened.
+// False if the system has no asynchronous reads: nothing happened.
 bool read_by_disk_queue(std::shared_ptr<DiskReads> reads);
 
 }  // namespace speedswap

@@ -334,7 +334,7 @@ int64_t add_all(const std::vector<Addition>& additions, int threads) {
 // ---- what has changed ----------------------------------------------------------------------------------------------
 
 // A row of a map that evicts was changed by the last batch that had its key; others are not changed once they have one.
-// An undone batch may leave marks of its own: more cells are returned then than have changed.
+// An undone batch may leave marks: more cells are returned then than have changed.
 std::vector<int32_t> IdMap::changed(bool on_probation, const Cursor& since, int64_t first, int64_t end) const {
     const int64_t count = on_probation ? probation_used_ : used_;
     const int64_t had = std::min(count, on_probation ? since.probation_used : since.used);

@@ -51,7 +51,7 @@ class IdMap {
         int64_t used;            // rows that have a key
         int64_t clock;           // batches so far
         int64_t probation_used;  // cells that have had a key on probation
-        int64_t cursor;          // the last of them that was given out
+        int64_t cursor;          // the last of them that was assigned
     };
 
     IdMap(int64_t capacity, bool exact, int64_t admit_after, Evict evict);

@@ -9,7 +9,7 @@
 
 namespace speedswap {
 
-// The keys of a batch: 64-bit numbers. Exact strings have their hashes as numbers and their bytes beside them: key i is
+// The keys of a batch: 64-bit numbers. Exact strings have their hashes as numbers and their bytes in text: key i is
 // text[offsets[i]] to text[offsets[i + 1]].
 struct Keys {
     const uint64_t* numbers;
@@ -60,7 +60,7 @@ class KeyTable {
     void prefetch_number(int64_t cell) const { __builtin_prefetch(numbers_.data() + cell); }
     void prefetch_line(int64_t cell) const { prefetch(numbers_[cell]); }
 
-    // Makes room for a key in a cell, which may still have another one, and for `spare` more bytes of exact strings.
+    // Makes room for a key in a cell, whatever key is there now, and for `spare` more bytes of exact strings.
     void make_room(int64_t cell, const Key& key, int64_t spare = 0);
     void make_room_for_text(int64_t bytes);
     // Puts a key that is not there into a free cell, for which there is room: does not throw.

@@ -14,7 +14,7 @@ namespace speedswap {
 using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
 void parallel_ranges(int64_t count, int64_t grain, int threads, RangeBody body, void* context);
 
-// Gives the calling thread a pool of its own for its lifetime, so that it does not compete with other threads for the
+// Gives the calling thread its own pool for its lifetime, so that it does not compete with other threads for the
 // shared one.
 void use_own_pool();
 

@@ -1,4 +1,4 @@
-// Threads beside the interpreter's.
+// Threads that run outside the interpreter.
 #pragma once
 
 #include <pthread.h>

@@ -141,8 +141,8 @@ class RowLog : public std::enable_shared_from_this<RowLog> {
     bool wait_for_slots(int64_t count);
     // Before the bytes at these places change. ENOSPC: nothing happened.
     void write(const int64_t* places, int64_t count, Room* room = nullptr);
-    // Makes sure that so many groups can be written with this room, in any number of calls; `from` gives what it has of
-    // it. ENOSPC: nothing happened.
+    // Reserves room to write `groups` groups in any number of calls, taking first what `from` has reserved.
+    // ENOSPC: nothing happened.
     std::unique_ptr<Room> make_room(int64_t groups, Room* from = nullptr);
 
     // The commit is durable after `sides` are, which its contents may refer to.

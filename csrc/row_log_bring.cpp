@@ -142,8 +142,8 @@ void RowLog::unpin(const Bringing& bringing) {
 
 // ---- waiting -------------------------------------------------------------------------------------------------------
 
-// Reads of any bringing end by themselves, but slots to be filled end by their callers: so those are taken last, all at
-// once, when nothing is left to wait for.
+// Reads complete on their own, while slots to be filled wait for their callers: so those are taken last, all at once,
+// when nothing is left to wait for.
 bool RowLog::try_wait(Lock& lock, Bringing& bringing) {
     for (;;) {
         if (monitor_.error) std::rethrow_exception(monitor_.error);

@@ -37,7 +37,7 @@ double RowLog::most_emptied(int64_t dirty) const {
 }
 
 // The more holes there may be, the emptier are the segments that are cleaned, and the less is moved. Dirty groups count
-// as live: they will be again, and what is left beside their former records may soon be dirty, too.
+// as live: they will be again, and what else is left in their old segments may soon be dirty, too.
 bool RowLog::is_full_of_holes() const {
     const int64_t cached = std::min(slots_.num_slots(), touched_);
     const double most = kMost * live_segments() - most_emptied(cached) - segments_filled_by(cached);

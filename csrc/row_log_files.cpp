@@ -97,7 +97,7 @@ std::string LogFiles::try_direct() {
 #endif
 }
 
-// Reads so many bytes from there; returns their number, or -1.
+// Reads `alignment` bytes past the page cache; returns how many were read, or -1.
 int64_t LogFiles::direct_read(int64_t alignment) const {
     const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(4096, 4096), &std::free);
     return memory ? pread(direct_, memory.get(), size_t(alignment), alignment) : -1;

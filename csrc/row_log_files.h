@@ -22,7 +22,7 @@ struct JournalEntry {
     std::string contents;  // of a write
 };
 
-// Bytes of a file beside the log, which a commit needs. Without bytes the file, or directory, is only synced.
+// Bytes of a file next to the log that a commit needs. Without bytes the file, or directory, is only synced.
 struct SideWrite {
     SideWrite(int file, int64_t place, std::string contents);  // the descriptor is duplicated
     SideWrite(SideWrite&& other) noexcept;

@@ -19,7 +19,7 @@ class LogScan {
         int layout = 0;  // of an older one, only what it had is there
     };
 
-    // A tolerant scan notes damaged groups and goes on; another one throws RowLogDamaged.
+    // A tolerant scan notes damaged groups and goes on; any other throws RowLogDamaged.
     LogScan(std::shared_ptr<RowLog> log, int64_t groups_per_piece, bool tolerant);
     ~LogScan();
 

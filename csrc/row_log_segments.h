@@ -45,7 +45,7 @@ class Geometry {
     int64_t chunk_end(uint32_t first_place, uint32_t count, int layout) const;
     // Groups that a segment takes in full chunks from this byte on, where one begins.
     int64_t capacity_from(int64_t at, int layout) const;
-    // Whether another one has the same addresses, and layouts that come first here.
+    // Whether `other` has the same addresses, and layouts that come first here.
     bool continues(const Geometry& other) const;
     // Of the newest layout, in a whole segment.
     int64_t capacity() const { return capacity_; }

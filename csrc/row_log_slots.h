@@ -116,7 +116,7 @@ class Slots {
     int64_t next_of_queue(uint32_t keep);
     int64_t next_of_clock(uint32_t keep);
     uint32_t enqueue(uint32_t slot);
-    // The groups that left the cache from the queue of late, at a place of their own each, most likely.
+    // The groups that recently left the cache from the queue, by hash: two rarely share a place.
     uint16_t& left(uint32_t group, uint16_t& mark) const;
     bool is_back(uint32_t group);
 

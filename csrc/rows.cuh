@@ -255,7 +255,7 @@ SPEEDSWAP_FUNCTION void round_block(Word* block, Count width, const Count* ids, 
 }
 
 // As convert_records, for int8 with a scale per row: a record holds the scale, then the values. A piece is one value.
-// In a scatter each thread finds the row's largest value by itself: all of them read the same words.
+// In a scatter each thread finds the row's largest value: all of them read the same words.
 template <bool kGather>
 SPEEDSWAP_FUNCTION void convert_int8(char* records, Count stride, const Count* ids, Count num_ids,
                                      const CompactColumns& columns, int lanes, int packed, const Count* places) {
