@@ -4,12 +4,13 @@ from speedswap.kernels._compiled import with_compiled_part
 
 __path__ = with_compiled_part(__path__)
 
-from speedswap.kernels.bringing import Bringing
+from speedswap.kernels._C import IdMapUndo, RowLogDamaged, crc32c
 from speedswap.kernels.features import FeatureIds, first_outside, merge_ids
 from speedswap.kernels.fill import fill_normal, fill_uniform
 from speedswap.kernels.host import (
     as_ids,
     as_read,
+    deferred_interrupts,
     empty,
     get_num_threads,
     has_memory,
@@ -20,7 +21,6 @@ from speedswap.kernels.host import (
 )
 from speedswap.kernels.id_map import (
     Cursor,
-    IdMapUndo,
     KeyMap,
     SavedKeys,
     Texts,
@@ -42,8 +42,7 @@ from speedswap.kernels.ids import (
     unique,
 )
 from speedswap.kernels.info import capabilities, compiled_in, cuda_ready
-from speedswap.kernels.interrupts import deferred_interrupts
-from speedswap.kernels.lines import Lines, read_lines
+from speedswap.kernels.lines import Lines, Vectors, read_lines, read_vectors, write_vectors
 from speedswap.kernels.pairs import pair_gradients, pair_products
 from speedswap.kernels.records import (
     ENGINES,
@@ -59,8 +58,7 @@ from speedswap.kernels.records import (
     scatter_records,
     stored_bytes,
 )
-from speedswap.kernels.room import Room
-from speedswap.kernels.row_log import RowLayout, RowLog, RowLogDamaged, are_intact, crc32c
+from speedswap.kernels.row_log import Bringing, Room, RowLayout, RowLog, are_intact
 from speedswap.kernels.segment_sum import (
     Groups,
     dot_segments,
@@ -77,99 +75,12 @@ from speedswap.kernels.segment_sum import (
     summable,
 )
 from speedswap.kernels.tensor_rows import gather_rows, scatter_rows
-from speedswap.kernels.transfers.cpu import Found, finish_transfers, prefetch_on_cpu, scatter_on_cpu
-from speedswap.kernels.transfers.forward import forward, places_among
-from speedswap.kernels.transfers.transfer import Lookup, Transfer, Transfers, in_transfer_thread, used_here
-from speedswap.kernels.vectors import Vectors, read_vectors, write_vectors
-
-__all__ = [
-    "ENGINES",
-    "Asked",
-    "Bringing",
-    "Cursor",
-    "FeatureIds",
-    "Fence",
-    "Found",
-    "Groups",
-    "IdMapUndo",
-    "KeyMap",
-    "Lines",
-    "Lookup",
-    "Part",
-    "Records",
-    "Room",
-    "RowLayout",
-    "RowLog",
-    "RowLogDamaged",
-    "SavedKeys",
-    "Stored",
-    "Texts",
-    "Transfer",
-    "Transfers",
-    "Vectors",
-    "WantedColumn",
-    "add_to_maps",
-    "are_intact",
-    "as_ids",
-    "as_read",
-    "by_owner",
-    "capabilities",
-    "check_ids",
-    "compiled_in",
-    "crc32c",
-    "cuda_ready",
-    "deferred_interrupts",
-    "dot_segments",
-    "empty",
-    "expand",
-    "expand_known",
-    "fill_normal",
-    "fill_uniform",
-    "find_all",
-    "find_rows",
-    "finish_transfers",
-    "first_duplicate",
-    "first_fall",
-    "first_outside",
-    "forward",
-    "gather_on_cpu",
-    "gather_records",
-    "gather_rows",
-    "get_num_threads",
-    "group",
-    "group_known",
-    "has_memory",
-    "hash_texts",
-    "in_transfer_thread",
-    "last_occurrences",
-    "max_segments",
-    "merge_ids",
-    "pair_gradients",
-    "pair_products",
-    "places_among",
-    "prefetch_on_cpu",
-    "read_lines",
-    "read_vectors",
-    "require_apart",
-    "require_dense",
-    "require_id_dtype",
-    "require_memory",
-    "round_rows",
-    "rounding_key",
-    "scatter_on_cpu",
-    "scatter_records",
-    "scatter_rows",
-    "set_num_threads",
-    "stored_bytes",
-    "sum_rows",
-    "sum_rows_known",
-    "sum_segments",
-    "sum_segments_back",
-    "sum_taken",
-    "summable",
-    "texts_of",
-    "texts_of_fixed",
-    "unique",
-    "used_here",
-    "write_vectors",
-]
+from speedswap.kernels.transfers import Lookup, Transfer, Transfers, in_transfer_thread, used_here
+from speedswap.kernels.transfers_cpu import (
+    FoundBlocks,
+    finish_transfers,
+    forward,
+    places_among,
+    prefetch_on_cpu,
+    scatter_on_cpu,
+)

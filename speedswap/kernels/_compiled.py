@@ -9,8 +9,6 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["with_compiled_part"]
-
 
 def with_compiled_part(search_path: Sequence[str]) -> list[str]:
     """Return this package's search path, extended by a folder that holds ``_C``.

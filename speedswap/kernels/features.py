@@ -12,8 +12,6 @@ from speedswap.kernels import _C
 from speedswap.kernels.host import address, as_ids, as_read, get_num_threads
 from speedswap.kernels.ids import require_id_dtype
 
-__all__ = ["FeatureIds", "first_outside", "merge_ids"]
-
 
 class FeatureIds(NamedTuple):
     """The ids of several features, and the range of rows that each feature has in a table.

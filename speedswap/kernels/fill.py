@@ -11,8 +11,6 @@ from speedswap.kernels import _C
 from speedswap.kernels.host import get_num_threads
 from speedswap.kernels.records import Records
 
-__all__ = ["fill_normal", "fill_uniform"]
-
 _ITEM_BYTES = {torch.float32: 4, torch.float64: 8}
 
 

@@ -1,4 +1,4 @@
-"""Host side of the CPU loops: tensors in the layout that they read, memory for results, and the number of threads."""
+"""Host side of the CPU loops: tensors as they read them, memory for results, threads, and a Ctrl-C deferred."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from torch import Tensor
 
 from speedswap._words import a_kind
 from speedswap.kernels import _C
-
-__all__ = [
-    "address",
-    "as_ids",
-    "as_read",
-    "check_dtype",
-    "empty",
-    "get_num_threads",
-    "has_memory",
-    "require_apart",
-    "require_dense",
-    "require_memory",
-    "set_num_threads",
-]
 
 # From this size on torch's CPU memory is new from the system each time; on a GPU it comes from blocks of its own.
 _LARGE_BYTES = 1 << 20
@@ -219,3 +205,12 @@ def set_num_threads(num_threads: int | None) -> None:
     if num_threads is not None and num_threads > _MOST_THREADS:
         raise ValueError(f"num_threads is {num_threads}; use at most {_MOST_THREADS}, or None for torch's number")
     _num_threads = num_threads
+
+
+class deferred_interrupts(_C.DeferredSignals):
+    """Defer a Ctrl-C inside the block to its end, and SIGTERM and SIGHUP if they have handlers.
+
+    Several tables, or weight and state, are then written as a whole. Ignored signals stay ignored, and signals that end
+    the process at once, as SIGTERM does by default, still do. In threads other than the main one, which Python does not
+    interrupt, this does nothing.
+    """

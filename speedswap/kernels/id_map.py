@@ -14,18 +14,6 @@ from speedswap.kernels import _C
 from speedswap.kernels._C import IdMapUndo
 from speedswap.kernels.host import address, get_num_threads
 
-__all__ = [
-    "Cursor",
-    "IdMapUndo",
-    "KeyMap",
-    "SavedKeys",
-    "Texts",
-    "add_to_maps",
-    "hash_texts",
-    "texts_of",
-    "texts_of_fixed",
-]
-
 _EVICT = {None: 0, "lru": 1, "lfu": 2}
 
 Texts = tuple[Tensor, Tensor]

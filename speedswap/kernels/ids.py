@@ -14,20 +14,6 @@ from speedswap.errors import IdError
 from speedswap.kernels import _C
 from speedswap.kernels.host import address, as_ids, empty, get_num_threads, require_dense
 
-__all__ = [
-    "Asked",
-    "by_owner",
-    "check_ids",
-    "distinct",
-    "find_all",
-    "find_rows",
-    "first_duplicate",
-    "first_fall",
-    "last_occurrences",
-    "require_id_dtype",
-    "unique",
-]
-
 
 def require_id_dtype(ids: Tensor) -> None:
     """Raise TypeError unless ids is a dense int32 or int64 tensor, with memory for its items."""

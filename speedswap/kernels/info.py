@@ -9,8 +9,6 @@ import torch
 from speedswap.kernels import _C
 from speedswap.kernels.host import get_num_threads
 
-__all__ = ["capabilities", "compiled_in", "cuda_ready"]
-
 
 def compiled_in() -> Path:
     """Return the folder of the package that the compiled part was installed with."""

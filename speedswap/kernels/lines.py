@@ -1,4 +1,4 @@
-"""Lines of whole numbers, read into columns."""
+"""Text read into tensors: lines of whole numbers, and keyed vectors as word2vec's formats have them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-
-__all__ = ["Lines", "read_lines"]
+from speedswap.kernels.id_map import Texts
 
 
 class Lines(NamedTuple):
@@ -68,3 +67,96 @@ def read_lines(
         text, start, bases, instead.data_ptr(), values.data_ptr() + 8 * first, values.shape[1], room
     )
     return Lines(rows, start + size, lines, wrong)
+
+
+_FAULTS = (None, "no key", "width", "number")
+_MOST_VALUE_BYTES = {torch.float32: 17, torch.float64: 26}  # with the space before it
+
+
+class Vectors(NamedTuple):
+    """The outcome of reading some rows.
+
+    Attributes:
+        values: shape (rows, width).
+        keys: their texts.
+        end: the byte of the input after them.
+        fault: of the row after them: ``"no key"``, ``"width"`` for another number of values, ``"number"`` for a value
+            that is none, or that the dtype cannot hold; None if it is merely incomplete, or was not looked at.
+    """
+
+    values: Tensor
+    keys: Texts
+    end: int
+    fault: str | None
+
+
+def read_vectors(
+    text: bytes | bytearray,
+    width: int,
+    most: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    binary: bool = False,
+    start: int = 0,
+    stop: int | None = None,
+) -> Vectors:
+    """Read lines of a key and ``width`` values, separated by spaces; or a key, a space and the values' bytes.
+
+    Ends after ``most`` rows, at a malformed one, or at one that the input does not hold to its end: a line without its
+    newline.
+
+    Args:
+        text: the input.
+        width: values per row, at least 1.
+        most: rows to read, at least 1.
+        dtype: float32; or float64 for text.
+        binary: True for values as they are in memory; newlines before a key are skipped.
+        start, stop: the bytes of the input to read.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    >>> read = read_vectors(b"cat 1 -2.5\\ndog 1e-3 0", width=2, most=10)
+    >>> read.values.tolist(), bytes(read.keys[0].numpy()), read.end, read.fault
+    ([[1.0, -2.5]], b'cat', 11, None)
+    """
+    stop = len(text) if stop is None else stop
+    if dtype not in _MOST_VALUE_BYTES or width < 1 or most < 1:
+        raise ValueError(f"dtype is {dtype}, width {width}, most {most}; pass float32 or float64, and 1 or more")
+    values = torch.empty(most, width, dtype=dtype)
+    keys = torch.empty(max(0, stop - start), dtype=torch.uint8)
+    offsets = torch.empty(most + 1, dtype=torch.int64)
+    into = (width, most, values.data_ptr(), keys.data_ptr(), offsets.data_ptr())
+    rows, size, fault = _C.read_vectors(text, start, stop, not binary, dtype == torch.float64, into)
+    offsets = offsets[: rows + 1]
+    return Vectors(values[:rows], (keys[: int(offsets[-1])], offsets), start + size, _FAULTS[fault])
+
+
+def write_vectors(keys: Texts, values: Tensor, *, binary: bool = False) -> memoryview:
+    """Return keys and values as such lines, each value the shortest text that reads back to its bits; or binary.
+
+    Args:
+        keys: n texts.
+        values: float32, or float64 for text; shape (n, width), contiguous, on the CPU.
+        binary: True for the values' bytes, with a newline after each row.
+
+    Raises:
+        ValueError: a key is empty or has whitespace, or the values have another form.
+
+    >>> from speedswap import kernels
+    >>> bytes(write_vectors(kernels.texts_of(["cat"]), torch.tensor([[0.1, -3.0]])))
+    b'cat 0.1 -3\\n'
+    """
+    text, offsets = keys
+    rows, width = values.shape
+    fits = values.dtype == torch.float32 or (values.dtype == torch.float64 and not binary)
+    if not fits or not values.is_contiguous() or rows != len(offsets) - 1:
+        raise ValueError(f"values is {values.dtype}, {tuple(values.shape)}; pass contiguous rows for the {rows} keys")
+    value_bytes = 4 if binary else _MOST_VALUE_BYTES[values.dtype]
+    out = torch.empty(len(text) + rows * (2 + width * value_bytes), dtype=torch.uint8)
+    given = (width, rows, values.data_ptr(), text.data_ptr(), offsets.data_ptr())
+    size, bad = _C.write_vectors(given, not binary, values.dtype == torch.float64, out.data_ptr())
+    if bad >= 0:
+        key = bytes(text[int(offsets[bad]) : int(offsets[bad + 1])].numpy()).decode(errors="backslashreplace")
+        raise ValueError(f"key {key!r} is empty or has whitespace, which word2vec's formats end keys with")
+    return out.numpy().data[:size]

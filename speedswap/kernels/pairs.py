@@ -8,8 +8,6 @@ from torch import Tensor
 from speedswap.kernels import _C
 from speedswap.kernels.host import as_read, empty, get_num_threads, require_dense
 
-__all__ = ["pair_gradients", "pair_products"]
-
 
 def pair_products(first: Tensor, rest: Tensor) -> Tensor:
     """Return each sample's first vector, and beside it the dot products of each two of its vectors.

@@ -13,23 +13,6 @@ from torch import Tensor
 from speedswap.kernels import _C
 from speedswap.kernels.host import as_ids, empty, get_num_threads
 
-__all__ = [
-    "ENGINES",
-    "Fence",
-    "Part",
-    "Records",
-    "Stored",
-    "WantedColumn",
-    "cpu_part",
-    "cpu_parts",
-    "gather_on_cpu",
-    "gather_records",
-    "round_rows",
-    "rounding_key",
-    "scatter_records",
-    "stored_bytes",
-]
-
 # kernels/cuda/engines.py has them; auto is zero_copy for pinned memory, and staged for any other.
 ENGINES = ("auto", "zero_copy", "staged", "split")
 

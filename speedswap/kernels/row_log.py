@@ -2,22 +2,109 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from speedswap.errors import TableBusyError
 from speedswap.kernels import _C
-from speedswap.kernels._C import RowLogDamaged, crc32c
-from speedswap.kernels.bringing import Bringing, int64s, says_if_busy
 from speedswap.kernels.host import as_ids
-from speedswap.kernels.room import Room
 
-__all__ = ["RowLayout", "RowLog", "RowLogDamaged", "are_intact", "crc32c"]
+_Self = TypeVar("_Self", bound="_Released")
+
+
+class _Released:
+    """An object that leaving a ``with`` block releases.
+
+    Args:
+        raw: the kernels' object.
+    """
+
+    raw: _C.Room | _C.Bringing
+
+    def release(self) -> None:
+        """Let others have what is held. Has no effect the second time."""
+        self.raw.release()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+class Room(_Released):
+    """Room in a row log for groups that its holder is to write, which no other write takes until it is released."""
+
+    def __init__(self, raw: _C.Room) -> None:
+        self.raw: _C.Room = raw
+
+    @property
+    def groups(self) -> int:
+        """Groups that can still be written with it."""
+        return self.raw.groups
+
+
+class Bringing(_Released):
+    """Rows that are on their way into the cache of a row log, and stay there until the bringing is released.
+
+    :meth:`wait` first; then either :meth:`filled`, if groups are fresh, or :meth:`RowLog.write`, if rows were brought
+    to be overwritten; then :meth:`release`. A release before these leaves the groups as they were.
+    """
+
+    def __init__(self, raw: _C.Bringing) -> None:
+        self.raw: _C.Bringing = raw
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Wait until the rows are in the cache.
+
+        Returns:
+            The place of each row, int64, shape (n,): its record is ``place * row_bytes`` behind ``cache_pointer``. And
+            the fresh groups, int64, shape (m, 3): slot, group and layout. The caller fills them, all rows of each: of
+            layout -1 wholly, and of an older layout the columns that this did not have.
+
+        Raises:
+            OSError: a read failed.
+            RowLogDamaged: a record's checksum does not hold.
+            RuntimeError: the bringing was released.
+            TableBusyError: a writer elsewhere wrote over the rows faster than they could be read.
+        """
+        with says_if_busy():
+            places, fresh = self.raw.wait()
+        return int64s(places), int64s(fresh).view(-1, 3)
+
+    def filled(self) -> None:
+        """Mark the fresh groups as filled."""
+        self.raw.filled()
+
+
+@contextmanager
+def says_if_busy() -> Iterator[None]:
+    """Raise TableBusyError, which names the remedy, where a writer elsewhere is faster than this reader."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TableBusyError) or error.errno != errno.EBUSY:
+            raise
+        raise TableBusyError(
+            error.errno,
+            "another process wrote over the table's log each time that it was read here: try again, or let the writer "
+            "commit less often",
+        ) from error
+
+
+def int64s(buffer: _C.Buffer) -> Tensor:
+    """Return a buffer as an int64 tensor that shares its memory."""
+    if not len(memoryview(buffer)):
+        return torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(buffer, dtype=torch.int64)
 
 
 class RowLayout(NamedTuple):
@@ -48,7 +135,7 @@ def are_intact(records: NDArray[np.uint8], groups: NDArray[np.uint32], salt: int
     return np.asarray(crcs == np.ascontiguousarray(records[:, -4:]).view("<u4")[:, 0])
 
 
-class RowLog:
+class RowLog(_C.RowLog):
     """A table's rows in two open files; csrc/row_log.h documents the protocol. Safe to use from several threads.
 
     Args:
@@ -109,7 +196,7 @@ class RowLog:
     ) -> None:
         self._num_groups = num_groups
         with says_if_busy():
-            self._log: _C.RowLog = _C.RowLog(
+            super().__init__(
                 log_fd,
                 head_fd,
                 num_groups=num_groups,
@@ -124,7 +211,7 @@ class RowLog:
                 direct=direct,
                 journal=journal,
                 faults=faults,
-                before=None if before is None else before._log,
+                before=before,
             )
 
     @staticmethod
@@ -134,7 +221,7 @@ class RowLog:
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def bring(
+    def bring(  # type: ignore[override]
         self, rows: Tensor, *, overwrite: bool = False, ahead: bool = False, seen: bool = True
     ) -> Bringing | None:
         """Begin to bring rows into the cache, and pin them there.
@@ -149,10 +236,10 @@ class RowLog:
             The bringing, while reads are under way; None if it was to be ahead and the cache is too small for it.
         """
         rows = as_ids(rows)
-        bringing = self._log.bring(rows.data_ptr(), len(rows), overwrite, ahead, seen)
+        bringing = super().bring(rows.data_ptr(), len(rows), overwrite, ahead, seen)
         return None if bringing is None else Bringing(bringing)
 
-    def write(self, places: Tensor, room: Room | None = None) -> None:
+    def write(self, places: Tensor, room: Room | None = None) -> None:  # type: ignore[override]
         """Prepare places of a bringing for new bytes, which the caller writes next.
 
         Args:
@@ -163,9 +250,9 @@ class RowLog:
             OSError: the disk is full (``errno.ENOSPC``); nothing has changed. A commit may make room.
         """
         places = as_ids(places)
-        self._log.write(places.data_ptr(), len(places), None if room is None else room.raw)
+        super().write(places.data_ptr(), len(places), None if room is None else room.raw)
 
-    def make_room(self, groups: int, out_of: Room | None = None) -> Room:
+    def make_room(self, groups: int, out_of: Room | None = None) -> Room:  # type: ignore[override]
         """Make sure that so many groups can be written, in any number of calls, before the disk is full.
 
         Args:
@@ -179,11 +266,11 @@ class RowLog:
         Raises:
             OSError: the disk is full (``errno.ENOSPC``); nothing has changed.
         """
-        return Room(self._log.make_room(groups, None if out_of is None else out_of.raw))
+        return Room(super().make_room(groups, None if out_of is None else out_of.raw))
 
     # ---- commits -----------------------------------------------------------------------------------------------------
 
-    def begin_commit(
+    def begin_commit(  # type: ignore[override]
         self, head: bytes = b"", *, hold: bool = False, files: Sequence[tuple[int, int, Tensor]] = ()
     ) -> int:
         """Begin to commit every change so far, in the background.
@@ -199,25 +286,13 @@ class RowLog:
             The number of the commit.
         """
         writes = [(fd, at, raw.data_ptr(), len(raw)) for fd, at, raw in files]
-        return self._log.begin_commit(head, hold, writes)
+        return super().begin_commit(head, hold, writes)
 
-    def wait(self, commit: int) -> None:
-        """Wait until a commit is durable.
-
-        Raises:
-            OSError: it failed; the files hold the commit before it, and the log can only be closed.
-        """
-        self._log.wait(commit)
-
-    def wait_for_cleaner(self) -> None:
+    def wait_for_cleaner(self) -> None:  # type: ignore[override]
         """Wait until the background has moved together what it can, or for ten seconds."""
         deadline = time.monotonic() + 10
-        while not self._log.wait_for_cleaner() and time.monotonic() < deadline:
+        while not super().wait_for_cleaner() and time.monotonic() < deadline:
             pass
-
-    def let_go(self, commit: int) -> None:
-        """Let a held commit's records be overwritten."""
-        self._log.let_go(commit)
 
     def unlike(self, other: RowLog) -> Tensor:
         """Return the groups whose records are not where another log over the same files, at another commit, has them.
@@ -226,37 +301,8 @@ class RowLog:
             bool, shape (groups,). Groups that were never written in both are alike.
         """
         marks = torch.empty(self._num_groups, dtype=torch.bool)
-        self._log.mark_unlike(other._log, marks.data_ptr())
+        super().mark_unlike(other, marks.data_ptr())
         return marks
-
-    @property
-    def durable(self) -> int:
-        """The last durable commit; when opened, that one."""
-        return self._log.durable
-
-    @property
-    def head(self) -> bytes:
-        """The bytes given with the last durable commit."""
-        return self._log.head
-
-    @property
-    def held(self) -> list[int]:
-        """The durable commits that are held."""
-        return self._log.held
-
-    def held_head(self, commit: int) -> bytes:
-        """Return the bytes given with a commit that is held."""
-        return self._log.held_head(commit)
-
-    @property
-    def appending(self) -> bool:
-        """True while a commit is being written; the next one cannot begin."""
-        return self._log.appending
-
-    @property
-    def crowded(self) -> bool:
-        """True if the file is large for its rows, and a commit would let much of it be written again."""
-        return self._log.crowded
 
     def refresh(self) -> bool:
         """Follow a writer elsewhere to its last commit.
@@ -268,16 +314,11 @@ class RowLog:
             TableBusyError: the writer wrote over the log each of 100 times that it was read.
         """
         with says_if_busy():
-            return self._log.refresh()
+            return super().refresh()
 
     # ---- all groups --------------------------------------------------------------------------------------------------
 
-    @property
-    def touched(self) -> int:
-        """The number of groups that were ever written."""
-        return self._log.touched
-
-    def scan(self, groups_per_piece: int) -> Iterator[tuple[Tensor, Tensor, int]]:
+    def scan(self, groups_per_piece: int) -> Iterator[tuple[Tensor, Tensor, int]]:  # type: ignore[override]
         """Walk over all groups that were ever written, in the order of the file.
 
         Changed groups are appended to it first. Nothing may be written until the walk has ended.
@@ -293,8 +334,12 @@ class RowLog:
             RowLogDamaged: a group's record or a header is damaged.
             OSError: a read failed; ``errno.ESTALE`` if another process wrote over it meanwhile.
         """
-        scan = self._log.scan(groups_per_piece)
-        while (piece := _next(scan)) is not None:
+        scan = super().scan(groups_per_piece)
+        while True:
+            with says_if_busy():
+                piece = scan.next()
+            if piece is None:
+                return
             groups, records = int64s(piece[0]), torch.frombuffer(piece[1], dtype=torch.uint8)
             group_bytes = len(records) // groups_per_piece
             yield groups, records.view(groups_per_piece, group_bytes)[: len(groups)], piece[2]
@@ -308,76 +353,8 @@ class RowLog:
         Returns:
             The number of sound groups; and the damaged ones, with -1 for each damaged header.
         """
-        return self._log.verify(advance)
-
-    def stats(self) -> dict[str, int]:
-        """Return counters since the log was opened, and sizes."""
-        return self._log.stats()
-
-    # ---- the rest ----------------------------------------------------------------------------------------------------
-
-    @property
-    def cache_pointer(self) -> int:
-        """The address of the cache's records."""
-        return self._log.cache_pointer
-
-    @property
-    def num_slots(self) -> int:
-        """Groups that the cache holds."""
-        return self._log.num_slots
-
-    @property
-    def most_rows(self) -> int:
-        """Rows that can be brought at once: never more than 2**22, nor than the cache holds of any."""
-        return self._log.most_rows
-
-    @property
-    def direct(self) -> bool:
-        """True if the log is read and written past the page cache."""
-        return self._log.direct
-
-    @property
-    def fallback(self) -> str:
-        """The reason why it is read and written through the page cache; empty if it is not."""
-        return self._log.fallback
-
-    @property
-    def alignment(self) -> int:
-        """Bytes that reads of the log are rounded to."""
-        return self._log.alignment
-
-    def close(self) -> None:
-        """Drop what was not committed, and let go of the files."""
-        self._log.close()
-
-    def journal(self) -> list[tuple[str, str, int, bytes | int]]:
-        """Return the calls that change the files since the last time.
-
-        Returns:
-            An entry as a call begins: the file, ``log``, ``head`` or, beside them, ``side``; ``write``, ``sync`` or
-            ``allocate``; its first byte; the bytes written, or the number of bytes allocated. And one once it has
-            returned without an error: the file; ``done``; the number of the call's entry, from the first one on;
-            nothing.
-        """
-        return self._log.journal()
-
-    def let_reads_go(self) -> None:
-        """Let reads begin that wait for it, for tests."""
-        self._log.let_reads_go()
+        return super().verify(advance)
 
     def fail(self, op: str, after: int, errno: int, times: int = 1, seconds: float = 0.0) -> None:
-        """Fail calls of the system, for tests: ``times`` of them, after the next ``after`` ones.
-
-        Args:
-            op: ``read``, ``write``, ``sync`` or ``allocate``.
-            after: calls that succeed before.
-            errno: the error's number; 0 makes reads and writes short instead.
-            times: calls that fail.
-            seconds: that each of them takes longer; with ``errno=0`` a sync is slow and succeeds.
-        """
-        self._log.fail(op, after, errno, times, seconds)
-
-
-def _next(scan: _C.LogScan) -> tuple[_C.Buffer, _C.Buffer, int] | None:
-    with says_if_busy():
-        return scan.next()
+        """Fail calls of the system, for tests, as _C.pyi says."""
+        super().fail(op, after, errno, times, seconds)

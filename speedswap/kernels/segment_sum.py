@@ -18,22 +18,6 @@ from speedswap.kernels.host import address, as_read, empty, get_num_threads, req
 from speedswap.kernels.ids import check_ids
 from speedswap.kernels.tensor_rows import gather_rows
 
-__all__ = [
-    "Groups",
-    "dot_segments",
-    "expand",
-    "expand_known",
-    "group",
-    "group_known",
-    "max_segments",
-    "sum_rows",
-    "sum_rows_known",
-    "sum_segments",
-    "sum_segments_back",
-    "sum_taken",
-    "summable",
-]
-
 _SUMMED = (torch.float32, torch.float64)
 _HALF = (torch.float16, torch.bfloat16)
 

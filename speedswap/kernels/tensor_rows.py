@@ -12,8 +12,6 @@ from speedswap.kernels.host import as_ids, check_dtype, empty, get_num_threads, 
 from speedswap.kernels.ids import check_ids, first_duplicate, last_occurrences, require_id_dtype
 from speedswap.kernels.records import Part, Records, gather_records, scatter_records
 
-__all__ = ["gather_rows", "scatter_rows"]
-
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 

@@ -254,7 +254,7 @@ class LocalStore(RowStore):
         names = [name for _, fields in groups for name in fields]
         moves = [(group.records(), list(fields.values())) for group, fields in groups]
 
-        def finish(found: kernels.Found) -> Gathered:
+        def finish(found: kernels.FoundBlocks) -> Gathered:
             return Gathered((Block(found.rows, dict(zip(names, found.blocks, strict=True))), found.local))
 
         prefetch = Prefetch(self._pending, [])

@@ -11,8 +11,8 @@ import simulated_gpu
 import torch
 from children import run_script
 
-from speedswap.kernels.cuda import engines, staging
-from speedswap.kernels.cuda.staging import Ring
+from speedswap.kernels.cuda import engines
+from speedswap.kernels.cuda.engines import Ring
 
 sys.path.insert(0, str(Path(__file__).parent))  # host_library.py, row_log_model.py and others are no tests
 
@@ -60,7 +60,7 @@ def simulation() -> None:
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings with buffers of a page, so that a few rows go through all of them many times."""
-    monkeypatch.setattr(staging, "_BUFFER_BYTES", 4096)
-    monkeypatch.setattr(staging, "_LEAST_BYTES", 512)
+    monkeypatch.setattr(engines, "_BUFFER_BYTES", 4096)
+    monkeypatch.setattr(engines, "_LEAST_BYTES", 512)
     rings: dict[tuple[int, str], Ring] = {}
     monkeypatch.setattr(engines, "ring", lambda *key: rings.setdefault(key, Ring(*key)))

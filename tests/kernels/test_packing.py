@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedswap.kernels import Part, Stored
-from speedswap.kernels.cuda.staging import Packing
+from speedswap.kernels.cuda.engines import Packing
 
 
 def test_columns_side_by_side_are_one_run():

@@ -13,7 +13,7 @@ import torch
 from engine_tables import WAYS, Table, ascending, blocks
 
 from speedswap.kernels import _C, Part
-from speedswap.kernels.cuda import engines, launch, staging
+from speedswap.kernels.cuda import engines, launch
 
 
 def moves_after_a_failure(table: Table, ids: torch.Tensor, gpu: torch.device) -> None:
@@ -36,7 +36,7 @@ def test_an_interrupted_move_leaves_the_buffers_usable(gpu, what: str, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(staging, "get_num_threads", interrupted)
+        patch.setattr(engines, "get_num_threads", interrupted)
         with pytest.raises(KeyboardInterrupt):
             getattr(engines, what)(WAYS["staged"], table.records, ids, blocks([(0, 64)], 450, gpu), gpu)
     moves_after_a_failure(table, ids, gpu)

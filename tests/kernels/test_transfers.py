@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.kernels import Found, Part, Records, Stored, Transfer, Transfers, WantedColumn
-from speedswap.kernels.transfers import transfer as transfer_module
+from speedswap.kernels import FoundBlocks, Part, Records, Stored, Transfer, Transfers, WantedColumn
+from speedswap.kernels import transfers as transfer_module
 
 ascending = st.lists(st.integers(0, 30), unique=True, max_size=20).map(sorted)
 
@@ -34,8 +34,8 @@ def wanted(table: Tensor, first: int, stop: int) -> WantedColumn:
 Moves = list[tuple[Records, list[WantedColumn]]]
 
 
-def prefetch(ids: Tensor, num_rows: int, moves: Moves) -> Transfer[Found | None]:
-    transfer: Transfer[Found | None] = Transfer()
+def prefetch(ids: Tensor, num_rows: int, moves: Moves) -> Transfer[FoundBlocks | None]:
+    transfer: Transfer[FoundBlocks | None] = Transfer()
     kernels.prefetch_on_cpu(transfer, ids, num_rows, moves, lambda found: found)
     return transfer
 

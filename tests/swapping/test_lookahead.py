@@ -23,7 +23,7 @@ import speedswap
 from speedswap import kernels
 from speedswap.errors import IdError, LostUpdateError, SpeedswapWarning, TableClosedError
 from speedswap.kernels.cuda import engines, modules
-from speedswap.kernels.cuda.staging import Ring
+from speedswap.kernels.cuda.engines import Ring
 from speedswap.tables import LocalStore
 
 ROWS, DIM = 60, 5

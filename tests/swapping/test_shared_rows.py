@@ -12,8 +12,8 @@ from torch import Tensor
 
 import speedswap
 from speedswap import kernels
+from speedswap.kernels import transfers_cpu
 from speedswap.kernels.cuda import launch
-from speedswap.kernels.transfers import forward
 from speedswap.tables import Column
 
 ROWS, DIM = 60, 4
@@ -241,7 +241,7 @@ def test_places_found_by_a_prefetch_are_not_sought_again(gpu: str, monkeypatch: 
         launch_kernel(device, stream, name, *rest)
 
     monkeypatch.setattr(kernels, "places_among", watched)
-    monkeypatch.setattr(forward, "places_among", watched)
+    monkeypatch.setattr(transfers_cpu, "places_among", watched)
     monkeypatch.setattr(launch, "launch_kernel", watched_launch)
     model = embedding(gpu)
     train(model, ahead(model, batches(gpu)))

@@ -1,27 +1,237 @@
 """Three ways between host memory and a GPU.
 
 zero_copy: a kernel reads or writes pinned memory directly, over the bus.
-staged: CPU threads gather into pinned buffers, and the copy engine transfers those (staging.py); for any host memory.
+staged: CPU threads gather into pinned buffers, and the copy engine transfers those; for any host memory.
 split: the first rows go by zero_copy, and at the same time the others staged.
 
-``auto`` is zero_copy for pinned memory. Other memory is always staged.
+``auto`` is zero_copy for pinned memory. Other memory is always staged: the wanted columns of each record are packed as
+they are stored, cross the bus in one copy for many rows, and a kernel splits them into the columns' blocks, and
+converts them. A scatter goes the other way. A few buffers rotate: while the CPU fills one, the copy engine reads
+another, and the kernel splits a third. The turns are C++ (csrc/staging.cpp), without the interpreter lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap.kernels.cuda import launch
+from speedswap.kernels import _C
+from speedswap.kernels.cuda import launch, modules
 from speedswap.kernels.cuda.launch import HOST_MULTIPROCESSORS
-from speedswap.kernels.cuda.modules import index_of, side_stream
-from speedswap.kernels.cuda.staging import ring, rows_of
+from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
+from speedswap.kernels.cuda.pinning import PinnedMemory
+from speedswap.kernels.cuda.shapes import block_addresses
+from speedswap.kernels.host import get_num_threads
 from speedswap.kernels.records import Part, Records
 
-__all__ = ["WAYS", "Way", "gather", "move", "scatter"]
+_BUFFERS = 4
+_BUFFER_BYTES = 8 << 20
+# A smaller copy takes hardly less time.
+_LEAST_BYTES = 1 << 19
+_ALIGNMENT = 16
+
+
+class ByteRun(NamedTuple):
+    """Contiguous bytes of a record: their offset, number, and offset when packed."""
+
+    offset: int
+    width: int
+    packed: int
+
+
+class Packing(NamedTuple):
+    """The layout of packed records: bytes per record, the runs, and the columns' offsets."""
+
+    stride: int
+    runs: list[ByteRun]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Packing:
+        """Pack columns. Each keeps its offset within 16 bytes, so that it can be moved in the same words."""
+        runs: list[ByteRun] = []
+        offsets = [0] * len(parts)
+        end = 0
+        for i in sorted(range(len(parts)), key=lambda i: parts[i].offset):
+            offset, width = parts[i].offset, parts[i].width
+            if runs and runs[-1].offset + runs[-1].width == offset:
+                runs[-1] = runs[-1]._replace(width=runs[-1].width + width)
+            else:
+                runs.append(ByteRun(offset, width, _aligned(end) + offset % _ALIGNMENT))
+            offsets[i] = runs[-1].packed + offset - runs[-1].offset
+            end = runs[-1].packed + runs[-1].width
+        return cls(_aligned(end), runs, offsets)
+
+
+def rows_of(parts: Sequence[Part], rows: slice) -> list[Part]:
+    """Return the parts of a slice of the rows."""
+    return [part._replace(block=part.block[rows]) for part in parts]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Buffer(NamedTuple):
+    """Pinned memory, and as much memory on a GPU. Unpinned memory works as well, through the driver's own."""
+
+    host: PinnedMemory
+    near: Tensor
+
+
+class Ring:
+    """The buffers of one GPU in one direction, allocated at first use and owned by one move at a time.
+
+    Args:
+        device: the GPU's number.
+        direction: ``in`` to the GPU, or ``out`` of it.
+    """
+
+    def __init__(self, device: int, direction: Direction) -> None:
+        self._device = torch.device("cuda", device)
+        self._copies = side_stream(device, f"copies {direction}")
+        self._kernels = side_stream(device, f"kernels {direction}")
+        # For ids, which wait for no copy in progress; a scatter leaves none. More than 8 streams would share a queue.
+        self._asking = side_stream(device, "ids in") if direction == "in" else self._kernels
+        self._turns = _C.StagingRing(device, self._copies.cuda_stream, self._kernels.cuda_stream)
+        self._lock = threading.Lock()
+        self._buffers: list[_Buffer] = []
+        self._ids: PinnedMemory | None = None
+        self._places: PinnedMemory | None = None
+        self._copied_places = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def gather(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+        """Fill blocks on the GPU with host records; torch's current stream waits for them.
+
+        Args:
+            records: in host memory, not written meanwhile.
+            ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU; negative ones skip a row.
+            parts: columns with blocks on the GPU.
+            ready: the event after which the blocks may be written, and the ids read.
+        """
+        with self._turn(ready):
+            kept, places = self._to_gather(self._on_host(ids, ready))
+            packed, launches = self._plan("gather", kept, parts, in_order=places is None)
+            pointer = 0 if places is None else places.data_ptr()
+            self._turns.gather(_source(records, kept), packed, pointer, launches, get_num_threads())
+            self._done.record(self._kernels)
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def scatter(self, records: Records, ids: Tensor, parts: Sequence[Part], ready: torch.cuda.Event) -> None:
+        """Write blocks on the GPU to host records, and return when they are written.
+
+        Args:
+            records: in host memory, not accessed meanwhile.
+            ids: int64, shape (n,), n > 0, contiguous, on the CPU or the GPU.
+            parts: columns with blocks on the GPU.
+            ready: the event after which blocks and ids are valid.
+        """
+        with self._turn(ready):
+            on_host = self._on_host(ids, ready)
+            if any(part.stored is not None and part.stored.key is not None for part in parts):
+                ids = ids.to(self._device)
+            packed, launches = self._plan("scatter", on_host, parts, in_order=True)
+            pointer = ids.data_ptr() if ids.is_cuda else 0
+            self._turns.scatter(_source(records, on_host), packed, pointer, launches, get_num_threads())
+
+    def _plan(
+        self, what: launch.What, ids: Tensor, parts: Sequence[Part], *, in_order: bool
+    ) -> tuple[_C.Packed, list[_C.Launch]]:
+        """Return the layout of packed records, and the launches between those of a buffer and the blocks.
+
+        ``in_order`` means that rows of the blocks follow one another, so that a turn's are behind those before it.
+        """
+        packing = Packing.of(parts)
+        at_once = self._rows_at_once(len(ids), packing.stride)
+        near = self._buffers[0].near  # the others are aligned alike, and rows of a block to a word that divides them
+        packed = Records(near.data_ptr(), packing.stride, at_once, self._device, False, near)
+        some = [part._replace(offset=offset) for offset, part in zip(packing.offsets, parts, strict=True)]
+        launches: list[_C.Launch] = []
+        for each in launch.plan(what, packed, at_once, some, launch.multiprocessors(near.device.index)):
+            row_bytes = each.row_bytes if in_order else [0] * len(each.row_bytes)
+            blocks = list(zip(block_addresses(each.columns), row_bytes, strict=True))
+            launches.append(
+                (launch.kernel_handle(self._device, each.kernel), each.grid, each.threads_per_block, each.stride,
+                 each.columns.tobytes(), blocks, each.lanes)
+            )  # fmt: skip
+        return (packing.stride, packing.runs, at_once), launches
+
+    def _to_gather(self, on_host: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the ids that are not negative; and if some are, the rows of the blocks that remain, on the GPU."""
+        if int(on_host.min()) >= 0:
+            return on_host, None
+        (kept,) = torch.nonzero(on_host >= 0, as_tuple=True)
+        nbytes = 8 * len(kept)
+        if self._places is None or self._places.nbytes < nbytes:
+            self._places = PinnedMemory(2 * nbytes + 8)
+        self._copied_places.synchronize()  # of the move before
+        self._places.bytes[:nbytes].view(torch.int64).copy_(kept)
+        with torch.cuda.stream(self._kernels):
+            near = torch.empty(len(kept), dtype=torch.int64, device=self._device)
+        self._copy(near.data_ptr(), self._places.pointer, nbytes, modules.HOST_TO_DEVICE, self._kernels)
+        self._copied_places.record(self._kernels)
+        return on_host[kept], near
+
+    def _copy(self, to: int, from_: int, nbytes: int, kind: int, stream: torch.cuda.Stream) -> None:
+        with modules.on_device(self._device.index):
+            modules.cupy().cuda.runtime.memcpyAsync(to, from_, nbytes, kind, stream.cuda_stream)
+
+    def _on_host(self, ids: Tensor, ready: torch.cuda.Event) -> Tensor:
+        if ids.device.type == "cpu":
+            return ids
+        if self._ids is None or self._ids.nbytes < ids.nbytes:
+            self._ids = PinnedMemory(2 * ids.nbytes)
+        self._asking.wait_event(ready)
+        self._copy(self._ids.pointer, ids.data_ptr(), ids.nbytes, modules.DEVICE_TO_HOST, self._asking)
+        self._asking.synchronize()
+        return self._ids.bytes[: ids.nbytes].view(ids.dtype)
+
+    @contextlib.contextmanager
+    def _turn(self, ready: torch.cuda.Event) -> Iterator[None]:
+        with self._lock:
+            self._kernels.wait_event(ready)
+            try:
+                yield
+            except BaseException:
+                # Interrupted between a copy and its event: the buffers must be idle before the next move.
+                for stream in (self._asking, self._copies, self._kernels):
+                    stream.synchronize()
+                raise
+
+    def _rows_at_once(self, num_rows: int, stride: int) -> int:
+        if not self._buffers or self._buffers[0].host.nbytes < stride:
+            self._renew(max(_BUFFER_BYTES, stride))
+        # At least a few turns, even if one would do: the speed comes from their overlap.
+        nbytes = min(self._buffers[0].host.nbytes, max(_LEAST_BYTES, num_rows * stride // _BUFFERS))
+        return max(1, min(num_rows, nbytes // stride))
+
+    def _renew(self, nbytes: int) -> None:
+        self._copies.synchronize()
+        self._kernels.synchronize()
+        self._buffers = []  # if interrupted, the next move begins here
+        # From the copies' stream: memory just freed by another stream may still be in use there.
+        with torch.cuda.stream(self._copies):
+            near = [torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)]
+        buffers = [_Buffer(PinnedMemory(nbytes), each) for each in near]
+        self._turns.use([(buffer.host.pointer, buffer.near.data_ptr()) for buffer in buffers])
+        self._buffers = buffers
+
+
+def _source(records: Records, ids: Tensor) -> _C.Source:
+    return records.pointer, records.stride, ids.data_ptr(), len(ids)
+
+
+@functools.cache
+def ring(device: int, direction: Direction) -> Ring:
+    """Return the ring of a GPU for one direction: one per process."""
+    return Ring(device, direction)
 
 
 class Way(NamedTuple):

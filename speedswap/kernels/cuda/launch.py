@@ -28,19 +28,6 @@ from speedswap.kernels.cuda.shapes import (
 )
 from speedswap.kernels.records import Part, Records, Stored
 
-__all__ = [
-    "HOST_MULTIPROCESSORS",
-    "What",
-    "fill",
-    "host_limit",
-    "kernel_handle",
-    "launch_kernel",
-    "move",
-    "multiprocessors",
-    "plan",
-    "round_rows",
-]
-
 What = Literal["gather", "scatter"]
 
 _T = TypeVar("_T")

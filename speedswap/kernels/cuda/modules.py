@@ -17,20 +17,6 @@ import torch
 from speedswap._install import pip_install
 from speedswap.kernels import _C
 
-__all__ = [
-    "Direction",
-    "Kernels",
-    "cupy",
-    "fatbin",
-    "index_of",
-    "load",
-    "on_device",
-    "side_stream",
-    "source",
-    "unavailable",
-    "used_devices",
-]
-
 _log = logging.getLogger("speedswap")
 
 Direction = Literal["in", "out"]  # to the GPU, or back

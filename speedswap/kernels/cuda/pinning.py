@@ -13,8 +13,6 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda import modules
 from speedswap.kernels.host import get_num_threads
 
-__all__ = ["PinnedMemory", "anonymous", "pin", "prefault", "unpin", "unregister"]
-
 # Visible in every context (portable), and accessible to kernels (mapped).
 _FLAGS = 0x01 | 0x02
 _CUDART_UNLOADING = 4

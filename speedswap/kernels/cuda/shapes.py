@@ -8,21 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "COLUMNS_PER_LAUNCH",
-    "BlockPart",
-    "CompactPart",
-    "Shape",
-    "block_addresses",
-    "columns_argument",
-    "compact_columns_argument",
-    "convert_shape",
-    "fill_grid",
-    "int8_shape",
-    "launch_shape",
-    "round_grid",
-]
-
 # As in csrc/rows.cuh.
 COLUMNS_PER_LAUNCH = 8
 PIECE = 8

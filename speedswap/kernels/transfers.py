@@ -24,8 +24,6 @@ from speedswap.kernels import _C
 from speedswap.kernels.cuda.modules import Direction, index_of, side_stream
 from speedswap.kernels.ids import Asked, find_all
 
-__all__ = ["Lookup", "Transfer", "Transfers", "Work", "finish_threads", "in_transfer_thread", "used_here"]
-
 T = TypeVar("T")
 S = TypeVar("S", bound="Starts")
 T_co = TypeVar("T_co", covariant=True)

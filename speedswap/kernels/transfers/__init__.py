@@ -1,1 +1,0 @@
-"""Pending transfers: gathers that run ahead of a step and scatters that run behind it."""
