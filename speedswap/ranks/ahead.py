@@ -118,7 +118,7 @@ class RowsAhead(Prefetched):
         store = self._store
         self.route = Route.asked(store.owners, store.group.rank, self.wanted, received, ids)
         with store.own.lock:
-            store.watch(self)
+            store.lent.add(self)
             self.block = store.own.lease(self.route.union, device=_CPU)
         return self.route.parcel(self.block.weight)
 
@@ -168,7 +168,7 @@ class RowsAhead(Prefetched):
         own, route = self._store.own, self.route
         with own.lock:
             changed, self._changed, self.is_taken = self._changed, None, True
-            self._store.unwatch(self)
+            self._store.lent.discard(self)
             places = _among(route.union, changed or [])
             if len(places):
                 fresh = own.lease(route.union[places], device=_CPU)

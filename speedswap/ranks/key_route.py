@@ -1,20 +1,22 @@
-"""The way of a batch's keys between the rank that has them and their owners."""
+"""The way of a batch's keys between the rank that has them and their owners, who give new ones a place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import Task
+from speedswap.errors import IdMapFullError
 from speedswap.kernels import Texts
 from speedswap.tables.keys import Keys, select_texts
 
-__all__ = ["KeyRoute", "owners_of_keys", "sent_texts"]
+if TYPE_CHECKING:
+    from speedswap.ranks.keys import ShardedIdMap
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio
 
@@ -37,7 +39,7 @@ class KeyRoute:
     Attributes:
         of_map: the map of each part of the keys.
         places: of each part's keys among those of it that were sent.
-        firsts: where each part begins among the keys sent, before they are ordered; and their number.
+        counts: how many keys of each part were sent.
         order: of the keys sent by their owners.
         sent, received: how many keys go to each rank, and come from it.
         asked: for each map the keys asked about here, part after part, in the order of ranks: numbers and texts.
@@ -46,7 +48,7 @@ class KeyRoute:
 
     of_map: list[int]
     places: list[Tensor]
-    firsts: list[int]
+    counts: list[int]
     order: Tensor
     sent: list[int]
     received: list[int]
@@ -66,11 +68,13 @@ class KeyRoute:
         size = len(task.lane.ranks)
         of_map = [index for index, some in enumerate(parts) for _ in some]
         given = [part for some, counts in zip(keys, parts, strict=True) for part in _parted(some, counts)]
-        sent_keys, places = [], []
-        for index, part in zip(of_map, given, strict=True):
-            distinct, of_given = _distinct(part) if once[index] else (part, torch.arange(len(part)))
-            sent_keys.append(distinct)
-            places.append(of_given)
+        sent_keys, places = zip(
+            *(
+                _distinct(part) if once[index] else (part, torch.arange(len(part)))
+                for index, part in zip(of_map, given, strict=True)
+            ),
+            strict=True,
+        )
         counts = torch.tensor([len(part) for part in sent_keys])
         numbers = torch.cat([part.numbers for part in sent_keys])
         owner = owners_of_keys(numbers, size)
@@ -79,42 +83,33 @@ class KeyRoute:
         to_each = torch.bincount(owner * len(given) + of_part, minlength=size * len(given)).view(size, -1)
         from_each = task.send(to_each, [1] * size, [1] * size)
         sent, received = to_each.sum(1).tolist(), from_each.sum(1).tolist()
-        came = task.send(numbers[order], sent, received)
+        came, texts = task.send(numbers[order], sent, received), None
+        if any(some.texts is not None for some in keys):
+            texts = sent_texts(task, select_texts(_joined(sent_keys), order), sent, received)
         by_map = torch.repeat_interleave(torch.arange(len(given)).repeat(size), from_each.view(-1)).argsort(stable=True)
         of_maps = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.tensor(of_map), from_each.sum(0))
-        asked: list[tuple[Tensor, Texts | None]] = []
-        texts = None
-        if any(some.texts is not None for some in keys):
-            found = sent_texts(task, select_texts(_joined(sent_keys), order), sent, received)
-            texts = select_texts(found, by_map)
-        begin = 0
-        for some, own in zip(keys, torch.split(came[by_map], of_maps.tolist()), strict=True):
-            within = torch.arange(begin, begin + len(own))
-            asked.append((own, None if some.texts is None or texts is None else select_texts(texts, within)))
-            begin += len(own)
-        firsts = [0, *counts.cumsum(0).tolist()]
-        return cls(of_map, places, firsts, order, sent, received, asked, by_map)
+        asked = [
+            (came[own], None if some.texts is None or texts is None else select_texts(texts, own))
+            for some, own in zip(keys, torch.split(by_map, of_maps.tolist()), strict=True)
+        ]
+        return cls(of_map, [*places], counts.tolist(), order, sent, received, asked, by_map)
 
     def bring(self, task: Task, answers: Sequence[Tensor]) -> Tensor:
-        """Send an answer for each key asked about here; return those of the keys sent, by their owners.
+        """Send an answer for each key asked about here; return those of the keys sent, part after part.
 
         Args:
             task: the ranks' common one.
             answers: for each map, shape (n,), of one dtype.
         """
-        return task.send(_put(torch.cat(list(answers)), self.by_map), self.received, self.sent)
-
-    def before_ordering(self, answers: Tensor) -> Tensor:
-        """Return the answers of the keys sent map after map, as they were given."""
-        return _put(answers, self.order)
+        return _put(task.send(_put(torch.cat(list(answers)), self.by_map), self.received, self.sent), self.order)
 
     def send_back(self, task: Task, values: Tensor, chosen: Tensor, wanted: Tensor) -> Tensor:
         """Send a value for some of the keys that were sent, to their owners, and return those that came here.
 
         Args:
             task: the ranks' common one.
-            values: for the chosen keys, in the order before ordering, shape (m,).
-            chosen: bool, of the keys that were sent, before ordering.
+            values: for the chosen keys, part after part, shape (m,).
+            chosen: bool, of the keys that were sent, part after part.
             wanted: bool, of the keys asked about here, map after map: those that a value comes for.
 
         Returns:
@@ -130,15 +125,9 @@ class KeyRoute:
     def given(self, answers: Tensor) -> list[Tensor]:
         """Return, for each map, the answer of every key that was given, out of those that :meth:`bring` has brought."""
         found: list[list[Tensor]] = [[] for _ in self.asked]
-        for index, places, part in zip(
-            self.of_map, self.places, self.by_part(self.before_ordering(answers)), strict=True
-        ):
+        for index, places, part in zip(self.of_map, self.places, torch.split(answers, self.counts), strict=True):
             found[index].append(part[places])
         return [torch.cat(own) for own in found]
-
-    def by_part(self, values: Tensor) -> list[Tensor]:
-        """Return values of the keys sent, before ordering, for each part."""
-        return [values[begin:end] for begin, end in pairwise(self.firsts)]
 
 
 def _parted(keys: Keys, counts: Sequence[int]) -> Iterator[Keys]:
@@ -146,10 +135,9 @@ def _parted(keys: Keys, counts: Sequence[int]) -> Iterator[Keys]:
     if len(counts) == 1:
         yield keys
         return
-    ends = list(accumulate(counts, initial=0))
-    for begin, end in pairwise(ends):
-        texts = None if keys.texts is None else select_texts(keys.texts, torch.arange(begin, end))
-        yield Keys(keys.numbers[begin:end], (end - begin,), keys.device, texts)
+    for within in torch.split(torch.arange(len(keys)), list(counts)):
+        texts = None if keys.texts is None else select_texts(keys.texts, within)
+        yield Keys(keys.numbers[within], (len(within),), keys.device, texts)
 
 
 def _distinct(keys: Keys) -> tuple[Keys, Tensor]:
@@ -188,3 +176,110 @@ def _offsets(lengths: Tensor) -> Tensor:
 def _put(values: Tensor, places: Tensor) -> Tensor:
     """Return values in the places that they belong to."""
     return torch.empty_like(values).index_copy_(0, places, values)
+
+
+NEW, RENEWED, FULL = 1, 2, 4
+
+
+class NewKeys:
+    """The keys that a rank is asked about in a training lookup, in its own part of some maps.
+
+    Attributes:
+        news: whether keys are new here, whether rows start anew, and whether there are too few.
+    """
+
+    def __init__(self, maps: Sequence[ShardedIdMap], route: KeyRoute) -> None:
+        self._maps = maps
+        self._route = route
+        self._undos = [kernels.IdMapUndo() for _ in maps]
+        self._had = [each._map.cursor.used for each in maps]
+        self._totals = [each._used for each in maps]
+        self._places: list[Tensor] = []
+        self.news = 0
+
+    def add(self) -> None:
+        """Give places in the own maps to the keys that are new: in all of them, or in none."""
+        maps, asked = self._maps, self._route.asked
+        self._places, full = kernels.add_to_maps([each._map for each in maps], asked, self._undos)
+        if full >= 0:
+            self.news = FULL
+            return
+        new = [each._map.cursor.used - had for each, had in zip(maps, self._had, strict=True)]
+        are_stale = any(each._free_rows_are_stale for each in maps)
+        has_renewed = any(len(each._map.renewed) or len(each._stale) for each in maps)
+        self.news = NEW * any(new) | RENEWED * (has_renewed or (are_stale and any(new)))
+
+    def number(self, task: Task) -> None:
+        """Give rows to the keys that are new, in the order of ranks and of their batches; every rank calls this.
+
+        A key's row is given by the rank that has it first: there its turn is known.
+        """
+        route, maps = self._route, self._maps
+        first = torch.cat([_is_first(places, had) for places, had in zip(self._places, self._had, strict=True)])
+        sizes = [len(places) for places in self._places]
+        mine = route.bring(task, torch.split(first.to(torch.uint8), sizes)).bool()
+        counts = torch.stack([part.sum() for part in torch.split(mine, route.counts)])
+        of_ranks = torch.stack(task.share_numbers(counts))
+        before = of_ranks[: task.lane.rank].sum(0).tolist()
+        totals, given = list(self._totals), []
+        for index, start, own, of_all in zip(
+            route.of_map, before, counts.tolist(), of_ranks.sum(0).tolist(), strict=True
+        ):
+            first_row = totals[index] + start + 1
+            given.append(torch.arange(first_row, first_row + own))
+            totals[index] += of_all
+        for each, total in zip(maps, totals, strict=True):
+            if total > each.capacity:
+                task.finish()  # the others know
+                raise IdMapFullError(
+                    f"keys of all ranks has more new keys than the {each.capacity - each._used} rows that are left of "
+                    f'{each.capacity}; make the map with a greater capacity, or with evict="lru" or "lfu"; nothing '
+                    "was added"
+                )
+        rows = route.send_back(task, torch.cat(given).to(torch.int32), mine, first)
+        new = [each._map.cursor.used - had for each, had in zip(maps, self._had, strict=True)]
+        for each, had, own in zip(maps, self._had, torch.split(rows, new), strict=True):
+            each._rows = _written(each._rows, had + 1, own)
+        self._totals = totals
+
+    def rows(self) -> list[Tensor]:
+        """Return the row of each key that this rank is asked about."""
+        return [each._rows[places] for each, places in zip(self._maps, self._places, strict=True)]
+
+    def renewed(self) -> list[Tensor]:
+        """Return the rows of own keys that start anew, for each map."""
+        renewed = []
+        for each, had in zip(self._maps, self._had, strict=True):
+            places = torch.cat([each._stale, each._renewed_since(each._map.cursor._replace(used=had))])
+            renewed.append(each._rows[kernels.unique(places)[0]].long())
+        return renewed
+
+    def accept(self) -> None:
+        """Let the batch have come."""
+        self._undos = []
+        for each, total in zip(self._maps, self._totals, strict=True):
+            each._used = total
+            each._stale = each._stale[:0]
+
+    def take_back(self) -> None:
+        """Let the batch not have come, unless it was accepted."""
+        for each, undo in zip(self._maps, self._undos, strict=False):
+            each._map.undo(undo)
+
+
+def _is_first(places: Tensor, had: int) -> Tensor:
+    """Return whether each key is the first that has its place, among the places after the first ``had``."""
+    if not len(places):
+        return torch.empty(0, dtype=torch.bool)
+    highest = torch.cat([torch.tensor([had]), places.cummax(0).values[:-1]])
+    return places > highest.clamp(min=had)
+
+
+def _written(rows: Tensor, begin: int, values: Tensor) -> Tensor:
+    """Return rows with values from a place on, in memory that grows by an eighth at least."""
+    if begin + len(values) > len(rows):
+        longer = torch.zeros(begin + len(values) + len(rows) // 8, dtype=rows.dtype)
+        longer[:begin] = rows[:begin]
+        rows = longer
+    rows[begin : begin + len(values)] = values
+    return rows

@@ -1,10 +1,11 @@
-"""Ids that grow, with keys that are owned by the ranks of a job."""
+"""Ids that grow, with keys that are owned by the ranks of a job, and the rows that they get in tables of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,13 +14,21 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import deferred_interrupts
-from speedswap.ranks.key_route import KeyRoute
-from speedswap.ranks.new_keys import FULL, NEW, RENEWED, NewKeys
-from speedswap.ranks.owned_keys import SETTINGS, OwnedKeys
+from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys, sent_texts
+from speedswap.swapping.keyed import KeyedLookup, KeyedRows
+from speedswap.tables.files.damage import require, says_damaged
+from speedswap.tables.files.keys_file import SavedMap, joined, restored, selected
 from speedswap.tables.id_map import AskedAhead, IdMap
-from speedswap.tables.keys import Keys, as_keys
+from speedswap.tables.keys import Keys, as_keys, select_texts
+from speedswap.tables.table import Table
 
-__all__ = ["Added", "ShardedIdMap"]
+if TYPE_CHECKING:
+    from speedswap.ranks.step import ShardedStep
+
+__all__ = ["ShardedIdMap", "ShardedKeys", "part_of", "shares_of"]
+
+_SETTINGS = ("capacity", "keys", "admit_after", "evict")
+_Asked = tuple[Keys, bool, Sequence[int]]  # at own pace: keys, whether they are added, and how many are in each part
 
 
 class Added(NamedTuple):
@@ -36,21 +45,7 @@ class Added(NamedTuple):
     is_any_renewed: bool
 
 
-class _AskedKeys(NamedTuple):
-    """A lookup of keys while the ranks run their passes at a pace of their own.
-
-    Attributes:
-        keys: of the lookup.
-        adds: True for a training one.
-        parts: the number of keys in each part.
-    """
-
-    keys: Keys
-    adds: bool
-    parts: Sequence[int]
-
-
-class ShardedIdMap(OwnedKeys):
+class ShardedIdMap(IdMap):
     """An id map whose keys are owned by ranks: each knows the rows of its own keys, and counts their sightings.
 
     Rows are given over all ranks in the order of the keys' first occurrence, rank after rank, as one process gives them
@@ -64,13 +59,22 @@ class ShardedIdMap(OwnedKeys):
         group: the ranks.
 
     Attributes:
+        number: of the map among those of the group, the same on every rank.
+        share: the number of keys that this rank can own.
         renew: lets rows start anew in the table, without a lookup that asks: while ranks run at a pace of their own.
     """
 
     def __init__(self, settings: IdMap, group: RankGroup) -> None:
-        self.number = group.add(self)
-        super().__init__(settings, group)
+        self.group, self.number = group, group.add(self)
+        self.capacity, self.evict = settings.capacity, settings.evict
+        self._used_by = [0] * len(group)  # rows of what is being restored, by the rank that owns their keys
+        self._last_in_parts = 0  # the last of those rows
+        self.share = self._own_share()
+        super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
+        self.holder = settings.holder
         self.renew: Callable[[Tensor], object] = lambda rows: None
+        self._rows = torch.zeros(1, dtype=torch.int32)  # of each own key, by its place in the loops' map
+        self._used = 0  # rows, on all ranks
         self._serves = False
 
     @classmethod
@@ -88,7 +92,7 @@ class ShardedIdMap(OwnedKeys):
             return given
         if len(id_map):
             raise ValueError(f"id_map has {len(id_map)} keys already; a table owned by ranks begins with a new map")
-        group.require_same_settings("id_map", {name: getattr(id_map, name) for name in SETTINGS})
+        group.require_same_settings("id_map", {name: getattr(id_map, name) for name in _SETTINGS})
         found = id_map.successor = cls(id_map, group)
         return found
 
@@ -112,9 +116,38 @@ class ShardedIdMap(OwnedKeys):
 
     def stands_for(self, id_map: IdMap) -> bool:
         is_new = id_map.successor is None and not isinstance(id_map, ShardedIdMap) and not len(id_map)
-        if is_new and all(getattr(id_map, name) == getattr(self, name) for name in SETTINGS):
+        if is_new and all(getattr(id_map, name) == getattr(self, name) for name in _SETTINGS):
             id_map.successor = self
         return id_map is self or id_map.successor is self
+
+    def _empty(self) -> kernels.KeyMap:
+        return kernels.KeyMap(self.share, self.keys == "exact", self.admit_after, self.evict)
+
+    def __len__(self) -> int:
+        """Return the number of keys that have a row, on all ranks."""
+        return self._used
+
+    @property
+    def counts(self) -> bool:
+        """True if sightings of a key are counted, so that each of them is sent to its owner."""
+        return self.admit_after > 1 or self.evict == "lfu"
+
+    def _own_share(self) -> int:
+        """Return the number of keys that this rank can own, with those that it has among them."""
+        if self.evict is None:
+            return self.capacity
+        share = shares_of(self.capacity, self._used_by)[self.group.rank]
+        if not share:
+            raise ValueError(
+                f"capacity is {self.capacity}, of which this rank, one of {len(self.group)} that evict, gets no row; "
+                "give the map more rows, or use fewer ranks"
+            )
+        return share
+
+    def renew_later(self, rows: Tensor) -> None:
+        """Let rows that could not be reset now start anew when the next keys are added."""
+        places = torch.isin(self._rows[: self._map.cursor.used + 1], rows.to(torch.int32)).nonzero().squeeze(1)
+        super().renew_later(places[places > 0])
 
     # ------------------------------------------------------------------ keys to rows
 
@@ -200,29 +233,28 @@ class ShardedIdMap(OwnedKeys):
 
     def _at_own_pace(self, keys: Any, *, adds: bool, parts: Sequence[int] | None = None) -> Tensor:
         found = as_keys(keys, self.keys)
-        asked = _AskedKeys(found, adds, parts or [len(found)])
-        return self.group.own_pace.look_up(self.number, asked)
+        return self.group.own_pace.look_up(self.number, (found, adds, parts or [len(found)]))
 
-    def serve(self, task: Task, asked: _AskedKeys | None) -> Tensor | None:
+    def serve(self, task: Task, asked: _Asked | None) -> Tensor | None:
         """Answer a lookup of keys, while the ranks run at a pace of their own: first those that add none."""
-        note = 0 if asked is None else len(asked.parts) << 1 | asked.adds
+        note = 0 if asked is None else len(asked[2]) << 1 | asked[1]
         wanted = [each for each in task.round(note=note).notes if each]
         adds = all(each & 1 for each in wanted)
-        is_mine = asked is not None and asked.adds == adds
+        is_mine = asked is not None and asked[1] == adds
         if asked is not None and is_mine:
-            keys, parts = asked.keys, asked.parts
+            keys, _, parts = asked
         else:
             none = torch.empty(0, dtype=torch.int64)
             keys = Keys(none, (0,), none.device, kernels.texts_of([]) if self.keys == "exact" else None)
             parts = [0] * max(each >> 1 for each in wanted)
         self._serves = True
         try:
-            if not adds:
-                rows = self.look_up_all([self], [keys])[0]
-            else:
+            if adds:
                 rows, renewed, is_any_renewed = self.add_all([self], [keys], [parts])[0]
                 if is_any_renewed:
                     self.renew(renewed)
+            else:
+                (rows,) = self.look_up_all([self], [keys])
         finally:
             self._serves = False
         return rows if is_mine else None
@@ -233,6 +265,87 @@ class ShardedIdMap(OwnedKeys):
     @staticmethod
     def ask_all(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
         _refuse_ahead()
+
+    # ------------------------------------------------------------------ saving
+
+    def _saved(self, cells: tuple[Tensor, Tensor] | None = None) -> SavedMap:
+        rows = self._rows[1 : self._map.cursor.used + 1].clone() if cells is None else self._rows[cells[0].long()]
+        return super()._saved(cells)._replace(own_rows=rows)
+
+    def _kept(self, part: SavedMap) -> SavedMap:
+        rows = part.own_rows
+        last = part.cursor.used if rows is None else int(rows.max()) if len(rows) else 0
+        self._last_in_parts = max(self._last_in_parts, last)
+        size, rank = len(self.group), self.group.rank
+        used_by = owners_of_keys(part.rows.numbers, size).bincount(minlength=size).tolist()
+        self._used_by = [sum(both) for both in zip(self._used_by, used_by, strict=True)]
+
+        def is_own(numbers: Tensor) -> Tensor:
+            return owners_of_keys(numbers, size) == rank
+
+        waiting = part.probation.numbers
+        if part.probation.counts is not None:  # else no key is on probation
+            waiting = waiting[part.probation.counts.long() > 0]
+        is_own_part = part.own_rows is not None and bool(is_own(torch.cat([part.rows.numbers, waiting])).all())
+        return part if is_own_part else selected(part, is_own)
+
+    @contextmanager
+    def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
+        self._used_by = [0] * len(self.group)
+        self._last_in_parts = 0
+        if isinstance(raw, Tensor):  # the whole map
+            self.group.require_alike(raw, f"bytes of {what}")
+        with super().restoring(raw, what=what):
+            yield
+
+    def _restored(self, parts: list[SavedMap], what: str) -> tuple[SavedMap, kernels.KeyMap]:
+        with says_damaged(what, "; restore all parts of it from a copy"):
+            require(self._last_in_parts == sum(self._used_by), "the keys of some rows are missing")
+        share = self._own_share()
+        own = [part for part in parts if part.cursor.used or part.cursor.probation_used]
+        if len(own) == 1 and _fits_ring(own[0], share):  # as this rank has saved it, places on probation too
+            saved = own[0]._replace(free_rows_are_stale=any(part.free_rows_are_stale for part in parts))
+        else:
+            saved = joined(parts, self.capacity)
+        if len(saved.probation.numbers) > share:
+            saved = joined([saved], share)
+        return saved, restored(saved, what, share)
+
+    def _adopt(self, saved: SavedMap, restored: kernels.KeyMap) -> None:
+        assert saved.own_rows is not None
+        super()._adopt(saved, restored)
+        self.share = self._own_share()
+        self._rows = torch.cat([torch.zeros(1, dtype=torch.int32), saved.own_rows])
+        self._used = sum(self._used_by)
+
+    def whole_bytes(self) -> Tensor:
+        """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
+        mine, size = self.to_bytes(), len(self.group)
+        with self.group.main.task(Kind.PARTS, self.number) as task:
+            lengths = task.round([len(mine)] * size).counts
+            parts = torch.split(task.send(mine.repeat(size), [len(mine)] * size, lengths), lengths)
+        whole = IdMap(self.capacity, keys=self.keys, admit_after=self.admit_after, evict=self.evict)
+        whole.restore(parts)
+        return whole.to_bytes()
+
+    def row_keys(self) -> Tensor | kernels.Texts:
+        """Return the keys of all rows, those of all ranks; every rank calls this. As :meth:`IdMap.row_keys`."""
+        with self.group.main.task(Kind.PARTS, self.number) as task, self._unbroken():
+            saved, size = self._map.save(False), len(self.group)
+            places = torch.arange(len(saved.numbers)).repeat(size)
+            sent = [len(saved.numbers)] * size
+            received = task.round(sent).counts
+            order = task.send(self._rows[1:][places], sent, received).argsort()
+            numbers = task.send(saved.numbers[places], sent, received)[order]
+            if saved.texts is None:
+                return numbers
+            return select_texts(sent_texts(task, select_texts(saved.texts, places), sent, received), order)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
+        raise TypeError("the keys of the id map are owned by ranks, and cannot be copied; save the table")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("the keys of the id map are owned by ranks, and cannot be pickled; save the table")
 
 
 @contextmanager
@@ -252,3 +365,99 @@ def _shaped(rows: Sequence[Tensor], keys: Sequence[Keys]) -> list[Tensor]:
 
 def _refuse_ahead() -> NoReturn:
     raise IdMapError("keys that are owned by ranks are not asked for ahead of their turn; look them up when it comes")
+
+
+def _fits_ring(part: SavedMap, share: int) -> bool:
+    """Return whether keys on probation can stay where they are, in a ring of so many places."""
+    used = part.cursor.probation_used
+    return used == share or used == part.cursor.last_place < share
+
+
+def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
+    """Return the number of keys that each rank can own: an equal share, and at least those that it has.
+
+    What is left where some have more is shared equally by the others. Shares stay the same as ranks fill them up, so
+    that a training evicts the same keys after it was loaded.
+
+    Args:
+        capacity: rows of all ranks.
+        used_by: rows that each rank has keys for, in their order; the sum is at most ``capacity``.
+    """
+    shares = [0] * len(used_by)
+    within = [*range(len(used_by))]
+    while within:
+        each, more = divmod(
+            capacity - sum(used for rank, used in enumerate(used_by) if rank not in within), len(within)
+        )
+        for place, rank in enumerate(within):
+            shares[rank] = each + (place < more)
+        beyond = [rank for rank in within if used_by[rank] > shares[rank]]
+        if not beyond:
+            break
+        for rank in beyond:
+            shares[rank] = used_by[rank]
+        within = [rank for rank in within if rank not in beyond]
+    return shares
+
+
+def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
+    """Return the part of a map that a rank owns, out of those that other ranks owned."""
+    saved = [part.part for part in parts if part.part is not None]
+    kept = [selected(each, lambda numbers: owners_of_keys(numbers, world_size) == rank) for each in saved]
+    found = IdMap(**saved[0].settings)
+    found.part = joined(kept, found.capacity)
+    return found
+
+
+class ShardedKeys(KeyedRows):
+    """The id map of a table whose keys and rows ranks own.
+
+    Args:
+        id_map, table, step, first_row: as for :class:`KeyedRows`.
+    """
+
+    is_over_ranks = True
+    id_map: ShardedIdMap
+    step: ShardedStep
+
+    def __init__(self, id_map: IdMap, table: Table, step: ShardedStep, first_row: int) -> None:
+        super().__init__(id_map, table, step, first_row)
+        start_anew = weakref.WeakMethod(self._start_anew)
+        self.id_map.renew = lambda rows: (found := start_anew()) and found(rows)
+
+    def _start_anew(self, rows: Tensor) -> None:
+        """Let rows start anew that no training lookup of this rank has asked for; every rank calls this."""
+        try:
+            self.step.start_anew(rows + self.first_row)
+        except BaseException:
+            self.id_map.renew_later(rows)
+            raise
+
+    @staticmethod
+    def find_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+        found = ShardedIdMap.look_up_all([_map_of(each) for each in lookups], [each.given for each in lookups])
+        return [rows.to(each.device) for rows, each in zip(found, lookups, strict=True)]
+
+    @staticmethod
+    def take_all(lookups: Sequence[KeyedLookup]) -> list[Tensor]:
+        maps = [_map_of(each) for each in lookups]
+        added = ShardedIdMap.add_all(maps, [each.given for each in lookups], [each.parts for each in lookups])
+        if any(each.is_any_renewed for each in added):
+            renewed: dict[ShardedStep, list[Tensor]] = {}
+            for each, own in zip(lookups, added, strict=True):
+                assert isinstance(each.table, ShardedKeys)
+                renewed.setdefault(each.table.step, []).append(own.renewed + each.table.first_row)
+            try:
+                for step, rows in renewed.items():
+                    step.start_anew(torch.cat(rows))
+            except BaseException:
+                for id_map, own in zip(maps, added, strict=True):
+                    id_map.renew_later(own.renewed)
+                raise
+        return [own.rows.to(each.device) for each, own in zip(lookups, added, strict=True)]
+
+
+def _map_of(lookup: KeyedLookup) -> ShardedIdMap:
+    """Return the map of a lookup, of a collection whose keys are all owned by ranks."""
+    assert isinstance(lookup.table, ShardedKeys)
+    return lookup.table.id_map

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import os
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,25 +20,26 @@ from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
 from speedswap.ranks.keys import ShardedIdMap
-from speedswap.ranks.owned_store import OwnedStore
-from speedswap.ranks.route import LentRows, Routes, Wanted
+from speedswap.ranks.route import LentRows, Route, Routes, Wanted
 from speedswap.ranks.step import ShardedStep
 from speedswap.ranks.whole import alone, read_part, save_shards, write_part
-from speedswap.tables.init import CHUNK_ROWS
+from speedswap.tables.files.manifest import MANIFEST, shard_name
+from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.record import Block, Column
-from speedswap.tables.shards.owners import Owners
+from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
 from speedswap.tables.storage import lives_there
-from speedswap.tables.store import JointRows, Prefetched, RowStore
+from speedswap.tables.store import Files, JointRows, Prefetched, RowStore, WrappedStore
+from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
-    from speedswap.tables.table import Table
+    from speedswap.tables.store import Checked
 
 __all__ = ["ShardedStore"]
 
 
-class ShardedStore(OwnedStore, JointRows):
+class ShardedStore(RowStore, Files, JointRows):
     """Rows owned by the ranks of a process group, as one table on every one of them.
 
     Calls that read or write rows are made by all ranks at once, in one order, each with rows of its own: ids go to
@@ -43,22 +47,61 @@ class ShardedStore(OwnedStore, JointRows):
     optimizer steps in without asking anybody.
 
     Args:
-        own, owners, group, name, weight: as for :class:`OwnedStore`.
+        own: the rows of this rank, at the places that ``owners`` gives them.
+        owners: which rank owns a row.
+        group: the ranks.
+        name: for messages.
+        weight: the column of the whole table's weights.
+        reduction: of the ranks' gradients, in a training step.
 
     Attributes:
+        own: the table of this rank's rows.
+        lent: rows that are lent ahead of their step, and note which of them change; guarded by the lock of ``own``.
         number: of this table among those of the group, the same on every rank.
-        reduction: of the ranks' gradients, in a training step.
     """
 
+    group: RankGroup
     reads_copies = True
-    reduction = "mean"
 
-    def __init__(self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column) -> None:
-        super().__init__(own, owners, group, name=name, weight=weight)
+    def __init__(
+        self, own: RowStore, owners: Owners, group: RankGroup, *, name: str, weight: Column, reduction: str
+    ) -> None:
+        self.lent: weakref.WeakSet[RowsAhead] = weakref.WeakSet()
+        self.own = Table(_OwnRows(own, owners, group.rank, self.lent))
+        self.owners, self.group, self.name, self.reduction = owners, group, name, reduction
+        self.num_embeddings = owners.num_embeddings
+        self.storage, self.engine, self.seed = own.storage, own.engine, own.seed
+        self.notes = own.notes  # the maps' part that this rank owns is kept with its rows
+        self._weight = weight
         self.number = group.add(self)
         for each, found in self.notes.id_maps.items():
             if found.part is not None:  # in files
                 self.notes.id_maps[each] = ShardedIdMap.reopened(found, group)
+
+    # ------------------------------------------------------------------ description
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        own = self.own.columns
+        return {**whole_columns(own), "weight": replace(self._weight, rounding=own["weight"].rounding)}
+
+    @property
+    def files(self) -> Files | None:
+        return None if self.own.store.files is None else self
+
+    @property
+    def closed(self) -> bool:
+        return self.own.closed
+
+    @property
+    def pinned(self) -> bool:
+        return self.own.pinned
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        """Leave it to the owner's table, which notes a change where it is made."""
+
+    def check(self, *, writing: bool = False) -> bool:
+        return self.own.store.check(writing=writing)
 
     @property
     def joint(self) -> ShardedStore:  # type: ignore[override]
@@ -149,10 +192,8 @@ class ShardedStore(OwnedStore, JointRows):
         Returns:
             The places of those that this rank owns, in :attr:`own`, ascending; and the rows of all ranks.
         """
-        size = len(self.group)
         with self.task(Kind.RESET) as task:
-            counts = task.round([len(rows)] * size).counts
-            every = task.send(rows.repeat(size), [len(rows)] * size, counts)
+            every = torch.cat(task.share_numbers(rows))
             places = self.owners.places(every[self.owners.of(every) == self.group.rank], self.group.rank).sort().values
             task.round()
             self.own.reset_rows(places)
@@ -164,10 +205,6 @@ class ShardedStore(OwnedStore, JointRows):
         """Count a write of all ranks, of which this rank had no rows: its number is that of stochastic rounding."""
         if not len(places):
             self.notes.writes += 1
-
-    def look_up_at_own_pace(self, rows: Tensor) -> Tensor:
-        """Bring weights, in host memory, while the ranks run their passes at a pace of their own."""
-        return self.group.own_pace.look_up(self.number, rows)
 
     def serve(self, task: Task, rows: Tensor | None) -> Tensor | None:
         asked, device = torch.empty(0, dtype=torch.int64) if rows is None else rows, torch.device("cpu")
@@ -192,7 +229,7 @@ class ShardedStore(OwnedStore, JointRows):
         """Bring rows from their owners; every rank calls this, with rows of its own."""
         device = device or rows.device
         if self.group.own_pace.is_active and columns is not None and list(columns) == ["weight"]:
-            return Block(rows, {"weight": self.look_up_at_own_pace(rows).to(device)})
+            return Block(rows, {"weight": self.group.own_pace.look_up(self.number, rows).to(device)})
         with self.task(Kind.GATHER) as task:
             wanted, places = Wanted.of(self.owners, rows)
             routes = self.ask(task, wanted, columns=self.columns if columns is None else columns)
@@ -216,26 +253,75 @@ class ShardedStore(OwnedStore, JointRows):
 
     def _scatter(self, rows: Tensor, values: Mapping[str, Tensor], *, keeps_last: bool) -> bool:
         with self.task(Kind.SCATTER) as task:
-            wanted, places = Wanted.of(self.owners, rows)
-            (route,) = self.ask(task, wanted, columns=values).each
+            route, came = self._send(task, rows, values)
             twice = any(task.round(note=int(len(route.union) != len(route.positions))).notes)
             if twice and not keeps_last:
                 raise DuplicateIdError(
                     f"a row of table {self.name!r} was written by several ranks at once; let one of them write it"
                 )
             last = kernels.last_occurrences(route.positions)  # of each row of the union, in its order
-            came: dict[str, Tensor] = {}
-            for name, tensor in ((name, values[name]) for name in self.columns if name in values):
-                ordered = torch.empty_like(tensor).index_copy_(0, places.to(tensor.device), tensor.detach())
-                sent = task.send(ordered, wanted.sent, route.received)
-                came[name] = sent.index_select(0, last.to(sent.device))
-            task.round()
+            came = {name: some.index_select(0, last.to(some.device)) for name, some in came.items()}
             self.own.give_back(Block(route.union, {}), came)
             self._count_write(route.union)
             task.finish()
         return twice
 
+    def _send(self, task: Task, rows: Tensor, values: Mapping[str, Tensor]) -> tuple[Route, dict[str, Tensor]]:
+        """Send values of rows to their owners; return the way, and what has come here for the rows of this rank."""
+        wanted, places = Wanted.of(self.owners, rows)
+        (route,) = self.ask(task, wanted, columns=values).each
+        came: dict[str, Tensor] = {}
+        for name, given in ((name, values[name].detach()) for name in self.columns if name in values):
+            ordered = torch.empty_like(given).index_copy_(0, places.to(given.device), given)
+            came[name] = task.send(ordered, wanted.sent, route.received)
+        return route, came
+
     # ------------------------------------------------------------------ whole columns
+
+    def write(self, column: str, start: int, values: Tensor) -> None:
+        """Overwrite rows; every rank calls this with the same values, and writes its own."""
+        for first in range(0, len(values), CHUNK_ROWS):
+            some = values[first : first + CHUNK_ROWS]
+            ids = torch.arange(start + first, start + first + len(some))
+            mine = self.owners.of(ids) == self.group.rank
+            if mine.any():
+                self._put(column, self.owners.places(ids[mine], self.group.rank), some[mine.to(some.device)])
+
+    def _put(self, column: str, places: Tensor, values: Tensor) -> None:
+        """Overwrite own rows of a column: rounded to nearest, and not counted among the scatters."""
+        held = self.own.columns[column]
+        if held.compact and held.rounding == "stochastic":
+            values = values.to(held.stored_dtype).to(held.dtype)  # which no rounding changes
+        order, writes = places.argsort(), self.notes.writes
+        if len(places):
+            self.own.give_back(Block(places[order], {}), {column: values[order.to(values.device)]})
+            self.notes.writes = writes
+
+    def reserve(self, columns: Collection[str]) -> None:
+        self.own.reserve(columns)
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        self.own.add_columns(self._owned_alike(columns))
+
+    def reset_columns(self, columns: Sequence[Column]) -> None:
+        self.own.reset_columns(self._owned_alike(columns))
+
+    def _owned_alike(self, columns: Sequence[Column]) -> list[Column]:
+        """Return this rank's part of columns, which are the same on all ranks; none has changed one until all come."""
+        described = {
+            f"column {each.name!r}": (each.row_shape, each.dtype, each.init.to_json(), each.zero_row, each.stored)
+            for each in columns
+        }
+        self.group.require_same_settings(f"table {self.name!r}", described)
+        return [self._owned(column) for column in columns]
+
+    def _owned(self, column: Column) -> Column:
+        if isinstance(column.init, CopyOf) and column.zero_row is not None:
+            raise ValueError(
+                f"zero_row of column {column.name!r} is {column.zero_row}, but it begins as a copy of "
+                f"{column.init.column!r}, and ranks own table {self.name!r}; scatter zeros to that row instead"
+            )
+        return owned_column(column, self.owners, self.group.rank)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         """Bring a range of rows, a piece at a time; every rank calls this, and may ask for a range of its own."""
@@ -251,18 +337,11 @@ class ShardedStore(OwnedStore, JointRows):
     def write_rows(self, column: str, rows: Tensor, values: Tensor) -> None:
         """Overwrite rows of a column as :meth:`write` does; every rank calls this, with other rows than the others."""
         with self.task(Kind.SCATTER) as task:
-            wanted, places = Wanted.of(self.owners, rows)
-            (route,) = self.ask(task, wanted, columns=[column]).each
-            ordered = torch.empty_like(values).index_copy_(0, places.to(values.device), values)
-            came = task.send(ordered, wanted.sent, route.received)
-            self._put(column, route.union[route.positions], came)
+            route, came = self._send(task, rows, {column: values})
+            self._put(column, route.union[route.positions], came[column])
             task.finish()
 
-    def read_part(self, column: str) -> Tensor:
-        return read_part(self, column)
-
-    def write_part(self, column: str, values: Any) -> None:
-        write_part(self, column, values)
+    read_part, write_part = read_part, write_part
 
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
         return alone(self, outer or self)
@@ -273,7 +352,37 @@ class ShardedStore(OwnedStore, JointRows):
             yield self.group.rank == 0
             task.round()  # it is there
 
-    # ------------------------------------------------------------------ lifetime
+    # ------------------------------------------------------------------ steps and lifetime
+
+    def drain(self) -> None:
+        self.own.drain()
+
+    def commit(self) -> None:
+        self.own.commit()
+
+    def flush(self) -> None:
+        self.own.flush()
+
+    def close(self) -> None:
+        self.own.close()
+
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        """Return whether this rank's own files are part of a table there."""
+        own = self.own.store.files
+        return own is not None and own.lives_at(Path(path) / shard_name(self.group.rank, len(self.group)))
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        assert self.own.store.files is not None
+        return self.own.store.files.verify(advance)
+
+    def remove(self) -> None:
+        place = self.own.path
+        if place is not None:  # first what makes shards a table; of ranks that share the directory, one finds it
+            place.with_name(MANIFEST).unlink(missing_ok=True)
+        self.own.remove()
+        if place is not None:
+            with suppress(OSError):  # another rank's rows are there
+                place.parent.rmdir()
 
     def save(self, path: Path, *, overwrite: bool) -> None:
         with self.task(Kind.SAVE) as task:
@@ -284,3 +393,35 @@ class ShardedStore(OwnedStore, JointRows):
         with self.task(Kind.SAVE) as task:
             save_shards(self, task, path, overwrite=overwrite)
             task.finish()
+
+
+class _OwnRows(WrappedStore):
+    """A rank's rows, rounded in a scatter as one process would round them: by their ids, not by their places.
+
+    Args:
+        inner: the rows.
+        owners: of the table.
+        rank: this one.
+        lent: rows that were lent ahead of their step.
+    """
+
+    def __init__(self, inner: RowStore, owners: Owners, rank: int, lent: Iterable[RowsAhead]) -> None:
+        super().__init__(inner)
+        self._owners, self._rank, self._lent = owners, rank, lent
+
+    def note_change(self, rows: Tensor | range | None) -> None:
+        super().note_change(rows)
+        for each in self._lent:
+            each.note_change(rows)
+
+    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
+        rounded: dict[str, Tensor] = {}
+        for name, tensor in values.items():
+            column = self.columns[name]
+            if column.compact and column.rounding == "stochastic":
+                tensor = tensor.clone()
+                key = kernels.rounding_key(self.seed, column.key, self.notes.writes)
+                ids = self._owners.ids(block.rows.cpu(), self._rank).to(tensor.device)
+                kernels.round_rows(tensor, ids, kernels.Stored(column.stored_dtype, key))
+            rounded[name] = tensor
+        self.inner.scatter(block, rounded, transfers)

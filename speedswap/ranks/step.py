@@ -30,7 +30,7 @@ from speedswap.errors import LostUpdateError, RanksError
 from speedswap.ranks.ahead import RowsAhead
 from speedswap.ranks.grad import ShardedGrad, without_ranks
 from speedswap.ranks.joint_gradients import JointGradients, Standing
-from speedswap.ranks.keyed import ShardedKeys
+from speedswap.ranks.keys import ShardedKeys
 from speedswap.ranks.route import LentRows, Route, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
 from speedswap.swapping.lost_updates import LostUpdates
@@ -174,7 +174,8 @@ class ShardedStep(RowStep):
             if task is None:
                 asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.store.name!r}")
                 rows, local = kernels.find_rows(asked)
-                weights, lent = self.store.look_up_at_own_pace(rows.cpu()).to(request.device), TrainedLookup(rows)
+                came = self.group.own_pace.look_up(self.store.number, rows.cpu())
+                weights, lent = came.to(request.device), TrainedLookup(rows)
             else:
                 ahead = self._rows_ahead(request)
                 weights, local, way = self.store.look_up(request.ids_of, request.device, training=True, ahead=ahead)

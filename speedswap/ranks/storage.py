@@ -1,19 +1,37 @@
-"""The place where the ranks of a job own the rows together, as a value."""
+"""The place where the ranks of a job own the rows together, as a value; and a table of theirs on disk.
+
+Each rank's rows on disk are in a directory of their own, and stay there: the same number of ranks goes on with them.
+Another number copies the rows into new directories, and the former ones are removed unless a checkpoint refers to them.
+"""
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from speedswap.collectives import Kind, RankGroup, digest_of
-from speedswap.ranks.on_disk import on_disk
+from speedswap.collectives import Kind, RankGroup, Task, digest_of
+from speedswap.errors import TableFormatError
+from speedswap.ranks.keys import part_of
 from speedswap.ranks.sharded import ShardedStore
-from speedswap.tables.files.manifest import shard_name
+from speedswap.tables.disk.cache import DiskOptions
+from speedswap.tables.disk.store import LogStore
+from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManifest, shard_name
+from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
+from speedswap.tables.files.place import is_shard
 from speedswap.tables.record import Column
-from speedswap.tables.shards.owners import OwnedRows, Owners, whole_columns
-from speedswap.tables.shards.parts import read_manifest
+from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
+from speedswap.tables.shards.parts import (
+    Shard,
+    different_steps,
+    open_shard,
+    read_manifest,
+    remove_former,
+    take_shards,
+)
 from speedswap.tables.storage import Disk, Storage, as_storage
 from speedswap.tables.store import RowStore
 from speedswap.tables.table import Table
@@ -21,6 +39,7 @@ from speedswap.tables.table import Table
 __all__ = ["Ranks"]
 
 _REDUCTIONS = ("mean", "sum")
+_CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,27 +109,24 @@ class Ranks(Storage):
         with group.main.task(Kind.MAKE) as task:
             if weight.init.is_given:
                 group.require_alike([digest_of(rows) for rows in weight.init.given()], f"the rows of table {name!r}")
-            init = OwnedRows(weight.init, owners, group.rank, weight.zero_row)
-            held = replace(weight, init=init, zero_row=None)
+            held = owned_column(weight, owners, group.rank)
+            made: RowStore
+            torn, was_found = None, False
             if isinstance(own, Disk) and not own.scratch:
-                found = on_disk(
-                    group, task, owners, own.at(own.folder.absolute()), (weight, held), seed=seed, name=name
-                )
-                task.finish()
-                weight = whole_columns(found.store.columns)["weight"]
-                store = ShardedStore(found.store, owners, group, name=found.store.name, weight=weight)
-                store.torn, store.was_found = found.torn, found.was_found
+                disk = own.at(own.folder.absolute())
+                made, torn, was_found = _on_disk(group, task, owners, disk, (weight, held), seed=seed, name=name)
+                weight, name = whole_columns(made.columns)["weight"], made.name
             else:
-                shard = shard_name(group.rank, len(group))
-                made = own.of_table(shard).create(owners.rows_of(group.rank), held, seed=seed, name=name)
+                shard = own.of_table(shard_name(group.rank, len(group)))
+                made = shard.create(owners.rows_of(group.rank), held, seed=seed, name=name)
                 try:
                     task.round()
                 except BaseException:
                     Table(made).remove()
                     raise
-                task.finish()
-                store = ShardedStore(made, owners, group, name=name, weight=weight)
-        store.reduction = self.reduction
+            task.finish()
+            store = ShardedStore(made, owners, group, name=name, weight=weight, reduction=self.reduction)
+            store.torn, store.was_found = torn, was_found
         return store
 
     def open(self, mode: str, commit: int | None) -> RowStore:
@@ -128,3 +144,144 @@ class Ranks(Storage):
 
     def at(self, path: Path) -> Ranks:
         return replace(self, each=self.own.at(path))
+
+
+# ---- on disk ---------------------------------------------------------------------------------------------------------
+
+
+def _on_disk(
+    group: RankGroup,
+    task: Task,
+    owners: Owners,
+    disk: Disk,
+    columns: tuple[Column, Column],
+    *,
+    seed: int,
+    name: str,
+) -> tuple[LogStore, str | None, bool]:
+    """Return the rows that this rank owns of a table on disk; every rank calls this.
+
+    Args:
+        group: the ranks.
+        task: their common one.
+        owners: the division of the rows.
+        disk: where the table of all ranks is.
+        columns: the first one, of the whole table and of this rank's rows.
+        seed: of the initial values of a new table.
+        name: of it.
+
+    Returns:
+        The rows; why the ranks' rows are not those of one step, or None if they are; and whether any rank had rows
+        there already.
+
+    Raises:
+        ValueError: another table is there.
+        FileExistsError: something else is.
+    """
+    path, (whole, weight) = disk.folder, columns
+    before = _found(path)
+    task.round()  # before anything is made there
+    if before is not None:
+        _require_same(path, before.num_embeddings, before.weight, owners.num_embeddings, whole)
+        seed, name = before.seed, before.name
+    place = path / shard_name(group.rank, len(group))
+    was_there = before is not None or place.exists()
+    store, problem = _opened(disk.at(place), owners.rows_of(group.rank), weight, seed, name), None
+    try:
+        if before is not None and before.world_size != len(group):
+            problem = _take_over(path, before, Shard(Table(store), owners, group.rank))
+        elif before is not None and before.salts[group.rank] != store.manifest.salt:
+            raise TableFormatError(f"the table at {path} is damaged: {place.name} is another one's; restore it")
+        store.flush()
+        found = task.share([store.manifest.salt, store.notes.writes, store.seed, [*store.columns], was_there])
+        if len({each[2] for each in found}) > 1:
+            raise TableFormatError(f"the table at {path} is damaged: its shards have different seeds; remove it")
+        after = ShardsManifest(name, owners.num_embeddings, store.seed, whole, tuple(each[0] for each in found))
+        if after.encode() != (before and before.encode()):
+            with says_if_full(path / "MANIFEST"):
+                ManifestFile.write(OpenDirectory(path), after.encode())  # by each rank: its disk may be its own
+        task.round()
+        if group.rank == 0:
+            remove_former(path, len(group), lambda former: bool(former.store.commits and former.store.commits.held))
+    except BaseException:
+        store.close()
+        raise
+    torn = problem or different_steps(path, [each[1] for each in found], [each[3] for each in found])
+    return store, torn, any(each[4] for each in found)
+
+
+def _found(path: Path) -> ShardsManifest | None:
+    """Return the description of a table at a path; None if it was never finished, or nothing is there.
+
+    Raises:
+        FileExistsError: something else is.
+    """
+    if not path.exists():
+        return None
+    if (path / MANIFEST).exists():
+        manifest = read_manifest(path)
+        if manifest is not None:
+            return manifest
+    elif all(is_shard(name) for name in os.listdir(path)):
+        return None
+    raise FileExistsError(
+        f"path is {str(path)!r}, where there is something else than a table of ranks; give another path"
+    )
+
+
+def _opened(disk: Disk, rows: int, weight: Column, seed: int, name: str) -> LogStore:
+    """Return the table in a rank's directory, a new one if none is there."""
+    try:
+        store = disk.open("r+", None)
+    except FileNotFoundError:
+        store = disk.create(rows, weight, seed=seed, name=name)
+    assert isinstance(store, LogStore)
+    try:
+        _require_same(disk.folder, store.num_embeddings, store.columns["weight"], rows, weight)
+    except ValueError:
+        store.close()
+        raise
+    return store
+
+
+def _require_same(path: Path, rows: int, weight: Column, wanted_rows: int, wanted: Column) -> None:
+    there, here = (
+        (count, each.row_shape, each.dtype, each.stored_dtype)
+        for count, each in ((rows, weight), (wanted_rows, wanted))
+    )
+    if there != here:
+        raise ValueError(
+            f"path is {str(path)!r}, where a table has (rows, shape, dtype, stored dtype) {there}, but {here} were "
+            "asked for; give another path, or the same settings"
+        )
+
+
+def _take_over(path: Path, before: ShardsManifest, target: Shard) -> str | None:
+    """Copy rows, columns, attributes and the number of writes from the shards of another number of ranks.
+
+    Returns:
+        Why they are not those of one step, if so: nothing was copied.
+    """
+    assert isinstance(target.owners, Owners)
+    owners, disk = Owners(before.num_embeddings, before.world_size), DiskOptions(cache_bytes=_CACHE_BYTES)
+    with ExitStack() as opened:
+        sources = []
+        for rank in range(before.world_size):
+            store = open_shard(path, before, rank, "r", disk)
+            opened.callback(store.close)
+            sources.append(Shard(Table(store), owners, rank))
+        stores = [source.table for source in sources]
+        problem = different_steps(path, [store.writes for store in stores], [[*store.columns] for store in stores])
+        if problem is None:
+            mine = target.table
+            theirs = whole_columns(stores[0].columns)
+            new = [column for each, column in theirs.items() if each not in mine.columns]
+            mine.add_columns([owned_column(column, target.owners, target.rank) for column in new])
+            take_shards(target, sources, [each for each in mine.columns if each in theirs])
+            mine.attributes.clear()
+            mine.attributes.update(stores[0].attributes)
+            mine.store.notes.writes = stores[0].writes
+            for each in stores[0].store.notes.id_maps:
+                parts = [store.store.notes.id_maps[each] for store in stores]
+                mine.store.notes.id_maps[each] = part_of(parts, target.owners.world_size, target.rank)
+    return problem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -16,7 +16,6 @@ from speedswap.tables.record import Column
 
 _MOST_BITS = 16
 _ROWS_OF_A_BUCKET = 256  # at least, where there are enough rows: those past the last id are unused
-_MOST_AT_ONCE = 1 << 20  # rows whose order is looked at
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 
 
@@ -133,34 +132,15 @@ class Owners:
     def ids_numbered(self, numbers: Tensor, rank: int) -> Tensor:
         """Return a rank's ids, given their numbers in ascending order; the inverse of :meth:`numbers_in_order`."""
         width = self.first_bucket(rank + 1) - self.first_bucket(rank)
-        return self._by_high(
-            numbers // width, rank, lambda ids, mine, first: ids[numbers[mine] % width + first * width]
-        )
+        highs, of_high = torch.unique(numbers // width, return_inverse=True)
+        return self._ids_of(highs, rank)[of_high * width + numbers % width]
 
     def numbers_in_order(self, ids: Tensor, rank: int) -> Tensor:
         """Return the number of each id among those of its rank in ascending order."""
         width = self.first_bucket(rank + 1) - self.first_bucket(rank)
-        highs = ids >> self.bits
-        return self._by_high(
-            highs, rank, lambda some, mine, _: highs[mine] * width + torch.searchsorted(some, ids[mine]) % width
-        )
-
-    def _by_high(self, highs: Tensor, rank: int, of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Return values computed from the ids with some high bits, so many at a time that memory is bounded.
-
-        Args:
-            highs: of each value.
-            rank: whose ids.
-            of: computes values from ids in ascending order, the values' places, and of each the place of its high bits
-                among those of the ids.
-        """
-        found = torch.empty_like(highs)
-        distinct, of_high = torch.unique(highs, return_inverse=True)
-        step = max(1, _MOST_AT_ONCE // (self.first_bucket(rank + 1) - self.first_bucket(rank)))
-        for start in range(0, len(distinct), step):
-            mine = ((of_high >= start) & (of_high < start + step)).nonzero().squeeze(1)
-            found[mine] = of(self._ids_of(distinct[start : start + step], rank), mine, of_high[mine] - start)
-        return found
+        highs, of_high = torch.unique(ids >> self.bits, return_inverse=True)
+        before: Tensor = (highs[of_high] - of_high) * width
+        return before + torch.searchsorted(self._ids_of(highs, rank), ids)
 
     def _ids_of(self, highs: Tensor, rank: int) -> Tensor:
         """Return a rank's ids with some high bits, which ascend, in ascending order."""

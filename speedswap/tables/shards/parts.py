@@ -91,17 +91,23 @@ class ShardsInFiles(RowStore, Files):
     def __init__(self, path: Path, manifest: ShardsManifest, disk: DiskOptions) -> None:
         self.num_embeddings, self.seed, self.name = manifest.num_embeddings, manifest.seed, manifest.name
         self.owners = Owners(manifest.num_embeddings, manifest.world_size)
-        self._path = path.absolute()
         self._closed = False
         with ExitStack() as opened:
             self.shards: list[LogStore] = []
             for rank in range(manifest.world_size):
                 self.shards.append(open_shard(path, manifest, rank, "r", disk))
                 opened.callback(self.shards[-1].close)
-            require_one_step(path, self.shards)
+            self._path = path.absolute()
+            self._require_one_step()
             opened.pop_all()
         first = self.shards[0].notes
         self.notes = Notes(first.attributes, id_maps=self._whole_maps(), writes=first.writes)
+
+    def _require_one_step(self) -> None:
+        """Raise TableFormatError unless all shards are of one step."""
+        writes, columns = [each.notes.writes for each in self.shards], [[*each.columns] for each in self.shards]
+        if (problem := different_steps(self._path, writes, columns)) is not None:
+            raise TableFormatError(problem)
 
     def _whole_maps(self) -> dict[str, IdMap]:
         """Return the id maps with the keys of all ranks."""
@@ -170,7 +176,7 @@ class ShardsInFiles(RowStore, Files):
             )
         changed = [shard.check() for shard in self.shards]
         if any(changed):
-            require_one_step(self._path, self.shards)
+            self._require_one_step()
             self.notes.id_maps.update(self._whole_maps())
             self.notes.writes = self.shards[0].notes.writes
         return any(changed)
@@ -243,13 +249,6 @@ def different_steps(path: Path, writes: Sequence[int], columns: Sequence[Sequenc
     )
 
 
-def require_one_step(path: Path, shards: Sequence[LogStore]) -> None:
-    """Raise TableFormatError unless all shards are of one step."""
-    problem = different_steps(path, [shard.notes.writes for shard in shards], [[*shard.columns] for shard in shards])
-    if problem is not None:
-        raise TableFormatError(problem)
-
-
 _PIECE_BYTES = 8 << 20
 _CACHE_BYTES = 64 << 20
 _log = logging.getLogger("speedswap")
@@ -293,28 +292,22 @@ def take_shards(target: Shard, sources: Sequence[Shard], columns: Sequence[str])
         columns: names of columns that all have, of one dtype and row shape.
     """
     for source in sources:
-        for there, values in _pieces(source, target, columns):
-            target.table.give_back(Block(there, {}), values)
-
-
-def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-    """Yield rows of the source that are the target's: their places there, and their values."""
-    table = source.table
-    if _begins_as(target, source, columns):  # the others have the same initial values in both
-        for places, _ in table.store.written_rows():
+        for places in _pieces(source, target, columns):
             owned, there = place_rows(places, source, target)
-            places = places[owned]
-            if len(places):
-                yield there, table.lease(places, columns=columns).columns
+            if len(there):
+                block = source.table.lease(places[owned], columns=columns, device=torch.device("cpu"))
+                target.table.give_back(Block(there, {}), block.columns)
+
+
+def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[Tensor]:
+    """Yield places of the source, among which are all rows of the target that may differ from what it has."""
+    if _begins_as(target, source, columns):  # the others have the same initial values in both
+        yield from (places for places, _ in source.table.store.written_rows())
         return
     shared = source.owners.places_shared(source.rank, target.owners, target.rank)
-    step = max(1, _PIECE_BYTES // max(1, sum(column.row_bytes for column in table.columns.values())))
+    step = max(1, _PIECE_BYTES // max(1, sum(column.row_bytes for column in source.table.columns.values())))
     for start in range(shared.start, shared.stop, step):
-        places = torch.arange(start, min(start + step, shared.stop))
-        owned, there = place_rows(places, source, target)
-        places = places[owned]
-        if len(places):
-            yield there, table.lease(places, columns=columns, device=torch.device("cpu")).columns
+        yield torch.arange(start, min(start + step, shared.stop))
 
 
 def _begins_as(target: Shard, source: Shard, columns: Sequence[str]) -> bool:
