@@ -1,7 +1,5 @@
 #include "buffer.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -9,13 +7,12 @@
 #include <new>
 #include <vector>
 
+#include "pages.h"
+
 namespace speedswap {
 namespace {
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kHugePage = int64_t(2) << 20;
-// From this size on a buffer starts on a huge page, and requests them.
-constexpr int64_t kHugeBytes = 2 * kHugePage;
 
 struct Spare {
     char* data;
@@ -66,8 +63,7 @@ Buffer::Buffer(int64_t bytes) : bytes_(bytes) {
     capacity_ = rounded(wanted, alignment);
     data_ = static_cast<char*>(std::aligned_alloc(size_t(alignment), size_t(capacity_)));
     if (data_ == nullptr) throw std::bad_alloc();
-    // Best effort: ordinary pages work as well.
-    if (alignment == kHugePage) madvise(data_, size_t(capacity_), MADV_HUGEPAGE);
+    if (alignment == kHugePage) use_huge_pages(data_, capacity_);
 }
 
 Buffer::~Buffer() {

@@ -4,16 +4,9 @@
 #include <cstdint>
 #include <utility>
 
+#include "pages.h"
+
 namespace speedswap {
-
-// Returns `bytes` of zeros, of which the first come from `pages`: moved, not copied, where the system can. Both sizes
-// are multiples of kPage; pages == nullptr has none. Throws std::bad_alloc, and `pages` is as before.
-void* grown_pages(void* pages, int64_t had_bytes, int64_t bytes);
-void free_pages(void* pages, int64_t bytes);
-// Gives the whole pages of some memory back before its end; they must not be read again.
-void drop_pages(void* pages, int64_t bytes);
-
-constexpr int64_t kPage = 4096;
 
 template <typename T>
 class Cells {

@@ -1,7 +1,5 @@
 #include "row_log_slots.h"
 
-#include <sys/mman.h>
-
 #include <new>
 #include <utility>
 
@@ -11,25 +9,6 @@ namespace {
 constexpr int64_t kQueueShare = 4;  // slots for one in the queue
 
 }  // namespace
-
-Mapping::Mapping(int64_t bytes, bool huge_pages) : bytes_(bytes > 0 ? bytes : 1) {
-    void* const memory =
-        mmap(nullptr, size_t(bytes_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<char*>(memory);
-    constexpr int64_t kHugeBytes = 4 << 20;  // less would be rounded up too much
-    if (!huge_pages || bytes_ >= kHugeBytes)
-        madvise(memory, size_t(bytes_), huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-}
-
-Mapping::~Mapping() {
-    if (data_ != nullptr) munmap(data_, size_t(bytes_));
-}
-
-void Mapping::swap(Mapping& other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-}
 
 Slots::Slots(int64_t num_groups, int64_t num_slots, int64_t group_bytes)
     : num_groups_(num_groups),

@@ -3,33 +3,9 @@
 
 #include <cstdint>
 
+#include "pages.h"
+
 namespace speedswap {
-
-// Anonymous memory of zeros, which takes room page by page as it is touched.
-class Mapping {
-  public:
-    Mapping() = default;
-    // Huge pages are for memory that will be used as a whole. Throws std::bad_alloc.
-    explicit Mapping(int64_t bytes, bool huge_pages = false);
-    Mapping(Mapping&& other) noexcept { swap(other); }
-    Mapping& operator=(Mapping&& other) noexcept {
-        swap(other);
-        return *this;
-    }
-    ~Mapping();
-
-    char* data() const { return data_; }
-    template <typename T>
-    T* as() const {
-        return reinterpret_cast<T*>(data_);
-    }
-
-  private:
-    void swap(Mapping& other) noexcept;
-
-    char* data_ = nullptr;
-    int64_t bytes_ = 0;
-};
 
 // 16 bytes per slot, and 4 per group. Which groups stay in the cache is decided as by S3-FIFO (Yang et al., "FIFO
 // queues are all you need for cache eviction", SOSP 2023): new ones pass through a short queue, which they leave for

@@ -1,6 +1,5 @@
 #include "rows_cpu.h"
 
-#include <unistd.h>
 #ifdef SPEEDSWAP_X86
 #include <cpuid.h>
 #endif
@@ -13,6 +12,7 @@
 
 #include "compact.cuh"
 #include "loops.h"
+#include "pages.h"
 #include "pool.h"
 
 namespace speedswap {
@@ -174,7 +174,7 @@ void fill_normal(const Fill& fill, int threads) {
 }
 
 void prefault(char* memory, int64_t bytes, int threads) {
-    const int64_t page = sysconf(_SC_PAGESIZE);
+    const int64_t page = page_bytes();
     const int64_t grain = int64_t(16) << 20;
     parallel_for(bytes, grain, threads, [&](int64_t begin, int64_t end) {
         // Atomically adding 0 writes the page and keeps its bytes, even with concurrent writers.

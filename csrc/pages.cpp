@@ -1,12 +1,22 @@
-#include "cells.h"
+#include "pages.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <new>
+#include <utility>
 
 namespace speedswap {
+
+int64_t page_bytes() {
+    static const int64_t bytes = sysconf(_SC_PAGESIZE);
+    return bytes;
+}
+
+void use_huge_pages(void* memory, int64_t bytes) {
+    madvise(memory, size_t(bytes), MADV_HUGEPAGE);
+}
 
 void* grown_pages(void* pages, int64_t had_bytes, int64_t bytes) {
 #ifdef __linux__
@@ -28,8 +38,26 @@ void free_pages(void* pages, int64_t bytes) {
 }
 
 void drop_pages(void* pages, int64_t bytes) {
-    static const int64_t page = sysconf(_SC_PAGESIZE);  // may be more than kPage, and madvise would round up
+    const int64_t page = page_bytes();  // madvise would round up
     if (bytes >= page) madvise(pages, size_t(bytes / page * page), MADV_DONTNEED);
+}
+
+Mapping::Mapping(int64_t bytes, bool huge_pages) : bytes_(bytes > 0 ? bytes : 1) {
+    void* const memory =
+        mmap(nullptr, size_t(bytes_), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<char*>(memory);
+    if (!huge_pages || bytes_ >= kHugeBytes)
+        madvise(memory, size_t(bytes_), huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
+Mapping::~Mapping() {
+    if (data_ != nullptr) munmap(data_, size_t(bytes_));
+}
+
+void Mapping::swap(Mapping& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
 }
 
 }  // namespace speedswap
