@@ -437,7 +437,7 @@ def test_only_so_many_situations_and_contexts_are_remembered(monkeypatch):
     def use(context):
         explicit.batch(room.take, 128, toma_context=context, toma_cache_type=Cache)
 
-    monkeypatch.setattr(package, "CONTEXT_CACHE_SIZE", 2)
+    monkeypatch.setattr(package, "_cache_of", functools.lru_cache(2)(package._cache_of.__wrapped__))
     for context in ("first", "second", "first", "third", "first", "second"):
         use(context)
     assert room.asked == [128, 64] * 2 + [64] + [128, 64] + [64] + [128, 64]

@@ -11,24 +11,21 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from speedswap.batching.functions import Registry, check_function, name_of
+from speedswap.batching.functions import check_function, key_of, name_of
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.batching.retry import check_size, run_batch, run_chunks, run_range
-from speedswap.compat.toma import batchsize_cache, memory
-from speedswap.compat.toma.batchsize_cache import (
+from speedswap.compat.toma import caches
+from speedswap.compat.toma.caches import (
     Batchsize,
     BatchsizeCache,
     GlobalBatchsizeCache,
     NoBatchsizeCache,
     StacktraceMemoryBatchsizeCache,
-    get_simple_traceback,
 )
 
 __all__ = [
@@ -50,11 +47,8 @@ __all__ = [
 ]
 
 # toma's own modules, importable by these names too.
-cpu_memory = torch_cuda_memory = memory
-stacktrace = batchsize_cache
-sys.modules.update(
-    {f"{__name__}.{name}": globals()[name] for name in ("cpu_memory", "torch_cuda_memory", "stacktrace")}
-)
+cpu_memory = torch_cuda_memory = stacktrace = caches
+sys.modules.update({f"{__name__}.{name}": caches for name in ("cpu_memory", "torch_cuda_memory", "stacktrace")})
 
 CacheType = Callable[[], BatchsizeCache]
 
@@ -62,31 +56,19 @@ DEFAULT_CACHE_TYPE: CacheType = StacktraceMemoryBatchsizeCache
 """The ``cache_type`` of calls that name none; assign another one here, or as ``toma.DEFAULT_CACHE_TYPE``."""
 
 CONTEXT_CACHE_SIZE = 2**14
-"""The number of contexts with a cache; the least recently used is forgotten first."""
+"""The number of functions and contexts with a cache; the least recently used is forgotten first."""
 
 should_reduce_batch_size = is_out_of_memory
 
-_of_functions: Registry[dict[CacheType, BatchsizeCache]] = Registry(dict)
-_of_contexts: OrderedDict[tuple[CacheType, Hashable], BatchsizeCache] = OrderedDict()
-_contexts_lock = threading.Lock()
+
+@functools.lru_cache(CONTEXT_CACHE_SIZE)
+def _cache_of(batchsize_cache_type: CacheType, key: Any) -> BatchsizeCache:
+    return batchsize_cache_type()
 
 
 def get_cache_for_context(batchsize_cache_type: CacheType, context: Any) -> BatchsizeCache:
     """Return the cache of a function, which is not kept alive, or of any other hashable context."""
-    if callable(context):
-        of_function = _of_functions.of(context)
-        return of_function.get(batchsize_cache_type) or of_function.setdefault(
-            batchsize_cache_type, batchsize_cache_type()
-        )
-    with _contexts_lock:
-        key = batchsize_cache_type, context
-        cache = _of_contexts.get(key)
-        if cache is None:
-            cache = _of_contexts[key] = batchsize_cache_type()
-        _of_contexts.move_to_end(key)
-        while len(_of_contexts) > CONTEXT_CACHE_SIZE:
-            _of_contexts.popitem(last=False)
-        return cache
+    return _cache_of(batchsize_cache_type, key_of(context) if callable(context) else context)
 
 
 def _search(func: Callable[..., Any], name: str, initial: Any, cache_type: CacheType | None, context: Any) -> Batchsize:
@@ -95,38 +77,6 @@ def _search(func: Callable[..., Any], name: str, initial: Any, cache_type: Cache
     search = cache.get_batchsize(check_size(name, initial))
     search.name = name_of(func)
     return search
-
-
-class simple:
-    """Calls without a memory of sizes."""
-
-    @staticmethod
-    def batch(func: Callable[..., Any], initial_batchsize: int, *args: Any, **kwargs: Any) -> Any:
-        """Call ``func(batchsize, *args, **kwargs)``, with half the batch size after each out-of-memory.
-
-        >>> simple.batch(lambda batchsize: batchsize, 64)
-        64
-        """
-        search = Batchsize(check_size("initial_batchsize", initial_batchsize), name=name_of(func))
-        return run_batch(func, search, args, kwargs)
-
-    @staticmethod
-    def range(
-        func: Callable[..., Any], start: int, end: int, initial_step: int, *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        """Call ``func(start, end, *args, **kwargs)`` for piece after piece, and continue where one failed.
-
-        >>> simple.range(lambda start, end: (start, end), 0, 5, 2)
-        [(0, 2), (2, 4), (4, 5)]
-        """
-        search = Batchsize(check_size("initial_step", initial_step), name=name_of(func))
-        return run_range(func, start, end, search, args, kwargs)
-
-    @staticmethod
-    def chunked(func: Callable[..., Any], tensor: Tensor, initial_step: int, dimension: int = 0) -> list[Any]:
-        """Call ``func(chunk, start, end)`` for chunk after chunk of a tensor."""
-        search = Batchsize(check_size("initial_step", initial_step), name=name_of(func))
-        return run_chunks(func, tensor, dimension, search)
 
 
 class explicit:
@@ -141,7 +91,11 @@ class explicit:
         toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call as :meth:`simple.batch` does."""
+        """Call ``func(batchsize, *args, **kwargs)``, with half the batch size after each out-of-memory.
+
+        >>> explicit.batch(lambda batchsize: batchsize, 64)
+        64
+        """
         search = _search(func, "initial_batchsize", initial_batchsize, toma_cache_type, toma_context)
         return run_batch(func, search, args, kwargs)
 
@@ -156,7 +110,11 @@ class explicit:
         toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call as :meth:`simple.range` does."""
+        """Call ``func(start, end, *args, **kwargs)`` for piece after piece, and continue where one failed.
+
+        >>> explicit.range(lambda start, end: (start, end), 0, 5, 2)
+        [(0, 2), (2, 4), (4, 5)]
+        """
         search = _search(func, "initial_step", initial_step, toma_cache_type, toma_context)
         return run_range(func, start, end, search, args, kwargs)
 
@@ -171,9 +129,30 @@ class explicit:
         toma_cache_type: CacheType | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call as :meth:`simple.chunked` does, with further arguments for the function."""
+        """Call ``func(chunk, start, end, *args, **kwargs)`` for chunk after chunk of a tensor."""
         search = _search(func, "initial_step", initial_step, toma_cache_type, toma_context)
         return run_chunks(func, tensor, toma_dimension or 0, search, args, kwargs)
+
+
+class simple:
+    """The calls of :class:`explicit` without a memory of sizes."""
+
+    @staticmethod
+    def batch(func: Callable[..., Any], initial_batchsize: int, *args: Any, **kwargs: Any) -> Any:
+        """Call as :meth:`explicit.batch` does."""
+        return explicit.batch(func, initial_batchsize, *args, toma_cache_type=NoBatchsizeCache, **kwargs)
+
+    @staticmethod
+    def range(
+        func: Callable[..., Any], start: int, end: int, initial_step: int, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Call as :meth:`explicit.range` does."""
+        return explicit.range(func, start, end, initial_step, *args, toma_cache_type=NoBatchsizeCache, **kwargs)
+
+    @staticmethod
+    def chunked(func: Callable[..., Any], tensor: Tensor, initial_step: int, dimension: int = 0) -> list[Any]:
+        """Call as :meth:`explicit.chunked` does."""
+        return explicit.chunked(func, tensor, initial_step, toma_dimension=dimension, toma_cache_type=NoBatchsizeCache)
 
 
 class _Names(type):
@@ -229,9 +208,7 @@ class toma(metaclass=_Names):
         Call-time: ``toma_initial_step=``, ``toma_context=``.
         """
 
-        def run(
-            func: Callable[..., Any], search: Batchsize, /, start: int, end: int, *args: Any, **kwargs: Any
-        ) -> list[Any]:
+        def run(func: Callable[..., Any], search: Batchsize, /, start: int, end: int, *args: Any, **kwargs: Any) -> Any:
             return run_range(func, start, end, search, args, kwargs)
 
         return _decorated(func, run, "initial_step", initial_step, cache_type, context)
@@ -250,20 +227,11 @@ class toma(metaclass=_Names):
         Call-time: ``toma_initial_step=``, ``toma_dimension=``, ``toma_context=``.
         """
 
-        def run(
-            func: Callable[..., Any],
-            search: Batchsize,
-            /,
-            tensor: Tensor,
-            *args: Any,
-            toma_dimension: int | None = None,
-            **kwargs: Any,
-        ) -> list[Any]:
-            chosen = dimension if toma_dimension is None else toma_dimension
-            return run_chunks(func, tensor, chosen or 0, search, args, kwargs)
+        def run(func: Callable[..., Any], search: Batchsize, /, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            given = kwargs.pop("toma_dimension", None)
+            return run_chunks(func, tensor, (dimension if given is None else given) or 0, search, args, kwargs)
 
-        more = "\ntoma_dimension: the dimension of the tensor that is cut in this call."
-        return _decorated(func, run, "initial_step", initial_step, cache_type, context, more)
+        return _decorated(func, run, "initial_step", initial_step, cache_type, context, ", toma_dimension")
 
     class execute:
         """Decorators that call the function at once and replace it by its result."""
@@ -271,20 +239,16 @@ class toma(metaclass=_Names):
         @staticmethod
         def batch(initial_batchsize: int, cache_type: CacheType | None = None, context: Any = None) -> Any:
             """Call ``func(batchsize)`` at once."""
-            context = get_simple_traceback(1) if context is None else context
-            return lambda func: explicit.batch(
-                func, initial_batchsize, toma_cache_type=cache_type, toma_context=context
-            )
+            how = {"toma_cache_type": cache_type, "toma_context": context}
+            return lambda func: explicit.batch(func, initial_batchsize, **how)
 
         @staticmethod
         def range(
             start: int, end: int, initial_step: int, cache_type: CacheType | None = None, context: Any = None
         ) -> Any:
             """Call ``func(start, end)`` for each piece at once."""
-            context = get_simple_traceback(1) if context is None else context
-            return lambda func: explicit.range(
-                func, start, end, initial_step, toma_cache_type=cache_type, toma_context=context
-            )
+            how = {"toma_cache_type": cache_type, "toma_context": context}
+            return lambda func: explicit.range(func, start, end, initial_step, **how)
 
         @staticmethod
         def chunked(
@@ -295,10 +259,8 @@ class toma(metaclass=_Names):
             context: Any = None,
         ) -> Any:
             """Call ``func(chunk, start, end)`` for each chunk at once."""
-            context = get_simple_traceback(1) if context is None else context
-            return lambda func: explicit.chunked(
-                func, tensor, initial_step, toma_dimension=dimension, toma_cache_type=cache_type, toma_context=context
-            )
+            how = {"toma_cache_type": cache_type, "toma_context": context, "toma_dimension": dimension}
+            return lambda func: explicit.chunked(func, tensor, initial_step, **how)
 
 
 def _decorated(
@@ -317,7 +279,7 @@ def _decorated(
         run: called with it, a search, and the arguments of each call.
         name: of the size to begin with.
         initial, cache_type, context: as of the decorators.
-        more: documentation of further arguments.
+        more: names of further arguments, for the docstring.
     """
     if func is None:
         return lambda func: _decorated(func, run, name, initial, cache_type, context, more)
@@ -325,17 +287,11 @@ def _decorated(
 
     @functools.wraps(func)
     def wrapped(*args: Any, toma_context: Any = None, **kwargs: Any) -> Any:
-        wanted = kwargs.pop(f"toma_{name}", None)
+        given = kwargs.pop(f"toma_{name}", None)
         chosen = context if toma_context is None else toma_context
-        return run(
-            func, _search(func, name, initial if wanted is None else wanted, cache_type, chosen), *args, **kwargs
-        )
+        return run(func, _search(func, name, initial if given is None else given, cache_type, chosen), *args, **kwargs)
 
-    own = (
-        f"toma_{name}: the {'batch size' if name == 'initial_batchsize' else 'step'} to begin with in this call.{more}"
-    )
-    own += "\ntoma_context: the key of the remembered sizes, hashable."
-    wrapped.__doc__ = f"{func.__doc__ or ''}\n\nBesides the function's own arguments:\n\n{own}\n"
+    wrapped.__doc__ = f"{func.__doc__ or ''}\n\nEach call may give toma_{name}, toma_context{more} too.\n"
     return wrapped
 
 
