@@ -85,6 +85,35 @@ __all__ = [
     "PytorchOptimizerFactory",
 ]
 
+
+class _InTorchMemory(TorchMethods):
+    """A collection whose constructor looks up where it lives: in GPU memory, or in host memory, pinned or not."""
+
+    deviceType: str | torch.device = "cuda"
+    pinType: bool = False
+
+    def _place(self) -> Storage:
+        if str(self.deviceType) not in ("cuda", "cpu"):
+            raise ValueError(f"deviceType is {str(self.deviceType)!r}; choose 'cuda' or 'cpu'")
+        if str(self.deviceType) == "cpu":
+            return Pinned() if self.pinType else Pageable()
+        if self.pinType:
+            raise ValueError(
+                "pinType is True, but deviceType is 'cuda' and only host memory is pinned; give deviceType='cpu'"
+            )
+        if not torch.cuda.is_available():
+            _say_no_gpu()
+            return Pageable()
+        return Device()
+
+
+@functools.cache
+def _say_no_gpu() -> None:
+    warnings.warn(
+        "deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device. (Said once.)", SpeedswapWarning, stacklevel=5
+    )
+
+
 # ---------------------------------------------------------------------- weights
 
 
@@ -117,7 +146,25 @@ class ModelFactoryMM(DiskMethods, swapping.ModelFactory):
         super().__init__(model_variable, total_classes, embed_dimension, diskname, datatype, CPUPinn)
 
 
-class PytorchModelFactory(TorchMethods, swapping.ModelFactory):
+class _TorchModelFactory(_InTorchMemory, swapping.ModelFactory):
+    def __init__(
+        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
+    ) -> None:
+        storage = self._place()
+        super().__init__(model_variable, total_classes, embed_dimension, datatype=datatype, storage=storage)
+
+
+class GPUPytorchModelFactory(_TorchModelFactory):
+    """:class:`PytorchModelFactory` in GPU memory."""
+
+
+class CPUPytorchModelFactory(_TorchModelFactory):
+    """:class:`PytorchModelFactory` in pinned host memory."""
+
+    deviceType, pinType = "cpu", True
+
+
+class PytorchModelFactory(_TorchModelFactory):
     """:class:`speedswap.ModelFactory` in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
 
     def __init__(
@@ -129,29 +176,8 @@ class PytorchModelFactory(TorchMethods, swapping.ModelFactory):
         deviceType: str | torch.device = "cuda",
         pinType: bool = False,
     ) -> None:
-        storage = _torch_storage(deviceType, pinType)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype=datatype)
-        self.storage = storage
-        self.deviceType = deviceType
-        self.pinType = pinType
-
-
-class GPUPytorchModelFactory(PytorchModelFactory):
-    """:class:`PytorchModelFactory` in GPU memory."""
-
-    def __init__(
-        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
-    ) -> None:
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cuda")
-
-
-class CPUPytorchModelFactory(PytorchModelFactory):
-    """:class:`PytorchModelFactory` in pinned host memory."""
-
-    def __init__(
-        self, model_variable: nn.Module, total_classes: int, embed_dimension: int, datatype: Any = torch.float
-    ) -> None:
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cpu", True)
+        self.deviceType, self.pinType = deviceType, pinType
+        super().__init__(model_variable, total_classes, embed_dimension, datatype)
 
 
 # ---------------------------------------------------------------------- optimizers
@@ -173,9 +199,16 @@ class OptimizerFactory(CupyMethods, swapping.OptimizerFactory):
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, CPUPinn)
 
 
-class OptimizerFactoryMM(DiskMethods, swapping.OptimizerFactory):
+class OptimizerFactoryMM(DiskMethods, OptimizerFactory):
     """:class:`speedswap.OptimizerFactory` in a file: ``<variable_name><optimizer><number>.memmap``."""
 
+    @property
+    def diskname(self) -> str:  # type: ignore[override]
+        """The beginning of the file's name."""
+        return self.variable_name.removesuffix(".weight") + type(self.given_optimizer).__name__
+
+
+class _TorchOptimizerFactory(_InTorchMemory, swapping.OptimizerFactory):
     def __init__(
         self,
         given_optimizer: Optimizer,
@@ -183,14 +216,24 @@ class OptimizerFactoryMM(DiskMethods, swapping.OptimizerFactory):
         embed_dimension: int,
         model: nn.Module,
         variable_name: str,
-        dtype: Any = "float32",
-        CPUPinn: bool = False,
+        dtype: Any = torch.float,
     ) -> None:
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, CPUPinn)
-        self.diskname = variable_name.removesuffix(".weight") + type(given_optimizer).__name__
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, storage=self._place()
+        )
 
 
-class PytorchOptimizerFactory(TorchMethods, swapping.OptimizerFactory):
+class GPUPytorchOptimizerFactory(_TorchOptimizerFactory):
+    """:class:`PytorchOptimizerFactory` in GPU memory."""
+
+
+class CPUPytorchOptimizerFactory(_TorchOptimizerFactory):
+    """:class:`PytorchOptimizerFactory` in pinned host memory."""
+
+    deviceType, pinType = "cpu", True
+
+
+class PytorchOptimizerFactory(_TorchOptimizerFactory):
     """:class:`speedswap.OptimizerFactory` in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
 
     def __init__(
@@ -204,41 +247,8 @@ class PytorchOptimizerFactory(TorchMethods, swapping.OptimizerFactory):
         deviceType: str | torch.device = "cuda",
         pinType: bool = False,
     ) -> None:
-        storage = _torch_storage(deviceType, pinType)
+        self.deviceType, self.pinType = deviceType, pinType
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype)
-        self.storage = storage
-        self.deviceType = deviceType
-        self.pinType = pinType
-
-
-class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
-    """:class:`PytorchOptimizerFactory` in GPU memory."""
-
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = torch.float,
-    ) -> None:
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda")
-
-
-class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
-    """:class:`PytorchOptimizerFactory` in pinned host memory."""
-
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = torch.float,
-    ) -> None:
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cpu", True)
 
 
 # ---------------------------------------------------------------------- co-occurrence matrices
@@ -252,8 +262,7 @@ class _Matrix(Collection):
     def __init__(self, total_classes: int, datatype: Any, storage: Storage) -> None:
         size = count("total_classes", total_classes)
         super().__init__(size, (size,), arrays.as_dtype(datatype), storage=storage, name="COM")
-        self.total_classes = total_classes
-        self.datatype = datatype
+        self.total_classes, self.datatype = total_classes, datatype
 
 
 class COM(CupyMethods, _Matrix):
@@ -295,15 +304,33 @@ class COMMM(DiskMethods, _Matrix):
         CPUPinn: bool = False,
     ) -> None:
         super().__init__(total_classes, datatype, Pageable())
-        self.diskname = diskname
-        self.CPUPinn = CPUPinn
+        self.diskname, self.CPUPinn = diskname, CPUPinn
 
     def comInit(self, CPUPinn: bool = False) -> None:
         """Make the matrix, all zeros. A file is not pinned: ``CPUPinn`` has no effect."""
         self.make(initializers.zeros())
 
 
-class PytorchCOM(TorchMethods, _Matrix):
+class _TorchMatrix(_InTorchMemory, _Matrix):
+    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
+        super().__init__(total_classes, datatype, self._place())
+
+    def comInit(self) -> None:
+        """Make the matrix, all zeros."""
+        self.make(initializers.zeros())
+
+
+class GPUPytorchCOM(_TorchMatrix):
+    """:class:`PytorchCOM` in GPU memory."""
+
+
+class CPUPytorchCOM(_TorchMatrix):
+    """:class:`PytorchCOM` in pinned host memory."""
+
+    deviceType, pinType = "cpu", True
+
+
+class PytorchCOM(_TorchMatrix):
     """A co-occurrence matrix in GPU memory (``deviceType='cuda'``) or in host memory, pinned or not."""
 
     def __init__(
@@ -313,52 +340,8 @@ class PytorchCOM(TorchMethods, _Matrix):
         deviceType: str | torch.device = "cuda",
         pinType: bool = False,
     ) -> None:
-        super().__init__(total_classes, datatype, _torch_storage(deviceType, pinType))
-        self.deviceType = deviceType
-        self.pinType = pinType
-
-    def comInit(self) -> None:
-        """Make the matrix, all zeros."""
-        self.make(initializers.zeros())
-
-
-class GPUPytorchCOM(PytorchCOM):
-    """:class:`PytorchCOM` in GPU memory."""
-
-    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
-        super().__init__(total_classes, datatype, "cuda")
-
-
-class CPUPytorchCOM(PytorchCOM):
-    """:class:`PytorchCOM` in pinned host memory."""
-
-    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
-        super().__init__(total_classes, datatype, "cpu", True)
-
-
-# ---------------------------------------------------------------------- arguments
-
-
-def _torch_storage(deviceType: str | torch.device, pinType: bool) -> Storage:
-    if str(deviceType) not in ("cuda", "cpu"):
-        raise ValueError(f"deviceType is {str(deviceType)!r}; choose 'cuda' or 'cpu'")
-    if str(deviceType) == "cpu":
-        return Pinned() if pinType else Pageable()
-    if pinType:
-        raise ValueError(
-            "pinType is True, but deviceType is 'cuda' and only host memory is pinned; give deviceType='cpu'"
-        )
-    if not torch.cuda.is_available():
-        _say_no_gpu()
-        return Pageable()
-    return Device()
-
-
-@functools.cache
-def _say_no_gpu() -> None:
-    warnings.warn(
-        "deviceType 'cuda' works as 'cpu' here: torch sees no CUDA device. (Said once.)", SpeedswapWarning, stacklevel=4
-    )
+        self.deviceType, self.pinType = deviceType, pinType
+        super().__init__(total_classes, datatype)
 
 
 if not TYPE_CHECKING:

@@ -1,48 +1,33 @@
-"""SpeedTorch's views of whole collections: CuPy, NumPy and torch arrays, and torch's files."""
+"""SpeedTorch's views of whole collections: CuPy, NumPy and torch arrays, and arrays over ``.npy`` files."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.compat.npy_files import NpyStore
 from speedswap.swapping import OptimizerFactory
 from speedswap.swapping.switchers.collection import Collection
-from speedswap.tables import Column, Table
+from speedswap.tables import Column, LocalStore, Table
+from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import Initializer
-from speedswap.tables.whole_table import as_numpy
-
-__all__ = ["CupyMethods", "DiskMethods", "TorchMethods"]
-
-
-def _views(collection: Collection) -> dict[str, Tensor]:
-    """Return the collection's own memory, by name, as tensors of all rows."""
-    table = collection.table
-    return {name: table.view(column).view(shape) for name, (column, shape) in collection.columns().items()}
+from speedswap.tables.memory import Memory
+from speedswap.tables.record import RecordLayout
+from speedswap.tables.record_groups import RecordGroup, RecordGroups
+from speedswap.tables.store import Checked, Files
+from speedswap.tables.whole_table import numpy_dtype
 
 
-def _as_cupy(view: Tensor, pinned: bool) -> Any:
-    """Return the same memory as a CuPy array if possible, else as a NumPy array."""
-    if not kernels.cuda_ready()[0] or not (view.is_cuda or pinned):
-        return view.numpy()
-    import cupy
-
-    if view.is_cuda:
-        return cupy.from_dlpack(view)
-    item_bytes = view.element_size()
-    strides = tuple(stride * item_bytes for stride in view.stride())
-    nbytes = sum((size - 1) * stride for size, stride in zip(view.shape, strides, strict=True)) + item_bytes
-    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(view.data_ptr(), nbytes, view), 0)
-    dtype = as_numpy(torch.empty(0, dtype=view.dtype)).dtype
-    return cupy.ndarray(tuple(view.shape), dtype, memory, strides=strides)
-
-
-def _one_or_all(collection: Collection, found: dict[str, Any]) -> Any:
+def _all_rows(collection: Collection, seen_as: Callable[[Tensor], Any]) -> Any:
+    """Return the collection's own memory in some form, not a copy; by name where it is an optimizer's state."""
+    table, columns = collection.table, collection.columns()
+    found = {name: seen_as(table.view(column).view(shape)) for name, (column, shape) in columns.items()}
     return found if isinstance(collection, OptimizerFactory) else found["weight"]
 
 
@@ -51,12 +36,24 @@ class CupyMethods(Collection):
 
     def getCupyVar(self) -> Any:
         """Return the collection itself, not a copy: a CuPy array with CuPy and a GPU, else a NumPy array."""
-        return _one_or_all(self, {k: _as_cupy(view, self.table.pinned) for k, view in _views(self).items()})
+        return _all_rows(self, self._as_cupy)
 
     @property
     def CUPYcorpus(self) -> Any:
         """The result of :meth:`getCupyVar`."""
         return self.getCupyVar()
+
+    def _as_cupy(self, view: Tensor) -> Any:
+        if not kernels.cuda_ready()[0] or not (view.is_cuda or self.table.pinned):
+            return view.numpy()
+        import cupy
+
+        if view.is_cuda:
+            return cupy.from_dlpack(view)
+        array = view.numpy()
+        nbytes = sum((size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True))
+        memory = cupy.cuda.UnownedMemory(view.data_ptr(), nbytes + array.itemsize, view)
+        return cupy.ndarray(array.shape, array.dtype, cupy.cuda.MemoryPointer(memory, 0), strides=array.strides)
 
 
 class DiskMethods(Collection):
@@ -70,15 +67,26 @@ class DiskMethods(Collection):
         while os.path.lexists(f"{os.fspath(self.diskname)}{number}.memmap"):
             number += 1
         self.fileName = f"{os.fspath(self.diskname)}{number}.memmap"
+        store = NpyStore(Path(self.fileName), self.num_rows, self.name, seed)
+        store.path.mkdir(parents=True)
         weight = Column("weight", (self.width,), self.row_dtype, init)
-        return Table(NpyStore.create_in(Path(self.fileName), self.num_rows, weight, seed, self.name))
+        try:
+            store.add_columns([weight])
+        except BaseException:
+            store.file_of(weight).unlink(missing_ok=True)
+            store.path.rmdir()
+            raise
+        return Table(store)
 
     def open_table(self, path: Path) -> Table:
-        return Table(NpyStore.opened_at(path, self.num_rows, self.table_columns(), self.name))
+        store = NpyStore(path, self.num_rows, self.name)
+        for column in self.table_columns():
+            store.open(column)
+        return Table(store)
 
     def getCupyMM(self) -> Any:
         """Return the collection itself as a NumPy array over its file."""
-        return _one_or_all(self, {name: view.numpy() for name, view in _views(self).items()})
+        return _all_rows(self, Tensor.numpy)
 
     @property
     def CUPYmemmap(self) -> Any:
@@ -91,12 +99,11 @@ class TorchMethods(Collection):
 
     def getTorchVar(self) -> Any:
         """Return the collection itself as a torch tensor, not a copy."""
-        return _one_or_all(self, _views(self))
+        return _all_rows(self, lambda view: view)
 
     def saveTorch(self, saveFileName: str | os.PathLike[str]) -> None:
         """Save the whole collection with ``torch.save``, as a tensor on the CPU."""
-        whole = {k: self.table.read(column=column).view(shape) for k, (column, shape) in self.columns().items()}
-        torch.save(_one_or_all(self, whole), saveFileName)
+        torch.save(_all_rows(self, lambda view: view.contiguous().cpu()), saveFileName)
 
     def loadTorch(self, loadFileName: str | os.PathLike[str]) -> None:
         """Read the whole collection from a file of :meth:`saveTorch`, without an init method or after one.
@@ -105,7 +112,7 @@ class TorchMethods(Collection):
             ValueError, TypeError: it has another shape or dtype. The collection is unchanged.
             pickle.UnpicklingError: it holds objects other than tensors.
         """
-        columns = self.columns()
+        columns, file = self.columns(), os.fspath(loadFileName)
         loaded = torch.load(loadFileName, map_location="cpu", weights_only=True)
         if isinstance(loaded, Tensor):
             loaded = [loaded]
@@ -113,22 +120,130 @@ class TorchMethods(Collection):
             loaded = dict(zip(columns, loaded, strict=True))  # as SpeedTorch wrote them
         if not isinstance(loaded, dict) or loaded.keys() != columns.keys():
             names = list(loaded) if isinstance(loaded, dict) else f"{len(loaded)} tensors"
-            raise ValueError(f"{os.fspath(loadFileName)!r} has {names}, but {list(columns)} is needed")
-        for name, (_, shape) in columns.items():
-            if tuple(loaded[name].shape) != shape:
-                raise ValueError(
-                    f"{name} in {os.fspath(loadFileName)!r} has shape {tuple(loaded[name].shape)}, but the collection "
-                    f"has {shape}; give a file of that shape"
-                )
+            raise ValueError(f"{file!r} has {names}, but {list(columns)} is needed")
 
         def load(table: Table) -> None:
-            for name, (column, _) in columns.items():
-                if loaded[name].dtype != table.columns[column].dtype:
+            for name, (column, shape) in columns.items():
+                found, dtype = loaded[name], table.columns[column].dtype
+                if tuple(found.shape) != shape:
+                    raise ValueError(
+                        f"{name} in {file!r} has shape {tuple(found.shape)}, but the collection has {shape}; give a "
+                        "file of that shape"
+                    )
+                if found.dtype != dtype:
                     raise TypeError(
-                        f"{name} in {os.fspath(loadFileName)!r} is {loaded[name].dtype}, but the collection is "
-                        f"{table.columns[column].dtype}; convert it with Tensor.to"
+                        f"{name} in {file!r} is {found.dtype}, but the collection is {dtype}; convert it with Tensor.to"
                     )
             for name, (column, shape) in columns.items():
                 table.write(0, loaded[name].reshape(shape[0], *table.columns[column].row_shape), column=column)
 
         self.fill(load)
+
+
+# ---------------------------------------------------------------------- .npy files
+
+
+class _NpyMemory(Memory):
+    """The rows of a column, mapped from its file."""
+
+    def __init__(self, array: np.memmap[Any, Any]) -> None:
+        self.array = array
+        self.bytes = torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+    def close(self) -> None:
+        super().close()
+        self.array.flush()
+
+
+class NpyStore(LocalStore, Files):
+    """Rows in ``.npy`` files that NumPy opens, each mapped into memory: ``<column>.npy`` in a directory.
+
+    A process that is killed may leave a step half-written, and nothing keeps two processes from writing.
+
+    Args:
+        path: the directory.
+        num_embeddings: rows.
+        name: the table's.
+        seed: of the initial values.
+    """
+
+    def __init__(self, path: Path, num_embeddings: int, name: str, seed: int = 0) -> None:
+        super().__init__(RecordGroups(num_embeddings, "pageable", seed, name, written=True))
+        self.storage = "disk"
+        self._path = path
+
+    def adopt(self, column: Column, array: np.memmap[Any, Any]) -> None:
+        """Take a mapped file as a column."""
+        layout = RecordLayout((column,), (0,), column.row_bytes)
+        self.groups.adopt(RecordGroup(layout, _NpyMemory(array), self.num_embeddings))
+
+    def open(self, column: Column) -> None:
+        """Continue with the file of a column.
+
+        Raises:
+            ValueError: it is missing, or holds other rows than these.
+        """
+        file = self.file_of(column)
+        if not file.is_file():
+            raise ValueError(f"{str(self.path)!r} has no {file.name}; was it another optimizer's?")
+        with says_if_full(file):
+            _take_room(file)
+        array = np.lib.format.open_memmap(file, mode="r+")
+        wanted = (self.num_embeddings, *column.row_shape), numpy_dtype(column.dtype)
+        if (array.shape, array.dtype) != wanted or not array.flags.c_contiguous:
+            raise ValueError(f"{str(file)!r} has shape and dtype {(array.shape, array.dtype)}, not {wanted}")
+        self.adopt(column, array)
+
+    def add_columns(self, columns: Sequence[Column]) -> None:
+        for column in columns:
+            file, dtype = self.file_of(column), numpy_dtype(column.dtype)
+            if dtype is None:
+                raise TypeError(
+                    f"column {column.name!r} is {column.dtype}, which .npy files do not hold; choose another dtype"
+                )
+            with says_if_full(file):
+                shape = (self.num_embeddings, *column.row_shape)
+                array = np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
+                _take_room(file)
+            self.adopt(column, array)
+            if not column.init.is_zero:
+                self.reset_columns([column])
+
+    def file_of(self, column: Column) -> Path:
+        """Return the path of a column's file."""
+        return self._path / f"{column.name}.npy"
+
+    @property
+    def files(self) -> Files:
+        return self
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    def lives_at(self, path: str | os.PathLike[str]) -> bool:
+        return os.path.realpath(path) == os.path.realpath(self._path)
+
+    def verify(self, advance: Callable[[float], object]) -> Checked:
+        return Checked()  # nothing has a checksum
+
+    def flush(self) -> None:
+        self.drain()
+        for group in self.groups:
+            assert isinstance(group.memory, _NpyMemory)
+            group.memory.array.flush()
+
+    def flush_at_end(self) -> None:
+        if not self.closed and not kernels.in_transfer_thread():  # which the garbage collector may run in
+            self.flush()
+
+    def remove(self) -> None:
+        for column in self.columns.values():
+            self.file_of(column).unlink(missing_ok=True)
+        self._path.rmdir()
+
+
+def _take_room(file: Path) -> None:
+    """Let the disk keep room for all of a file: a store into a hole of a mapped one would end the process."""
+    with open(file, "r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)
