@@ -28,7 +28,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import speedswap
 from speedswap.apps.bench.measure import write_json
-from speedswap.apps.dlrm import DLRM, Data, GeneratedSamples, Samples, Scores, Settings, train_step
+from speedswap.apps.dlrm import DLRM, Data, DlrmSettings, GeneratedSamples, Samples, Scores, train_step
 from speedswap.apps.dlrm.checkpoint import make_model
 from speedswap.apps.dlrm.criteo import text_of
 from speedswap.apps.dlrm.embeddings import COLUMNS, INIT_STD
@@ -47,14 +47,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--scratch", type=Path, help="where the file of samples goes; the system's place by default")
-    Settings.add_arguments(settings := argparse.ArgumentParser(add_help=False))
+    DlrmSettings.add_arguments(settings := argparse.ArgumentParser(add_help=False))
     args, rest = parser.parse_known_args()
     if args.quick:
         args.steps = 60
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        given = Settings.of(settings.parse_args(rest))
+        given = DlrmSettings.of(settings.parse_args(rest))
         samples, test = write_samples(Path(folder), given, args.steps * given.batch)
-        given = Settings.of(settings.parse_args(rest), samples=(samples,), test=(test,), device="cpu")
+        given = DlrmSettings.of(settings.parse_args(rest), samples=(samples,), test=(test,), device="cpu")
         report = {
             "settings": given.to_json(samples=[], test=[], bottom=list(given.bottom), top=list(given.top)),
             "torch_threads": torch.get_num_threads(),
@@ -66,7 +66,7 @@ def main() -> None:
         write_json(args.json, "dlrm", report)
 
 
-def write_samples(folder: Path, settings: Settings, count: int) -> tuple[str, str]:
+def write_samples(folder: Path, settings: DlrmSettings, count: int) -> tuple[str, str]:
     """Write a file to train on, and one to test on."""
     source = GeneratedSamples(count + 1000, ids=settings.ids, seed=settings.seed)
     paths = folder / "samples.txt", folder / "test.txt"
@@ -117,7 +117,7 @@ def optimizers_of(model: DLRM, name: str, lr: float) -> list[Optimizer]:
     return [{"sgd": SGD, "adagrad": Adagrad}[name](model.parameters(), lr=lr)]
 
 
-def train_in_torch(settings: Settings, name: str) -> Iterator[int]:
+def train_in_torch(settings: DlrmSettings, name: str) -> Iterator[int]:
     """Train in plain torch; yield the number of samples after each step."""
     rows, lr = settings.capacity, settings.lr or 0.03
     initial = (INIT_STD * torch.randn(rows, settings.dim) for _ in COLUMNS)
@@ -134,7 +134,7 @@ def train_in_torch(settings: Settings, name: str) -> Iterator[int]:
         yield batch.samples.size
 
 
-def train_in_speedswap(settings: Settings) -> Iterator[int]:
+def train_in_speedswap(settings: DlrmSettings) -> Iterator[int]:
     """Train as ``speedswap dlrm`` does, with the figures of its progress bar."""
     model = make_model(settings)
     optimizer = settings.make_optimizer(model)
@@ -153,7 +153,7 @@ def train_in_speedswap(settings: Settings) -> Iterator[int]:
 # ---------------------------------------------------------------------- comparisons
 
 
-def compare_losses(settings: Settings) -> bool:
+def compare_losses(settings: DlrmSettings) -> bool:
     """Check that with Adagrad every loss is that of nn.Embedding, whose sums have the order of the samples."""
     ours = make_model(settings)
     rows = [table.read() for table in ours.embeddings.collection.tables.values()]
@@ -176,7 +176,7 @@ def compare_losses(settings: Settings) -> bool:
     return True
 
 
-def time_all(settings: Settings, steps: int) -> dict[str, Any]:
+def time_all(settings: DlrmSettings, steps: int) -> dict[str, Any]:
     """Train all candidates in turn, a few steps each, and compare the medians of their rates."""
     training = {"speedswap": train_in_speedswap(settings)}
     training |= {name: train_in_torch(settings, name) for name in OPTIMIZERS}

@@ -27,14 +27,14 @@ from speedswap.apps.bench.measure import synchronize, write_json
 from speedswap.apps.ncf import (
     NCF,
     Candidates,
-    Settings,
+    NcfSettings,
     evaluate,
     generate_split,
     read_split,
     train,
     train_step,
 )
-from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf.interactions import NcfSplit
 
 COMPARED_STEPS = 100
 
@@ -65,7 +65,9 @@ def main() -> None:
     epochs = args.epochs or (3 if args.quick else 20)
     # First, so that the peak of resident memory is that of this part.
     report: dict[str, Any] = {"torch_threads": torch.get_num_threads(), "scale": run_scale(args)}
-    runs = [Settings(ratings=args.ratings, epochs=epochs, seed=seed, device=args.device) for seed in range(args.seeds)]
+    runs = [
+        NcfSettings(ratings=args.ratings, epochs=epochs, seed=seed, device=args.device) for seed in range(args.seeds)
+    ]
     report["adagrad_losses_equal"] = compare_losses(runs[0])
     print(f"Adagrad, {COMPARED_STEPS} losses beside nn.Embedding's: equal to the last bit")
     report["ratings"] = args.ratings.name if args.ratings else "made up"
@@ -102,19 +104,19 @@ class DenseNCF(torch.nn.Module):
         return scores
 
 
-def split_of(settings: Settings) -> Split:
+def split_of(settings: NcfSettings) -> NcfSplit:
     if settings.ratings is not None:
         return read_split(settings.ratings)
     return generate_split(settings.users, settings.items, settings.interactions, seed=settings.seed)
 
 
-def model_of(settings: Settings, split: Split) -> NCF:
+def model_of(settings: NcfSettings, split: NcfSplit) -> NCF:
     sizes = (split.train.num_users, split.train.num_items)
     shape = {"model": settings.model, "factors": settings.factors, "layers": settings.layers}
     return NCF(*sizes, **shape, storage=settings.storage, seed=settings.seed).to(settings.compute_device())
 
 
-def compare_losses(settings: Settings) -> bool:
+def compare_losses(settings: NcfSettings) -> bool:
     """Check that with Adagrad every loss is that of the same model in torch's memory: exactly on the CPU."""
     device = settings.compute_device()
     split = split_of(settings)
@@ -128,7 +130,7 @@ def compare_losses(settings: Settings) -> bool:
     return True
 
 
-def run_speedswap(settings: Settings) -> dict[str, Any]:
+def run_speedswap(settings: NcfSettings) -> dict[str, Any]:
     result = train(settings, progress=False)
     result.model.close()
     assert result.best is not None
@@ -145,7 +147,7 @@ def run_speedswap(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def run_dense(settings: Settings) -> dict[str, Any]:
+def run_dense(settings: NcfSettings) -> dict[str, Any]:
     """Train with nn.Embedding and dense Adam; equal batches, candidates, initial values and learning rates."""
     device = settings.compute_device()
     split = split_of(settings)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import speedswap
-from speedswap.apps.ncf import NCF, Batches, Settings, generate_split, train_step
-from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf import NCF, NcfBatches, NcfSettings, generate_split, train_step
+from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.ncf.training import prefetched
 
 __all__ = ["batches_of", "run_scale"]
@@ -22,16 +22,16 @@ __all__ = ["batches_of", "run_scale"]
 WARM_UP_STEPS = 50
 
 
-def batches_of(settings: Settings, split: Split, epoch: int) -> Batches:
+def batches_of(settings: NcfSettings, split: NcfSplit, epoch: int) -> NcfBatches:
     drawn = {"size": settings.batch, "negatives": settings.negatives, "seed": settings.seed}
-    return Batches(split.train, epoch=epoch, **drawn)
+    return NcfBatches(split.train, epoch=epoch, **drawn)
 
 
 class Large:
     """The large tables and their optimizer, trained for as many steps as are asked for."""
 
-    def __init__(self, args: argparse.Namespace, split: Split, storage: str) -> None:
-        settings = Settings(device=args.device, storage=storage, scratch=args.scratch, batch=args.batch)
+    def __init__(self, args: argparse.Namespace, split: NcfSplit, storage: str) -> None:
+        settings = NcfSettings(device=args.device, storage=storage, scratch=args.scratch, batch=args.batch)
         self._device = settings.compute_device()
         began = time.perf_counter()
         self.model = NCF(args.users, args.items, storage=storage, scratch=args.scratch).to(self._device)
@@ -41,7 +41,7 @@ class Large:
         self.tables = [self.model.user.table, self.model.item.table]
         self._losses = self._trained(settings, split, args.lookahead)
 
-    def _trained(self, settings: Settings, split: Split, lookahead: int) -> Generator[torch.Tensor, None, None]:
+    def _trained(self, settings: NcfSettings, split: NcfSplit, lookahead: int) -> Generator[torch.Tensor, None, None]:
         for epoch in itertools.count():
             batches = batches_of(settings, split, epoch)
             for batch in prefetched(self.model, batches, self._device, lookahead):
@@ -95,11 +95,11 @@ def run_scale(args: argparse.Namespace) -> dict[str, Any]:
         "items": args.items,
         "interactions": len(split.train),
         "width": large.model.user.embedding_dim,
-        "optimizer": Settings().optimizer,
+        "optimizer": NcfSettings().optimizer,
         "storage": args.storage,
         "lookahead": args.lookahead,
         "batch": args.batch,
-        "scores_a_step": args.batch * (1 + Settings().negatives),
+        "scores_a_step": args.batch * (1 + NcfSettings().negatives),
         "steps": 10 * tenth,
         "table_gib": round(sum(table.nbytes for table in large.tables) / 2**30, 3),
         "resident_gib": resident,

@@ -25,7 +25,7 @@ def test_dlrm_trains_and_predicts_as_on_the_cpu(device: str, storage: str, tmp_p
     samples = dlrm.GeneratedSamples(300, ids=300).read(300)
 
     def run(on: str, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        result = dlrm.train(dlrm.Settings(**DLRM, device=on, **settings), output=tmp_path / on, progress=False)
+        result = dlrm.train(dlrm.DlrmSettings(**DLRM, device=on, **settings), output=tmp_path / on, progress=False)
         predicted = result.model.predict(samples.to(torch.device(on)))
         return torch.tensor([point.loss for point in result.curve]), predicted.cpu()
 
@@ -35,6 +35,6 @@ def test_dlrm_trains_and_predicts_as_on_the_cpu(device: str, storage: str, tmp_p
 
 @pytest.mark.parametrize("storage", ["auto", "device"])
 def test_ncf_trains_as_on_the_cpu(device: str, storage: str) -> None:
-    near = ncf.train(ncf.Settings(**NCF, storage=storage, device=device), progress=False)
-    far = ncf.train(ncf.Settings(**NCF, device="cpu"), progress=False)
+    near = ncf.train(ncf.NcfSettings(**NCF, storage=storage, device=device), progress=False)
+    far = ncf.train(ncf.NcfSettings(**NCF, device="cpu"), progress=False)
     assert [epoch.loss for epoch in near.epochs] == pytest.approx([epoch.loss for epoch in far.epochs], rel=1e-3)

@@ -45,7 +45,7 @@ def train_ncf(group, output=None, *, raise_at=None, raised_by=1, resume=None, **
     at = raise_at if group is None or group.rank() == raised_by else None
     with watching(ncf_training, "train_step", losses, raise_at=at):
         result = ncf.train(
-            ncf.Settings(device="cpu", **settings), output=output, resume=resume, progress=False, process_group=group
+            ncf.NcfSettings(device="cpu", **settings), output=output, resume=resume, progress=False, process_group=group
         )
     tables = [module.table for module in (result.model.user, result.model.item)]
     blocks = [table.gather(torch.arange(table.num_embeddings)) for table in tables]
@@ -86,7 +86,9 @@ def train_dlrm(group, output=None, *, raise_at=None, **settings):
     losses: list[float] = []
     at = raise_at if group is not None and group.rank() == 1 else None
     with watching(dlrm_training, "train_step", losses, raise_at=at):
-        result = dlrm.train(dlrm.Settings(device="cpu", **settings), output=output, progress=False, process_group=group)
+        result = dlrm.train(
+            dlrm.DlrmSettings(device="cpu", **settings), output=output, progress=False, process_group=group
+        )
     samples = dlrm.GeneratedSamples(3_000, ids=settings["ids"]).read(3_000).take(torch.arange(0, 3_000, 100))
     return {
         "curve": [*map(tuple, result.curve)],

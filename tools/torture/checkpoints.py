@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speedswap.apps.ncf import CheckpointError, Settings, load, train
+from speedswap.apps.ncf import CheckpointError, NcfSettings, load, train
 from speedswap.cli import main
 from torture.attack import Attack, Broken
 from torture.processes import Calls, Child, child
 
 EPOCHS = 3
 # Adagrad's learning rate does not depend on how many epochs there are, so that runs of fewer epochs are beginnings.
-_SMALL = Settings(
+_SMALL = NcfSettings(
     users=30,
     items=40,
     interactions=300,
@@ -110,7 +110,7 @@ def _rows(model: torch.nn.Module) -> tuple[Tensor, Tensor]:
     return model.user.table.read(), model.item.table.read()
 
 
-def _end(draw: random.Random, settings: Settings, output: Path, resume: bool, how: str, log: Path) -> None:
+def _end(draw: random.Random, settings: NcfSettings, output: Path, resume: bool, how: str, log: Path) -> None:
     number = draw.randrange(1, _calls() + 1) if how == "at a call" else 0
     with child(_runs, settings, output, resume, number, draw.random() < 0.5, how, log=log) as run:
         if run.line(60.0) is None:
@@ -137,7 +137,7 @@ def _terminate(draw: random.Random, run: Child, checkpoints: Path) -> None:
 
 
 def _runs(
-    tell: Callable[[str], None], settings: Settings, output: Path, resume: bool, number: int, before: bool, how: str
+    tell: Callable[[str], None], settings: NcfSettings, output: Path, resume: bool, number: int, before: bool, how: str
 ) -> None:
     if how == "SIGTERM":
         words = ["ncf", "--output", str(output), *(["--resume"] if resume else [])]
@@ -157,7 +157,7 @@ def _runs(
 # ---------------------------------------------------------------------- what they must have left
 
 
-def _check(output: Path, settings: Settings, seeds: tuple[int, int], what: str) -> None:
+def _check(output: Path, settings: NcfSettings, seeds: tuple[int, int], what: str) -> None:
     """Load the checkpoint, and resume from a copy of it to the end: both must be those of an undisturbed run."""
     try:
         model = load(output)

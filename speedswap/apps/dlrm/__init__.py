@@ -2,9 +2,9 @@
 
 As a command, ``speedswap dlrm 'day_*.gz' --output DIR``; as a function::
 
-    from speedswap.apps.dlrm import Settings, train
+    from speedswap.apps.dlrm import DlrmSettings, train
 
-    result = train(Settings(samples=("day_*.gz",)))
+    result = train(DlrmSettings(samples=("day_*.gz",)))
     print(result.best)
 
 and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROWS``.
@@ -17,34 +17,34 @@ batches and sets samples apart (``samples``, ``stream``), trains tables and laye
 
 from speedswap.apps.dlrm.checkpoint import load
 from speedswap.apps.dlrm.cli import figures, save
-from speedswap.apps.dlrm.course import Evaluation, Point, Result
+from speedswap.apps.dlrm.course import DlrmResult, Evaluation, Point
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.embeddings import Embeddings
 from speedswap.apps.dlrm.generated import GeneratedSamples
 from speedswap.apps.dlrm.model import DLRM
-from speedswap.apps.dlrm.samples import Position, Samples
+from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.scores import Scores
-from speedswap.apps.dlrm.settings import Settings
-from speedswap.apps.dlrm.stream import Batch, Data
+from speedswap.apps.dlrm.settings import DlrmSettings
+from speedswap.apps.dlrm.stream import ClickBatch, Data
 from speedswap.apps.dlrm.training import evaluate, train, train_step
 from speedswap.apps.errors import CheckpointError, SamplesError, SettingsError
 
 __all__ = [
     "DLRM",
-    "Batch",
     "CheckpointError",
+    "ClickBatch",
     "Data",
+    "DlrmResult",
+    "DlrmSettings",
     "Embeddings",
     "Evaluation",
     "GeneratedSamples",
     "Point",
-    "Position",
-    "Result",
     "SampleFiles",
+    "SamplePosition",
     "Samples",
     "SamplesError",
     "Scores",
-    "Settings",
     "SettingsError",
     "evaluate",
     "figures",

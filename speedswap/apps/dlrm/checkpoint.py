@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from speedswap.apps.checkpoints import RESTART, Checkpoint, Place, plain_value
 from speedswap.apps.dlrm.embeddings import Embeddings
 from speedswap.apps.dlrm.model import DLRM
-from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import CheckpointError
 from speedswap.apps.ranks import Job
 
@@ -41,7 +41,7 @@ class DLRMCheckpoint(Checkpoint):
         best: int | None,
         model: DLRM,
         optimizer: Optimizer,
-        settings: Settings,
+        settings: DlrmSettings,
         progress: dict[str, Any],
     ) -> None:
         """Write a checkpoint, as :meth:`Checkpoint.write` does.
@@ -90,7 +90,7 @@ class DLRMCheckpoint(Checkpoint):
             raise ValueError("its progress is not complete")
         return super().checked(content)
 
-    def check(self, settings: Settings) -> None:
+    def check(self, settings: DlrmSettings) -> None:
         """Refuse to go on with other settings, or to fewer epochs than the checkpoint has.
 
         Raises:
@@ -105,14 +105,14 @@ class DLRMCheckpoint(Checkpoint):
             )
         self.check_epochs(settings.epochs)
 
-    def is_unfinished(self, settings: Settings) -> bool:  # type: ignore[override]
+    def is_unfinished(self, settings: DlrmSettings) -> bool:  # type: ignore[override]
         """Tell whether the checkpoint is of an unfinished run of as many epochs over files of these names."""
         before = self.content["settings"]
         named = all(before[name] == plain_value(getattr(settings, name)) for name in ("samples", "test"))
         return named and super().is_unfinished(settings)
 
 
-def make_model(settings: Settings, job: Job | None = None) -> DLRM:
+def make_model(settings: DlrmSettings, job: Job | None = None) -> DLRM:
     """Make a model with its initial values, whose tables the ranks of a job own."""
     embeddings = Embeddings(
         settings.capacity,
@@ -149,6 +149,6 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
     with checkpoint.says_damaged():
         shape: dict[str, Any] = {name: content["settings"][name] for name in SHAPE}
         shape |= {name: tuple(content[name]) for name in ("bottom", "top")}
-        model = make_model(Settings(**shape, storage=storage, scratch=scratch))
+        model = make_model(DlrmSettings(**shape, storage=storage, scratch=scratch))
     checkpoint.restore(model)
     return model

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from speedswap.apps import options
 from speedswap.apps.checkpoints import FOLDER, add_resume
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, load
-from speedswap.apps.dlrm.course import Result
+from speedswap.apps.dlrm.course import DlrmResult
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.scores import Scores
-from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.dlrm.training import train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions
 from speedswap.apps.running import Stop, begun
@@ -40,7 +40,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "get rows as they come. Some samples are set apart and predicted after every epoch. Ctrl-C or SIGTERM ends the "
         "training and saves a checkpoint.",
     )
-    Settings.add_arguments(parser)
+    DlrmSettings.add_arguments(parser)
     add_output(parser, "dlrm-output")
     add_resume(parser)
     parser.set_defaults(run=run)
@@ -61,15 +61,15 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
-    Settings.refuse_beside(args, "samples", "generate", "ids")
-    settings = Settings.of(args)
+    DlrmSettings.refuse_beside(args, "samples", "generate", "ids")
+    settings = DlrmSettings.of(args)
     check_output(args.output, FOLDER)
     with begun(settings.compute_device()) as (job, stop):
         result = train(settings, output=args.output, resume=args.resume, stop=stop)
         return finish(result, args.output, stop) if job.leads else stop.status_of(result.interrupted)
 
 
-def finish(result: Result, output: Path, stop: Stop) -> int:
+def finish(result: DlrmResult, output: Path, stop: Stop) -> int:
     """Save and print a run's outcome; return the exit status."""
     files = save(result, output)
     best = result.best
@@ -89,7 +89,7 @@ def finish(result: Result, output: Path, stop: Stop) -> int:
     return stop.report(result.interrupted, [*files, output / FOLDER])
 
 
-def warn_of_few(result: Result) -> None:
+def warn_of_few(result: DlrmResult) -> None:
     """Say on standard error where the evaluation rests on too few samples of either label."""
     clicks = round(result.base_rate * result.tested_samples)
     others = result.tested_samples - clicks
@@ -125,7 +125,7 @@ def predict(args: argparse.Namespace) -> int:
     return 0
 
 
-def save(result: Result, folder: Path) -> list[Path]:
+def save(result: DlrmResult, folder: Path) -> list[Path]:
     """Write ``run.json`` and, where matplotlib is installed, ``training.png``.
 
     Returns:
@@ -137,7 +137,7 @@ def save(result: Result, folder: Path) -> list[Path]:
     return save_results(folder, figures(result), plot=("training.png", partial(draw, result)), size=(9, 4))
 
 
-def figures(result: Result) -> dict[str, Any]:
+def figures(result: DlrmResult) -> dict[str, Any]:
     """Return the run's settings and figures, as JSON can hold them."""
     settings = result.settings
     return {
@@ -167,7 +167,7 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
 
 
-def draw(result: Result, figure: Figure) -> None:
+def draw(result: DlrmResult, figure: Figure) -> None:
     """Plot loss and AUC over the samples trained on."""
     evaluations = result.evaluations
     for axes, name, of_point, of_test, guessed in zip(

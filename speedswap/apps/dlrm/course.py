@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from speedswap.apps.checkpoints import Pace
 from speedswap.apps.dlrm.model import DLRM
-from speedswap.apps.dlrm.samples import Position
+from speedswap.apps.dlrm.samples import SamplePosition
 from speedswap.apps.dlrm.scores import Scores
-from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.ranks import Job
 
-__all__ = ["Evaluation", "Point", "Progress", "Result"]
+__all__ = ["DlrmProgress", "DlrmResult", "Evaluation", "Point"]
 
 
 class Point(NamedTuple):
@@ -50,10 +50,10 @@ class Evaluation(NamedTuple):
 
 
 @dataclass
-class Result:
+class DlrmResult:
     """A trained model and the course of the training."""
 
-    settings: Settings
+    settings: DlrmSettings
     model: DLRM
     """As after the last step; the best evaluation's is in the output directory."""
     optimizer: Optimizer
@@ -85,14 +85,14 @@ def quality(evaluation: Evaluation) -> tuple[float, float, int]:
 
 
 @dataclass
-class Progress:
+class DlrmProgress:
     """The progress of a run."""
 
     epoch: int = 0
     step: int = 0
     read: int = 0
     """Samples read of the epoch, with those set apart."""
-    position: Position = field(default_factory=Position)
+    position: SamplePosition = field(default_factory=SamplePosition)
     done: int = 0
     """The part of the epoch's source."""
     trained: int = 0
@@ -106,4 +106,4 @@ class Progress:
     """Of checkpoints within an epoch."""
 
     def begin_epoch(self) -> None:
-        self.epoch, self.step, self.read, self.done, self.position = self.epoch + 1, 0, 0, 0, Position()
+        self.epoch, self.step, self.read, self.done, self.position = self.epoch + 1, 0, 0, 0, SamplePosition()

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from speedswap.apps.dlrm.parquet import is_parquet, parquet_pieces
-from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, Position, Samples
+from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
 from speedswap.apps.errors import CheckpointError, SamplesError
 from speedswap.apps.reading import bytes_on_disk, opened
 from speedswap.kernels import read_lines
@@ -105,9 +105,9 @@ class SampleFiles:
         return sum(self._sizes[: self._file]) + self._packed
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SamplePosition:
         """The place reached."""
-        return Position(self._file, self._samples, self._checksum)
+        return SamplePosition(self._file, self._samples, self._checksum)
 
     def read(self, count: int) -> Samples:
         """Return the next samples.
@@ -136,7 +136,7 @@ class SampleFiles:
         labels = values[0].float() if self._labelled else torch.zeros(0)
         return Samples(labels, values[-INTEGERS - CATEGORIES : -CATEGORIES], values[-CATEGORIES:])
 
-    def seek(self, position: Position) -> None:
+    def seek(self, position: SamplePosition) -> None:
         """Go on from a position.
 
         Raises:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, Position, Samples
+from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, SamplePosition, Samples
 from speedswap.apps.errors import CheckpointError
 
 __all__ = ["GeneratedSamples"]
@@ -62,11 +62,11 @@ class GeneratedSamples:
         self._number, self._block = -1, empty()
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SamplePosition:
         """The place reached."""
-        return Position(0, self.done, 0)
+        return SamplePosition(0, self.done, 0)
 
-    def seek(self, position: Position) -> None:
+    def seek(self, position: SamplePosition) -> None:
         """Go on from a position.
 
         Raises:

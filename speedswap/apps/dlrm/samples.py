@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "Position", "Samples", "Source"]
+__all__ = ["CATEGORIES", "INTEGERS", "MISSING", "NAMES", "SamplePosition", "SampleSource", "Samples"]
 
 INTEGERS = 13
 CATEGORIES = 26
@@ -44,7 +44,7 @@ class Samples(NamedTuple):
         return Samples(*(tensor.to(device) for tensor in self))
 
 
-class Position(NamedTuple):
+class SamplePosition(NamedTuple):
     """A place in a source, between two samples."""
 
     file: int = 0
@@ -55,7 +55,7 @@ class Position(NamedTuple):
     """CRC-32 of the sizes of the former and the text of the latter."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples in an order, read from the beginning or from a position on."""
 
     total: int
@@ -66,11 +66,11 @@ class Source(Protocol):
         """The part of ``total`` that was read."""
 
     @property
-    def position(self) -> Position:
+    def position(self) -> SamplePosition:
         """The place reached."""
 
     def read(self, count: int) -> Samples:
         """Return the next ``count`` samples, or those that are left."""
 
-    def seek(self, position: Position) -> None:
+    def seek(self, position: SamplePosition) -> None:
         """Go on from a position of the same samples, before anything was read."""

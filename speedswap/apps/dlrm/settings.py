@@ -16,7 +16,7 @@ from speedswap.apps.errors import SettingsError
 from speedswap.apps.launched import share_of_machine
 from speedswap.apps.options import Options, check_memory, named_optimizer, one_of, option, shortened, whole, widths
 
-__all__ = ["Settings"]
+__all__ = ["DlrmSettings"]
 
 EVICTIONS = ("none", "lru", "lfu")
 FLOAT_BYTES = 4
@@ -39,7 +39,7 @@ def patterns(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Settings(Options):
+class DlrmSettings(Options):
     """The samples to learn to predict clicks from, and the way to.
 
     Raises:

@@ -11,29 +11,29 @@ import torch
 
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
 from speedswap.apps.dlrm.generated import GeneratedSamples
-from speedswap.apps.dlrm.samples import Position, Samples, Source
-from speedswap.apps.dlrm.settings import Settings
+from speedswap.apps.dlrm.samples import SamplePosition, Samples, SampleSource
+from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import SamplesError
 from speedswap.apps.ranks import Job
 
-__all__ = ["Batch", "Data"]
+__all__ = ["ClickBatch", "Data"]
 
 TESTED_AT_ONCE = 1 << 14
 
 
-class Batch(NamedTuple):
+class ClickBatch(NamedTuple):
     """Samples of one step, or a rank's share of them, and the place after them in the source."""
 
     samples: Samples
     size: int
     """Samples of all shares."""
-    position: Position
+    position: SamplePosition
     read: int
     """Samples read of the epoch, with those set apart."""
     done: int
     """The part of the source's ``total``."""
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> ClickBatch:
         """Copy the samples to a device."""
         return self._replace(samples=self.samples.to(device))
 
@@ -51,7 +51,7 @@ class Data:
         SamplesError: the first samples cannot be read, there is none to test on, or a test file is trained on.
     """
 
-    def __init__(self, settings: Settings, job: Job | None = None) -> None:
+    def __init__(self, settings: DlrmSettings, job: Job | None = None) -> None:
         self._settings = settings
         self._job = job or Job()
         self._files = find_files(settings.samples)
@@ -73,14 +73,14 @@ class Data:
         """The unit of a source's ``total``."""
         return "B" if self._files else " samples"
 
-    def open(self) -> Source:
+    def open(self) -> SampleSource:
         """Return the source to train on, at its beginning."""
         if self._files:
             return SampleFiles(self._files)
         settings = self._settings
         return GeneratedSamples(settings.generate, ids=settings.ids, seed=settings.seed)
 
-    def batches(self, source: Source, read: int = 0) -> Iterator[Batch]:
+    def batches(self, source: SampleSource, read: int = 0) -> Iterator[ClickBatch]:
         """Yield the batches of an epoch: each of ``batch`` samples, but perhaps the last.
 
         Args:
@@ -100,11 +100,11 @@ class Data:
                 samples = samples.take(numbers % every != every - 1)
             if not samples.size:
                 return
-            yield Batch(self._share(samples), samples.size, source.position, read, source.done)
+            yield ClickBatch(self._share(samples), samples.size, source.position, read, source.done)
 
     def tested(self) -> Iterator[Samples]:
         """Yield the samples to test on, ``test_samples`` at most, or a rank's share of them."""
-        source: Source = SampleFiles(self._test_files) if self._test_files else self.open()
+        source: SampleSource = SampleFiles(self._test_files) if self._test_files else self.open()
         every, left = self._every or 1, self._settings.test_samples
         count = max(1, TESTED_AT_ONCE // every) * every  # whole groups, whose last samples are set apart
         while left and (samples := source.read(count)).size:

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap.apps.checkpoints import Place, require_same
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, make_model
-from speedswap.apps.dlrm.course import Evaluation, Point, Progress, Result
+from speedswap.apps.dlrm.course import DlrmProgress, DlrmResult, Evaluation, Point
 from speedswap.apps.dlrm.model import DLRM
-from speedswap.apps.dlrm.samples import Position, Samples
+from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.scores import Scores
-from speedswap.apps.dlrm.settings import Settings
-from speedswap.apps.dlrm.stream import Batch, Data
+from speedswap.apps.dlrm.settings import DlrmSettings
+from speedswap.apps.dlrm.stream import ClickBatch, Data
 from speedswap.apps.errors import SamplesError, SettingsError
 from speedswap.apps.files import remove_leftovers
 from speedswap.apps.options import check_loss
@@ -43,14 +43,14 @@ CURVE_POINTS = 200
 
 
 def train(
-    settings: Settings,
+    settings: DlrmSettings,
     *,
     output: str | os.PathLike[str] | None = None,
     resume: bool | None = None,
     progress: bool = True,
     stop: Stop | None = None,
     process_group: ProcessGroup | None = None,
-) -> Result:
+) -> DlrmResult:
     """Train a model that predicts clicks, and test it after each epoch, or more often.
 
     Ctrl-C and SIGTERM end the training after the steps in progress; the result is then that of the steps so far, with
@@ -96,8 +96,8 @@ def train(
     optimizer = settings.make_optimizer(model)
     speedswap.attach(optimizer, model)
     job.sum_gradients(optimizer, model.dense().values())
-    result = Result(settings, model, optimizer, float(optimizer.param_groups[0]["lr"]), job)
-    at = Progress()
+    result = DlrmResult(settings, model, optimizer, float(optimizer.param_groups[0]["lr"]), job)
+    at = DlrmProgress()
     if checkpoint is not None:
         restore(checkpoint, result, at)
     if folder is not None and job.leads:
@@ -107,7 +107,9 @@ def train(
     return result
 
 
-def run_epochs(result: Result, at: Progress, data: Data, output: Path | None, stopped: Stop, progress: bool) -> None:
+def run_epochs(
+    result: DlrmResult, at: DlrmProgress, data: Data, output: Path | None, stopped: Stop, progress: bool
+) -> None:
     """Train until the end or until stopped, and record the course in the result."""
     settings, total = result.settings, data.open().total
     with show_progress(settings.epochs * total, at.epoch * total + at.done, shown=progress, unit=data.unit) as shown:
@@ -148,7 +150,12 @@ def run_epochs(result: Result, at: Progress, data: Data, output: Path | None, st
 
 
 def run_segment(
-    result: Result, at: Progress, batches: Iterator[Batch], output: Path | None, stopped: Stop, shown: Shown
+    result: DlrmResult,
+    at: DlrmProgress,
+    batches: Iterator[ClickBatch],
+    output: Path | None,
+    stopped: Stop,
+    shown: Shown,
 ) -> bool:
     """Train until the next evaluation within the epoch, its end, or until stopped; return True in the first case."""
     settings, device = result.settings, result.settings.compute_device()
@@ -180,32 +187,32 @@ def run_segment(
     return is_due(result, at)
 
 
-def count_seconds(result: Result, at: Progress, started: float) -> None:
+def count_seconds(result: DlrmResult, at: DlrmProgress, started: float) -> None:
     """Count the time since the segment's beginning, or its last checkpoint, as that of training."""
     seconds = time.perf_counter() - started
     at.seconds += seconds
     result.training_seconds += seconds
 
 
-def is_due(result: Result, at: Progress) -> bool:
+def is_due(result: DlrmResult, at: DlrmProgress) -> bool:
     """Tell whether the evaluation after so many steps within the epoch is still to come."""
     every, evaluations = result.settings.evaluate_every, result.evaluations
     done = bool(evaluations) and evaluations[-1][:2] == (at.epoch, at.step)
     return bool(every and at.step and at.step % every == 0) and not done
 
 
-def until_stopped(batches: Iterator[Batch], stopped: Stop) -> Iterator[Batch]:
+def until_stopped(batches: Iterator[ClickBatch], stopped: Stop) -> Iterator[ClickBatch]:
     while not stopped.is_set() and (batch := next(batches, None)) is not None:
         yield batch
 
 
-def prefetched(model: DLRM, batches: Iterable[Batch], device: torch.device, depth: int) -> Iterable[Batch]:
+def prefetched(model: DLRM, batches: Iterable[ClickBatch], device: torch.device, depth: int) -> Iterable[ClickBatch]:
     """Yield the batches on the device, while the rows of the next ones are prefetched."""
     on_device = (batch.to(device) for batch in batches)
     return speedswap.lookahead(on_device, model.embeddings.announced(lambda batch: batch.samples.ids), depth=depth)
 
 
-def train_step(model: DLRM, optimizer: Optimizer, batch: Batch) -> Tensor:
+def train_step(model: DLRM, optimizer: Optimizer, batch: ClickBatch) -> Tensor:
     """Take one training step on the batch's mean loss, or a share's part of it; return the logits from before it."""
     logits: Tensor = model(batch.samples)
     loss = F.binary_cross_entropy_with_logits(logits, batch.samples.labels, reduction="sum") / batch.size
@@ -215,7 +222,7 @@ def train_step(model: DLRM, optimizer: Optimizer, batch: Batch) -> Tensor:
     return logits.detach()
 
 
-def draw_point(result: Result, at: Progress) -> None:
+def draw_point(result: DlrmResult, at: DlrmProgress) -> None:
     """End the samples since the curve's last point with a point."""
     if not at.since:
         return
@@ -226,7 +233,7 @@ def draw_point(result: Result, at: Progress) -> None:
     at.window, at.since = Scores(), 0
 
 
-def test(result: Result, at: Progress, data: Data, place: Place) -> None:
+def test(result: DlrmResult, at: DlrmProgress, data: Data, place: Place) -> None:
     """Evaluate the model as of a place."""
     scores = evaluate(result.model, data.tested(), result.settings.compute_device())
     found = scores.quality(result.job)
@@ -245,7 +252,7 @@ def evaluate(model: DLRM, tested: Iterable[Samples], device: torch.device) -> Sc
     return scores
 
 
-def save(result: Result, at: Progress, output: Path | None) -> None:
+def save(result: DlrmResult, at: DlrmProgress, output: Path | None) -> None:
     if output is None:
         return
     best, window = result.best, at.window.of_all(result.job)
@@ -270,13 +277,13 @@ def save(result: Result, at: Progress, output: Path | None) -> None:
         )
 
 
-def restore(checkpoint: DLRMCheckpoint, result: Result, at: Progress) -> None:
+def restore(checkpoint: DLRMCheckpoint, result: DlrmResult, at: DlrmProgress) -> None:
     checkpoint.restore(result.model, result.optimizer)
     with checkpoint.says_damaged():
         progress = checkpoint.content["progress"]
         at.epoch, at.step = checkpoint.place
         at.read, *position, at.done = progress["read"]
-        at.position = Position(*position)
+        at.position = SamplePosition(*position)
         at.trained, at.since = progress["trained"]
         at.seconds = progress["seconds"]
         if result.job.leads:

@@ -2,9 +2,9 @@
 
 As a command, ``speedswap ncf RATINGS --output DIR``; as a function::
 
-    from speedswap.apps.ncf import Settings, train
+    from speedswap.apps.ncf import NcfSettings, train
 
-    result = train(Settings(ratings=Path("ml-100k/u.data"), epochs=20))
+    result = train(NcfSettings(ratings=Path("ml-100k/u.data"), epochs=20))
     print(result.best)
 
 and afterwards ``load(output).recommend(user_ids)``, or ``speedswap recommend DIR --user ID``.
@@ -19,30 +19,30 @@ from speedswap.apps.errors import CheckpointError, RatingsError, SettingsError, 
 from speedswap.apps.ncf.checkpoint import load
 from speedswap.apps.ncf.cli import figures, save
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate
-from speedswap.apps.ncf.interactions import Batch, Batches, IdMap, Interactions, Split, leave_one_out
+from speedswap.apps.ncf.generated import generate_split
+from speedswap.apps.ncf.interactions import Interactions, NcfBatch, NcfBatches, NcfSplit, OwnIds, leave_one_out
 from speedswap.apps.ncf.model import NCF, Recommendations
-from speedswap.apps.ncf.ratings import Source, read_split
-from speedswap.apps.ncf.settings import Settings
-from speedswap.apps.ncf.splits import generate_split
-from speedswap.apps.ncf.training import Epoch, Result, train, train_step
+from speedswap.apps.ncf.ratings import RatingsSource, read_split
+from speedswap.apps.ncf.settings import NcfSettings
+from speedswap.apps.ncf.training import NcfEpoch, NcfResult, train, train_step
 
 __all__ = [
     "NCF",
-    "Batch",
-    "Batches",
     "Candidates",
     "CheckpointError",
-    "Epoch",
-    "IdMap",
     "Interactions",
+    "NcfBatch",
+    "NcfBatches",
+    "NcfEpoch",
+    "NcfResult",
+    "NcfSettings",
+    "NcfSplit",
+    "OwnIds",
     "Ranking",
     "RatingsError",
+    "RatingsSource",
     "Recommendations",
-    "Result",
-    "Settings",
     "SettingsError",
-    "Source",
-    "Split",
     "UnknownUserError",
     "evaluate",
     "figures",

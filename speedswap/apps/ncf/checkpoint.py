@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 
 from speedswap.apps.checkpoints import RESTART, Checkpoint, Place
 from speedswap.apps.errors import CheckpointError
-from speedswap.apps.ncf.interactions import Split
+from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.ncf.model import MODELS, NCF
-from speedswap.apps.ncf.settings import Settings
-from speedswap.apps.ncf.splits import arrays_of, split_of
+from speedswap.apps.ncf.settings import NcfSettings
 
 __all__ = ["NCFCheckpoint", "load"]
 
@@ -39,8 +38,8 @@ class NCFCheckpoint(Checkpoint):
         best: int | None,
         model: NCF,
         optimizer: Optimizer,
-        settings: Settings,
-        split: Split,
+        settings: NcfSettings,
+        split: NcfSplit,
         progress: dict[str, Any],
     ) -> None:
         """Write a checkpoint, as :meth:`Checkpoint.write` does.
@@ -65,7 +64,7 @@ class NCFCheckpoint(Checkpoint):
             model=model,
             optimizer=optimizer,
             layers=list(settings.layers),
-            split=arrays_of(split),
+            split=split.arrays(),
             ratings_checksum=split.train.checksum,
             ids_checksum=ids_checksum(split),
             progress=progress,
@@ -86,7 +85,7 @@ class NCFCheckpoint(Checkpoint):
             raise ValueError("its progress is not complete")
         return super().checked(content)
 
-    def check(self, settings: Settings, split: Split) -> None:
+    def check(self, settings: NcfSettings, split: NcfSplit) -> None:
         """Refuse to go on with other settings or ratings, or to fewer epochs than the checkpoint has.
 
         Raises:
@@ -100,7 +99,7 @@ class NCFCheckpoint(Checkpoint):
                 f"the ratings are not those of the checkpoint {self.folder}: give the same, or {RESTART}"
             )
 
-    def change_of_schedule(self, settings: Settings) -> str | None:
+    def change_of_schedule(self, settings: NcfSettings) -> str | None:
         """Explain why the result will differ from that of an uninterrupted run; None where it will not."""
         before, falls = self.content["settings"]["epochs"], settings.lr_left(0.5) < 1
         if not falls or settings.epochs == before:
@@ -134,8 +133,8 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
         raise CheckpointError(f"output {output} has no completed epoch: let the run go on")
     checkpoint = NCFCheckpoint.read(Path(output), best)
     content = checkpoint.content
-    split = split_of(content["split"], checkpoint.folder)
     with checkpoint.says_damaged():
+        split = NcfSplit.from_arrays(content["split"])
         model = NCF(
             split.train.num_users,
             split.train.num_items,
@@ -150,5 +149,5 @@ def load(output: str | os.PathLike[str], *, storage: str = "auto", scratch: Path
     return model
 
 
-def ids_checksum(split: Split) -> list[int | None]:
+def ids_checksum(split: NcfSplit) -> list[int | None]:
     return [ids.checksum if ids is not None else None for ids in (split.user_ids, split.item_ids)]

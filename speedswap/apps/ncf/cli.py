@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from speedswap.apps import options
 from speedswap.apps.checkpoints import FOLDER, add_resume
 from speedswap.apps.ncf.checkpoint import load
-from speedswap.apps.ncf.settings import Settings, parse_columns
-from speedswap.apps.ncf.training import Result, train
+from speedswap.apps.ncf.settings import NcfSettings, parse_columns
+from speedswap.apps.ncf.training import NcfResult, train
 from speedswap.apps.output import add_output, check_output, check_scratch, save_results, versions
 from speedswap.apps.running import Stop, begun
 
@@ -34,7 +34,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "latest item is set apart and ranked among others after every epoch. Ctrl-C or SIGTERM ends the training and "
         "saves a checkpoint.",
     )
-    Settings.add_arguments(parser)
+    NcfSettings.add_arguments(parser)
     add_output(parser, "ncf-output")
     add_resume(parser)
     parser.set_defaults(run=run)
@@ -56,15 +56,15 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
-    Settings.refuse_beside(args, "ratings", "users", "items", "interactions")
-    settings = Settings.of(args, columns=None if args.columns is None else parse_columns(args.columns))
+    NcfSettings.refuse_beside(args, "ratings", "users", "items", "interactions")
+    settings = NcfSettings.of(args, columns=None if args.columns is None else parse_columns(args.columns))
     check_output(args.output, FOLDER)
     with begun(settings.compute_device()) as (job, stop):
         result = train(settings, output=args.output, resume=args.resume, stop=stop)
         return finish(result, args.output, stop) if job.leads else stop.status_of(result.interrupted)
 
 
-def finish(result: Result, output: Path, stop: Stop) -> int:
+def finish(result: NcfResult, output: Path, stop: Stop) -> int:
     """Save and print a run's outcome; return the exit status."""
     files = save(result, output)
     best, popular = result.best, result.baseline
@@ -95,7 +95,7 @@ def recommend(args: argparse.Namespace) -> int:
     return 0
 
 
-def save(result: Result, folder: Path) -> list[Path]:
+def save(result: NcfResult, folder: Path) -> list[Path]:
     """Write ``run.json`` and, where matplotlib is installed, ``training.png``.
 
     Returns:
@@ -107,7 +107,7 @@ def save(result: Result, folder: Path) -> list[Path]:
     return save_results(folder, figures(result), plot=("training.png", partial(draw, result)), size=(9, 4))
 
 
-def figures(result: Result) -> dict[str, Any]:
+def figures(result: NcfResult) -> dict[str, Any]:
     """Return the run's settings and figures, as JSON can hold them."""
     settings, train, source = result.settings, result.split.train, result.split.source
     return {
@@ -129,7 +129,7 @@ def figures(result: Result) -> dict[str, Any]:
     }
 
 
-def draw(result: Result, figure: Figure) -> None:
+def draw(result: NcfResult, figure: Figure) -> None:
     """Plot loss, HR@10 and NDCG@10 over the epochs."""
     left, right = figure.subplots(1, 2)
     numbers = [epoch.number for epoch in result.epochs]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.apps.errors import RatingsError
-from speedswap.apps.ncf.interactions import Ids, Interactions, Split
+from speedswap.apps.ncf.interactions import Ids, Interactions, NcfSplit
 from speedswap.apps.options import check_memory
 from speedswap.apps.ranks import Job
 
@@ -41,7 +41,7 @@ class Candidates:
     """int64, shape (users, 1 + negatives); the first is the user's."""
 
     @classmethod
-    def draw(cls, split: Split, *, negatives: int, at_most: int, seed: int) -> Candidates:
+    def draw(cls, split: NcfSplit, *, negatives: int, at_most: int, seed: int) -> Candidates:
         """Draw each test user's negatives, all different; the same seed gives the same ones.
 
         Users with too few items left are not tested; of more than ``at_most`` a sample is.
@@ -132,7 +132,7 @@ def gains(places: Tensor) -> tuple[float, float]:
     return hit.double().sum().item(), gain.sum().item()
 
 
-def popularity_baseline(split: Split, candidates: Candidates) -> Ranking:
+def popularity_baseline(split: NcfSplit, candidates: Candidates) -> Ranking:
     """Rank every item by its number of training interactions."""
     items = split.train.keys() % split.train.num_items
     counts = torch.from_numpy(np.bincount(items, minlength=split.train.num_items))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +20,14 @@ from speedswap.apps.errors import RatingsError
 from speedswap.apps.ranks import Job
 
 if TYPE_CHECKING:
-    from speedswap.apps.ncf.ratings import Source
+    from speedswap.apps.ncf.ratings import RatingsSource
 
-__all__ = ["Batch", "Batches", "IdMap", "Interactions", "Split", "leave_one_out", "whole_number"]
+__all__ = ["Ids", "Interactions", "NcfBatch", "NcfBatches", "NcfSplit", "OwnIds", "leave_one_out"]
 
 Ids = NDArray[np.int64]
+
+WHOLE_NUMBER = re.compile(r"0|-?[1-9]\d{0,18}", re.ASCII)
+"""A number as Python writes it."""
 
 
 class Interactions:
@@ -48,7 +53,8 @@ class Interactions:
         self.num_users = num_users
         self.num_items = num_items
         starts = np.arange(num_users + 1, dtype=np.int64) * num_items
-        self._first = np.searchsorted(keys, starts)
+        self.first: Ids = np.searchsorted(keys, starts)
+        """The number of pairs before each user's; at last that of all."""
         self._unseen_before = keys - np.arange(len(keys), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -65,7 +71,7 @@ class Interactions:
 
     def unseen_counts(self, users: Ids) -> Ids:
         """Count the items that each of these users has no pair with."""
-        return self.num_items - (self._first[users + 1] - self._first[users])
+        return self.num_items - (self.first[users + 1] - self.first[users])
 
     def unseen(self, users: Ids, numbers: Ids) -> Ids:
         """Return items that users have not seen, by number.
@@ -75,8 +81,8 @@ class Interactions:
             numbers: of the user's unseen items, in ascending order, from 0 to ``unseen_counts`` - 1; of a shape that
                 broadcasts with that of ``users``.
         """
-        before = users * self.num_items - self._first[users] + numbers
-        return numbers - self._first[users] + np.searchsorted(self._unseen_before, before, side="right")
+        before = users * self.num_items - self.first[users] + numbers
+        return numbers - self.first[users] + np.searchsorted(self._unseen_before, before, side="right")
 
     def seen(self, users: Ids) -> tuple[Ids, Ids]:
         """Return all items that these users have a pair with.
@@ -87,7 +93,7 @@ class Interactions:
         Returns:
             For each pair the place of its user in ``users``, ascending, and its item, ascending for each user.
         """
-        first, counts = self._first[users], self._first[users + 1] - self._first[users]
+        first, counts = self.first[users], self.first[users + 1] - self.first[users]
         places = np.repeat(np.arange(len(users)), counts)
         ends = np.cumsum(counts)
         positions = np.arange(len(places)) + np.repeat(first - (ends - counts), counts)
@@ -99,34 +105,30 @@ class Interactions:
         return zlib.crc32(self._unseen_before.view(np.uint8).data, self.num_items)
 
 
-class IdMap:
-    """The user's own ids of a table's rows: whole numbers or text, ascending, so that an id is found by bisection.
+class OwnIds:
+    """The ids of a table's rows in the ratings, ascending, so that an id is found by bisection.
 
     Args:
-        ids: each once: int64 in ascending order, or UTF-8 in the order of its bytes.
+        values: whole numbers (int64) or text.
 
     Example:
-        >>> users = IdMap([b"anna", b"bob"])
+        >>> users = OwnIds(["anna", "bob"])
         >>> users[1], users.row("bob"), users.row("eve")
         ('bob', 1, None)
-        >>> IdMap(np.array([7, 196])).row("196")
+        >>> OwnIds(np.array([7, 196])).row("196")
         1
     """
 
-    def __init__(self, ids: NDArray[np.int64] | Sequence[bytes]) -> None:
-        self._numbers = self._text = self._ends = np.empty(0, np.int64)
-        self.is_text = not isinstance(ids, np.ndarray)
-        if isinstance(ids, np.ndarray):
-            self._numbers = ids
-        else:
-            self._text = np.frombuffer(b"".join(ids), np.uint8)
-            self._ends = np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids)))
+    def __init__(self, values: NDArray[Any] | Sequence[str]) -> None:
+        self.values = np.asarray(values) if isinstance(values, np.ndarray) else np.array(values, object)
+        self.is_text = self.values.dtype == object
 
     def __len__(self) -> int:
-        return len(self._ends) if self.is_text else len(self._numbers)
+        return len(self.values)
 
     def __getitem__(self, row: int) -> int | str:
-        return self._encoded(row).decode() if self.is_text else int(self._numbers[row])
+        found: int | str = self.values[row] if self.is_text else int(self.values[row])
+        return found
 
     def tolist(self) -> list[int | str]:
         """Return all ids, by row."""
@@ -134,57 +136,43 @@ class IdMap:
 
     def row(self, own_id: object) -> int | None:
         """Return the row of an id, None for an unknown one; 12 and "12" are the same."""
-        text = str(own_id)
-        if self.is_text:
-            wanted = text.encode("utf-8", "surrogateescape")
-            row = bisect_left(range(len(self)), wanted, key=self._encoded)
-            return row if row < len(self) and self._encoded(row) == wanted else None
-        number = whole_number(text.encode("utf-8", "surrogateescape"))
-        if number is None:
-            return None
-        row = int(np.searchsorted(self._numbers, number))
-        return row if row < len(self) and self._numbers[row] == number else None
+        wanted: Any = str(own_id)
+        if not self.is_text:
+            if not WHOLE_NUMBER.fullmatch(wanted):
+                return None
+            wanted = int(wanted)
+        row = bisect_left(self.values, wanted)
+        return row if row < len(self) and self.values[row] == wanted else None
 
-    @property
+    @cached_property
     def checksum(self) -> int:
         """A checksum of the ids, to tell one data set from another."""
         crc = 0
-        for values in (self._numbers, self._ends, self._text):
+        for values in self.arrays().values():
             crc = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, crc)
         return crc
 
     def arrays(self) -> dict[str, NDArray[np.generic]]:
         """Return the ids as arrays of plain numbers, for a file."""
-        return {"text": self._text, "ends": self._ends} if self.is_text else {"numbers": self._numbers}
+        if not self.is_text:
+            return {"numbers": self.values}
+        encoded = [text.encode() for text in self.values]
+        ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+        return {"ends": ends, "text": np.frombuffer(b"".join(encoded), np.uint8)}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> IdMap:
-        """Return the map whose ``arrays`` these are."""
+    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> OwnIds | None:
+        """Return the ids whose ``arrays`` these are; None without any."""
+        if not arrays:
+            return None
         if "numbers" in arrays:
             return cls(arrays["numbers"].astype(np.int64, copy=False))
-        ids = cls([])
-        ids._text, ids._ends = arrays["text"].astype(np.uint8, copy=False), arrays["ends"].astype(np.int64, copy=False)
-        return ids
-
-    def _encoded(self, row: int) -> bytes:
-        return self._text[self._ends[row - 1] if row else 0 : self._ends[row]].tobytes()
-
-
-def whole_number(text: bytes) -> int | None:
-    """Read an int64 as Python writes it; None for ``007``, ``+1``, ``1.0`` and other text.
-
-    Example:
-        >>> whole_number(b"-12"), whole_number(b"007"), whole_number(b"9223372036854775808")
-        (-12, None, None)
-    """
-    if not text.removeprefix(b"-").isdigit():
-        return None
-    number = int(text) if len(text) <= 20 else 2**63
-    return number if -(2**63) <= number < 2**63 and str(number).encode() == text else None
+        text, ends = arrays["text"].astype(np.uint8).tobytes(), arrays["ends"].tolist()
+        return cls([text[first:last].decode() for first, last in pairwise([0, *ends])])
 
 
 @dataclass(frozen=True)
-class Split:
+class NcfSplit:
     """Interactions to train on, and one per user to test with."""
 
     train: Interactions
@@ -192,11 +180,50 @@ class Split:
     """Ascending."""
     test_items: Ids
     """One per test user; the pair is not in ``train``."""
-    user_ids: IdMap | None = None
+    user_ids: OwnIds | None = None
     """The users' ids in the ratings; None where they are simply numbered."""
-    item_ids: IdMap | None = None
-    source: Source | None = None
+    item_ids: OwnIds | None = None
+    source: RatingsSource | None = None
     """The file that it was read from, if any."""
+
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
+        """Return the split as arrays of plain numbers, for a checkpoint: where each user's items end, the items, …"""
+        num_items = self.train.num_items
+        small = np.int32 if num_items <= 2**31 else np.int64
+        arrays: dict[str, NDArray[np.generic]] = {
+            "num_items": np.array(num_items),
+            "train_ends": self.train.first[1:],
+            "train_items": (self.train.keys() % num_items).astype(small),
+            "test_users": self.test_users,
+            "test_items": self.test_items.astype(small),
+        }
+        for side, ids in (("user", self.user_ids), ("item", self.item_ids)):
+            if ids is not None:
+                arrays |= {f"{side}_{name}": values for name, values in ids.arrays().items()}
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> NcfSplit:
+        """Return the split whose ``arrays`` these are.
+
+        Raises:
+            KeyError, ValueError: some are missing, or do not fit together.
+        """
+        num_items = int(arrays["num_items"])
+        names = ("train_ends", "train_items", "test_users", "test_items")
+        ends, items, users, taken = (arrays[name].astype(np.int64, copy=False) for name in names)
+        keys = np.repeat(np.arange(len(ends)) * num_items, np.diff(ends, prepend=0)) + items
+        ids: dict[str, OwnIds | None] = {}
+        for side, rows in (("user", len(ends)), ("item", num_items)):
+            forms = {form: arrays.get(f"{side}_{form}") for form in ("numbers", "text", "ends")}
+            found = OwnIds.from_arrays({form: array for form, array in forms.items() if array is not None})
+            ids[side] = found
+            if found is not None and len(found) != rows:
+                raise ValueError(f"its {side} ids are not {rows:,}")
+        inside = (0 <= items).all() and (items < num_items).all() and (0 <= taken).all() and (taken < num_items).all()
+        if len(users) != len(taken) or not inside or not np.all(np.diff(keys) > 0) or np.any(users >= len(ends)):
+            raise ValueError("its interactions do not fit together")
+        return cls(Interactions(keys, len(ends), num_items), users, taken, ids["user"], ids["item"])
 
 
 def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items: int) -> tuple[Ids, Ids]:
@@ -223,7 +250,7 @@ def leave_one_out(users: Ids, items: Ids, times: NDArray[np.generic], num_items:
     return np.delete(unique, np.searchsorted(unique, test)), test
 
 
-class Batch(NamedTuple):
+class NcfBatch(NamedTuple):
     """Users with the items that they are scored against."""
 
     users: Tensor
@@ -235,15 +262,15 @@ class Batch(NamedTuple):
     size: int
     """Users of the whole batch, of which these are a rank's share."""
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> NcfBatch:
         """Copy the batch to a device; to a GPU through pinned memory, so that the host does not wait."""
         is_gpu = device.type == "cuda"
         tensors = (tensor.pin_memory() if is_gpu else tensor for tensor in self[:3])
         users, items, labels = (tensor.to(device, non_blocking=is_gpu) for tensor in tensors)
-        return Batch(users, items, labels, self.size)
+        return NcfBatch(users, items, labels, self.size)
 
 
-class Batches:
+class NcfBatches:
     """An epoch's batches, in an order of their own and with fresh negatives.
 
     A positive and its negatives stay together, so that a user's row is looked up once for them. Batch n of epoch e is a
@@ -281,13 +308,13 @@ class Batches:
     def __len__(self) -> int:
         return -(-len(self._train) // self._size) - self._start
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[NcfBatch]:
         order = np.arange(len(self._train), dtype=np.int32 if len(self._train) < 2**31 else np.int64)
         np.random.default_rng([self._seed, self._epoch]).shuffle(order)
         for number in range(self._start, self._start + len(self)):
             yield self._batch(number, order[number * self._size : (number + 1) * self._size])
 
-    def _batch(self, number: int, positions: np.ndarray) -> Batch:
+    def _batch(self, number: int, positions: np.ndarray) -> NcfBatch:
         rng = np.random.default_rng([self._seed, self._epoch, number])
         users, items = self._train.pairs(positions)
         unseen = self._train.unseen_counts(users)
@@ -303,4 +330,4 @@ class Batches:
         columns = np.concatenate([items[:, None], self._train.unseen(users[:, None], numbers)], axis=1)
         labels = torch.zeros(columns.shape)
         labels[:, 0] = 1
-        return Batch(torch.from_numpy(users), torch.from_numpy(columns), labels, size)
+        return NcfBatch(torch.from_numpy(users), torch.from_numpy(columns), labels, size)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.apps.errors import CheckpointError, SettingsError, UnknownUserError
-from speedswap.apps.ncf.interactions import IdMap, Ids, Split
+from speedswap.apps.ncf.interactions import Ids, NcfSplit, OwnIds
 from speedswap.apps.ranks import Job
 
 __all__ = ["MODELS", "NCF", "Recommendations"]
@@ -61,7 +61,7 @@ class NCF(nn.Module):
         seed: of all initial values; rows are normal with a deviation of 0.01, as in the paper.
         job: the ranks that own the rows, if they are more than one.
 
-    Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
+    RatingsSource: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
 
     Example:
         >>> model = NCF(1000, 500, model="neumf", factors=8, layers=[16, 8])
@@ -86,10 +86,10 @@ class NCF(nn.Module):
         job: Job | None = None,
     ) -> None:
         super().__init__()
-        self.user_ids: IdMap | None = None
+        self.user_ids: OwnIds | None = None
         """The rows' own ids, for ``recommend``; None where they are simply numbered."""
-        self.item_ids: IdMap | None = None
-        self.split: Split | None = None
+        self.item_ids: OwnIds | None = None
+        self.split: NcfSplit | None = None
         """The users' interactions."""
         self._gmf_width = factors if model != "mlp" else 0
         self._mlp_width = layers[0] // 2 if model != "gmf" else 0
@@ -124,7 +124,7 @@ class NCF(nn.Module):
                 nn.init.xavier_uniform_(layer.weight, generator=generator)
                 nn.init.zeros_(layer.bias)
 
-    def know(self, split: Split) -> None:
+    def know(self, split: NcfSplit) -> None:
         """Take over the rows' own ids and the users' interactions, for ``recommend``."""
         self.user_ids, self.item_ids, self.split = split.user_ids, split.item_ids, split
 
@@ -222,14 +222,14 @@ class NCF(nn.Module):
 # ---- the best items out of all, in bounded memory --------------------------------------------------------------------
 
 
-def rows_of(user_ids: Iterable[object], ids: IdMap | None, num_users: int) -> Ids:
+def rows_of(user_ids: Iterable[object], ids: OwnIds | None, num_users: int) -> Ids:
     """Return the users' rows.
 
     Raises:
         UnknownUserError: one of them is unknown.
     """
     rows = []
-    numbers = IdMap(np.arange(0)) if ids is None else ids
+    numbers = OwnIds(np.arange(0)) if ids is None else ids
     for place, user in enumerate(user_ids):
         row = number_below(user, num_users) if ids is None else numbers.row(user)
         if row is None:
@@ -243,7 +243,7 @@ def rows_of(user_ids: Iterable[object], ids: IdMap | None, num_users: int) -> Id
     return np.array(rows, np.int64)
 
 
-def top_rows(model: NCF, users: Ids, k: int, seen: Split | None) -> tuple[Tensor, Tensor]:
+def top_rows(model: NCF, users: Ids, k: int, seen: NcfSplit | None) -> tuple[Tensor, Tensor]:
     """Return the highest scores of some users and their items' rows, shape (users, k) or fewer; -inf for seen ones."""
     num_items = model.item.num_embeddings
     device = next(model.score.parameters()).device
@@ -275,7 +275,7 @@ def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, at.gather(1, order)
 
 
-def seen_items(users: Ids, split: Split | None) -> tuple[Ids, Ids]:
+def seen_items(users: Ids, split: NcfSplit | None) -> tuple[Ids, Ids]:
     """Return the users' items, the test item included: places in ``users`` and items, by item."""
     if split is None:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,39 +1,79 @@
 """Read a file of ratings, in the columns and with the ids that it happens to have, into a split.
 
-``layout`` finds separator and columns, ``columns`` takes the lines apart and makes numbers of the fields.
+The separator and the columns' roles are found here, by the first lines; ``columns`` reads the values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from speedswap._install import pip_install
-from speedswap.apps.errors import RatingsError
-from speedswap.apps.ncf.interactions import Interactions, Split, leave_one_out
-from speedswap.apps.ncf.layout import FIELD_MARK, FORM, ROLES, Layout, check_columns, find_layout
+from speedswap.apps.errors import RatingsError, SettingsError
+from speedswap.apps.ncf.interactions import Interactions, NcfSplit, leave_one_out
 from speedswap.apps.options import one_of
+from speedswap.apps.reading import opened
 
-if TYPE_CHECKING:
-    from speedswap.apps.ncf.columns import Piece
+__all__ = ["MISSING", "NEEDED", "RatingsForm", "RatingsSource", "check_columns", "json_values", "read_split", "shown"]
 
-__all__ = ["MISSING", "Source", "read_split"]
-
+ROLES = ("user", "item", "rating", "time")
+NEEDED = ROLES[:2]
 MISSING = ("skip", "error")
+NO_COLUMN = "-"
+"""Given for a role, it has no column."""
+SEPARATORS = ("::", "\t", ";", "|", ",")
+"""Of equally good ones the first is taken."""
+FORM = "user, item, rating and timestamp, or fewer, divided by tabs, '::', ';', '|' or commas, or as JSON lines"
+HEAD_BYTES = 1 << 20
 SAMPLE_LINES = 50
+TIME_DIGITS = 8
+"""Whole numbers with more digits are times, not ratings."""
+DATE = re.compile(r"\d{4}-\d\d-\d\d(?:[T ][\d:.]+ ?[Z\d:+-]*)?", re.ASCII)
+NAMES = {
+    "user": "user userid uid username customer customerid client clientid member memberid account accountid visitor "
+    "visitorid reviewer reviewerid",
+    "item": "item itemid iid movie movieid product productid sku stockcode article articleid asin parentasin book "
+    "bookid isbn track trackid song songid artist artistid business businessid",
+    "rating": "rating ratings stars score overall",
+    "time": "timestamp time ts date datetime unixtime unixreviewtime createdat",
+}
+"""Names of columns, in small letters and without the characters that divide words."""
 
 
 @dataclass(frozen=True)
-class Source:
+class RatingsForm:
+    """The form of a file's lines."""
+
+    separator: str
+    """Empty for JSON lines."""
+    heading: tuple[str, ...] | None
+    """The columns' names, where the first line or the first object has them."""
+    width: int
+    """Fields in every line."""
+    first_line: int
+    """The number of the first line with values, from 1."""
+    places: Mapping[str, int]
+    """The column of each role that has one, from 0."""
+
+    def column(self, role: str) -> str:
+        """Return a role's column as messages call it."""
+        place = self.places[role]
+        return f"column {place + 1}" + (f" {self.heading[place]!r}" if self.heading is not None else "")
+
+
+@dataclass(frozen=True)
+class RatingsSource:
     """A file as it was read, for the user to check."""
 
     path: Path
     separator: str
+    """Empty for JSON lines."""
     heading: bool
     columns: Mapping[str, str]
     """The column of each role that has one."""
@@ -52,19 +92,16 @@ class Source:
 
     def __str__(self) -> str:
         separator = {"\t": "tabs"}.get(self.separator, repr(self.separator))
-        form = f"divided by {separator}, {'with' if self.heading else 'no'} heading"
-        form = "JSON lines" if self.separator == FIELD_MARK else form
+        form = f"divided by {separator}, {'with' if self.heading else 'no'} heading" if self.separator else "JSON lines"
         named = ", ".join(f"{role} is {column}" for role, column in self.columns.items())
         said = [f"{self.path}: {form}; {named}"]
         if "rating" not in self.columns:
             said.append("no ratings, so that every line counts the same")
-        if self.time is None:
-            said.append("no times, so that the order of lines stands for them")
-        elif self.time == "dates":
-            said.append("times are dates")
+        if self.time != "numbers":
+            said.append("times are dates" if self.time else "no times, so that the order of lines stands for them")
         left = sum(self.left_out.values())
         why = ", ".join(f"{count:,} without {role}" for role, count in self.left_out.items())
-        ids = ["text" if role in self.text_ids else "whole numbers" for role in ROLES[:2]]
+        ids = ["text" if role in self.text_ids else "whole numbers" for role in NEEDED]
         read = (
             f"{self.lines:,} lines read, {f'{left:,} left out ({why})' if left else 'none left out'}; {self.users:,} "
             f"users (ids are {ids[0]}), {self.items:,} items ({ids[1]}), {self.pairs:,} different pairs"
@@ -72,15 +109,15 @@ class Source:
         return "; ".join(said) + "\n" + read
 
 
-def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing: str = "skip") -> Split:
+def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing: str = "skip") -> NcfSplit:
     """Read ratings, and set each user's latest one apart for testing.
 
     Lines are divided by tabs, ``::``, ``;``, ``|`` or commas, with a heading or without, or are JSON objects; the file
     is UTF-8, plain or gzip. A field may stand between quotes, except with ``::``. Users and items may have any ids:
     where all ids of a column are whole numbers, they get rows in their order, else in the order of their text. A
-    rating's value has no effect, only its presence. Times are numbers of any unit or ISO dates (UTC without a zone);
-    without them the order of lines stands for time. Memory is some 100 bytes per line, whatever else is in it, and the
-    ids. Needs pyarrow.
+    rating's value has no effect, only its presence. Times are numbers of any unit or ISO dates, all with a zone or all
+    without; without times the order of lines stands for time. Memory is some 100 bytes per line, whatever else is in
+    it. Needs pyarrow.
 
     Args:
         path: the file.
@@ -109,62 +146,214 @@ def read_split(path: Path, columns: Mapping[str, str] | None = None, *, missing:
     check_columns(columns)
     one_of(MISSING)("missing", missing)
     try:
-        from speedswap.apps.ncf.columns import COLUMNS, read_pieces, read_rows, take
+        from speedswap.apps.ncf.columns import read_columns
     except ImportError as error:
         raise RatingsError(f"ratings are read by pyarrow: {pip_install('pyarrow', extra='demo')}") from error
-    pieces = read_pieces(path)
-    layout, pieces = open_layout(pieces, path, columns)
-    parsers: dict[str, Any] = {role: COLUMNS[role]() for role in ROLES if role in layout.places}
-    lines, left_out = 0, dict.fromkeys(layout.places, 0)
-    for rows in read_rows(pieces, layout, path):
-        lines += rows.size
-        for role, count in take(rows, parsers, layout, path, missing).items():
-            left_out[role] += count
-    left_out = {role: count for role, count in left_out.items() if count}
-    if lines == sum(left_out.values()):
-        why = ", ".join(f"{count:,} without {role} ({layout.column(role)})" for role, count in left_out.items())
-        raise RatingsError(
-            f"ratings {path} has no line with all its values: {why}; give other columns"
-            if lines
-            else f"ratings {path} is empty: give lines of {FORM}"
-        )
-    return split_of(parsers, layout, path, lines, left_out)
-
-
-def open_layout(pieces: Iterator[Piece], path: Path, columns: Mapping[str, str]) -> tuple[Layout, Iterator[Piece]]:
-    """Find the layout; return it with the pieces after the heading."""
-    for piece in pieces:
-        blank = len(piece.text) - len(piece.text.lstrip())
-        begin = piece.text.rfind(b"\n", 0, blank) + 1  # of the first line that is not blank
-        lines = [line for line in piece.text[begin:].split(b"\n", 2 * SAMPLE_LINES)[: 2 * SAMPLE_LINES] if line.strip()]
-        if not lines:
-            continue
-        first_line = piece.first_line + piece.text.count(b"\n", 0, begin)
-        layout = find_layout(lines[:SAMPLE_LINES], first_line, path, columns)
-        if layout.heading is not None:
-            end = begin + len(lines[0]) + 1
-            piece = piece._replace(text=piece.text[end:], first_line=piece.first_line + piece.text.count(b"\n", 0, end))
-        return layout, chain([piece] if piece.text else [], pieces)
-    raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
-
-
-def split_of(parsers: Mapping[str, Any], layout: Layout, path: Path, lines: int, left_out: dict[str, int]) -> Split:
-    user_ids, users = parsers["user"].finish()
-    item_ids, items = parsers["item"].finish()
-    times = parsers["time"].finish() if "time" in parsers else np.zeros(len(users), np.int8)
-    train, test = leave_one_out(users, items, times, len(item_ids))
-    test_users, test_items = np.divmod(test, len(item_ids))
-    source = Source(
+    with opened(path, "ratings", RatingsError) as file:
+        data = io.BufferedReader(file, HEAD_BYTES)  # type: ignore[type-var]
+        form = find_form(data.peek(), path, columns)
+        found = read_columns(data, form, path, missing)
+    (user_ids, users), (item_ids, items) = found.users, found.items
+    train, test = leave_one_out(users, items, found.times, len(item_ids))
+    source = RatingsSource(
         path,
-        layout.separator,
-        layout.heading is not None,
-        {role: layout.column(role) for role in ROLES if role in layout.places},
-        lines,
-        left_out,
+        form.separator,
+        form.heading is not None,
+        {role: form.column(role) for role in ROLES if role in form.places},
+        found.lines,
+        found.left_out,
         len(user_ids),
         len(item_ids),
         len(train) + len(test),
-        tuple(role for role, ids in (("user", user_ids), ("item", item_ids)) if ids.is_text),
-        parsers["time"].kind if "time" in parsers else None,
+        tuple(role for role, ids in zip(NEEDED, (user_ids, item_ids), strict=True) if ids.is_text),
+        found.kind_of_time,
     )
-    return Split(Interactions(train, len(user_ids), len(item_ids)), test_users, test_items, user_ids, item_ids, source)
+    interactions = Interactions(train, len(user_ids), len(item_ids))
+    return NcfSplit(interactions, test // len(item_ids), test % len(item_ids), user_ids, item_ids, source)
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """Refuse columns that are not one of each role, user and item among them.
+
+    Raises:
+        SettingsError: a role is unknown, a name is empty, or user or item is to have no column.
+    """
+    named = [name for name in columns.values() if name != NO_COLUMN]
+    for role, name in columns.items():
+        if role not in ROLES:
+            raise SettingsError(f"columns has {role!r}: give names or numbers for some of {', '.join(ROLES)}")
+        if not isinstance(name, str) or not name:
+            raise SettingsError(f"columns has {name!r} for the {role}: give the column's name, or its number from 1")
+        if name == NO_COLUMN and role in NEEDED:
+            raise SettingsError(f"columns has '-' for the {role}, without which nothing is learnt: give a column")
+        if named.count(name) > 1:
+            raise SettingsError(f"columns has {name!r} twice: give each of {', '.join(columns)} a different column")
+
+
+# ---- the form of a file ---------------------------------------------------------------------------------------------
+
+
+def find_form(head: bytes, path: Path, columns: Mapping[str, str]) -> RatingsForm:
+    """Find separator, heading and columns by a file's first bytes.
+
+    Raises:
+        RatingsError: they are not clear; the message says how to use ``columns``.
+    """
+    whole = head if len(head) < HEAD_BYTES else head[: head.rfind(b"\n") + 1]
+    if head and not whole:
+        raise RatingsError(f"ratings {path} has a line of more than {HEAD_BYTES:,} bytes: is it text?")
+    try:
+        text = whole.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        form = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+        line = whole.count(b"\n", 0, error.start) + 1
+        raise RatingsError(
+            f"ratings {path}, line {line} is not UTF-8: save the file as UTF-8, say iconv -f {form} -t utf-8"
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(re.split("\r\n|\r|\n", text), 1) if line.strip()]
+    if not numbered:
+        raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
+    first_line, lines = numbered[0][0], [line for _, line in numbered[:SAMPLE_LINES]]
+    where = f"ratings {path}, line {first_line}: {shown(lines[0])}"
+    if lines[0].lstrip().startswith("{"):
+        objects = [json_values(line, number, path) for number, line in numbered[:SAMPLE_LINES]]
+        heading = tuple(objects[0])
+        sample = [[each.get(key, "") for key in heading] for each in objects]
+        return RatingsForm("", heading, len(heading), 1, find_places(heading, sample, columns, path))
+    tables = {separator: fields_of(lines, separator) for separator in SEPARATORS}
+    tables = {separator: table for separator, table in tables.items() if len(table[0]) > 1}
+    if not tables:
+        raise RatingsError(f"{where} is not {FORM}")
+
+    def goodness(separator: str) -> tuple[int, bool, int]:
+        table = tables[separator]
+        return known_names(table[0], columns), len({*map(len, table)}) == 1, len(table[0])
+
+    separator = max(tables, key=goodness)
+    first, sample = tables[separator][0], tables[separator]
+    if not known_names(first, columns):
+        if not columns and not any(is_number(field) or DATE.fullmatch(field) for field in first):
+            raise RatingsError(
+                f"{where} may be a heading or not: if it is, give the columns by name, say columns "
+                f"user={first[0]},item={first[1]}; if not, by number, user=1,item=2"
+            )
+        return RatingsForm(separator, None, len(first), first_line, find_places(None, sample, columns, path))
+    if len(numbered) == 1:
+        raise RatingsError(f"ratings {path} is empty: give lines of {FORM}")
+    places = find_places(tuple(first), sample[1:], columns, path)
+    return RatingsForm(separator, tuple(first), len(first), first_line + 1, places)
+
+
+def json_values(line: str | bytes, number: int, path: Path) -> dict[str, str]:
+    """Return the values of a JSON object as they are written.
+
+    Raises:
+        RatingsError: the line has something else.
+    """
+    try:
+        found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str).items()
+    except (ValueError, AttributeError, RecursionError) as error:
+        text = shown(line if isinstance(line, str) else line[:1000].decode(errors="replace"))
+        raise RatingsError(
+            f"ratings {path}, line {number}: {text} is not a JSON object: correct it, or remove it"
+        ) from error
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in found}
+
+
+def fields_of(lines: Sequence[str], separator: str) -> list[list[str]]:
+    """Split lines into fields."""
+    rows: Iterable[list[str]] = (line.split(separator) for line in lines)
+    if len(separator) == 1:
+        rows = csv.reader([line + "\n" for line in lines], delimiter=separator)
+    try:
+        return [[field.strip() for field in row] for row in rows]
+    except csv.Error:  # a very long field: this is not the separator
+        return [[]]
+
+
+def known_names(fields: Sequence[str], columns: Mapping[str, str]) -> int:
+    """Count the columns found by name, those of ``columns`` first; 0 where the line is not a heading."""
+    lowered = [field.lower() for field in fields]
+    said = sum(name.strip().lower() in lowered for name in columns.values() if not name.isdecimal())
+    known = sum(any(plain(field) in names.split() for field in fields) for names in NAMES.values())
+    return said * len(ROLES) + known if said or not any(map(is_number, fields)) else 0
+
+
+def find_places(
+    heading: Sequence[str] | None, sample: Sequence[Sequence[str]], columns: Mapping[str, str], path: Path
+) -> dict[str, int]:
+    """Find the column of each role: as ``columns`` says, by name, by what is in it, or by its place."""
+    width = len(sample[0] if heading is None else heading)
+    names = heading or ()
+    listed = ", ".join(map(repr, names)) or f"numbers 1 to {width}"
+    places: dict[str, int] = {}
+
+    def take(role: str, found: Sequence[int]) -> None:
+        if len(found) > 1:
+            several = " and ".join(repr(names[place]) for place in found)
+            raise RatingsError(
+                f"ratings {path} has columns {several}, each of which may be the {role}: say which with columns, "
+                f"{role}={found[0] + 1} or {role}={found[1] + 1}"
+            )
+        if found and found[0] in places.values():
+            raise RatingsError(
+                f"ratings {path}: column {found[0] + 1} is to be the {role} and another role: give two columns"
+            )
+        if found:
+            places[role] = found[0]
+
+    for role, name in columns.items():
+        exact = [place for place, field in enumerate(names) if field == name]
+        found = exact or [place for place, field in enumerate(names) if field.lower() == name.strip().lower()]
+        if not found and name.isdecimal() and len(name) < 10 and 1 <= int(name) <= width:
+            found = [int(name) - 1]
+        if not found and name != NO_COLUMN:
+            raise RatingsError(f"ratings {path} has no column {shown(name)} for the {role}, but {listed}: give one")
+        take(role, found)
+    if heading is not None:
+        for role in (role for role in ROLES if role not in columns):
+            known = NAMES[role].split()
+            take(role, [p for p, name in enumerate(names) if plain(name) in known and p not in places.values()])
+    if (lacking := [role for role in NEEDED if role not in places]) and (columns or heading is not None):
+        known_too = f"columns has {', '.join(columns)} only, and " if columns else ""
+        raise RatingsError(
+            f"ratings {path}: {known_too}no column of {listed} is known for the {lacking[0]}: say which with columns, "
+            f"{lacking[0]}={'NUMBER' if heading is None else 'NAME'}"
+        )
+    if heading is not None and "time" not in {*places, *columns}:
+        places |= time_found(sample, [place for place in range(width) if place not in places.values()])
+    if places:
+        return places
+    if width > len(ROLES):
+        raise RatingsError(
+            f"ratings {path} has {width} columns and no heading: say which is which with columns, as in "
+            "user=1,item=2,time=4"
+        )
+    time = time_found(sample, range(2, width)) or time_found(sample, range(2 * (width > 2)), numbers=False)
+    return dict(zip(ROLES, (place for place in range(width) if place not in time.values()), strict=False)) | time
+
+
+def time_found(sample: Sequence[Sequence[str]], places: Iterable[int], *, numbers: bool = True) -> dict[str, int]:
+    """Return the time's place: that of the only column of dates, or of numbers too large for ratings."""
+
+    def is_time(text: str) -> bool:
+        large = numbers and text.isdecimal() and len(text.lstrip("0")) > TIME_DIGITS
+        return large or DATE.fullmatch(text) is not None
+
+    values = {place: [fields[place] for fields in sample if len(fields) > place and fields[place]] for place in places}
+    found = [place for place, texts in values.items() if texts and all(map(is_time, texts))]
+    return {"time": found[0]} if len(found) == 1 else {}
+
+
+def plain(name: str) -> str:
+    return re.sub("[-_. ]", "", name.lower())
+
+
+def is_number(text: str) -> bool:
+    return text.replace(".", "", 1).removeprefix("-").isdecimal()
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """Return a line or value as messages show it."""
+    text = str(value).rstrip()
+    return repr(text if len(text) <= most else text[:most] + "…")

@@ -13,9 +13,8 @@ from typing import ClassVar
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError
 from speedswap.apps.launched import share_of_machine
-from speedswap.apps.ncf.layout import check_columns
 from speedswap.apps.ncf.model import MODELS
-from speedswap.apps.ncf.ratings import MISSING
+from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.options import (
     Options,
     check_memory,
@@ -28,7 +27,7 @@ from speedswap.apps.options import (
     widths,
 )
 
-__all__ = ["Settings", "parse_columns"]
+__all__ = ["NcfSettings", "parse_columns"]
 
 CONSTANT_LR = ("adagrad",)
 """Optimizers whose steps shrink by themselves."""
@@ -61,7 +60,7 @@ def check_layers(name: str, layers: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class Settings(Options):
+class NcfSettings(Options):
     """The ratings to learn preferences from, and the way to.
 
     The learning rate falls linearly to nothing over the run, except with Adagrad, whose steps shrink by themselves.

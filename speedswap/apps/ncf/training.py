@@ -20,11 +20,11 @@ from speedswap.apps.checkpoints import Pace, Place, require_same
 from speedswap.apps.files import remove_leftovers
 from speedswap.apps.ncf.checkpoint import NCFCheckpoint
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
-from speedswap.apps.ncf.interactions import Batch, Batches, Split
+from speedswap.apps.ncf.generated import generate_split
+from speedswap.apps.ncf.interactions import NcfBatch, NcfBatches, NcfSplit
 from speedswap.apps.ncf.model import NCF
 from speedswap.apps.ncf.ratings import read_split
-from speedswap.apps.ncf.settings import Settings
-from speedswap.apps.ncf.splits import generate_split
+from speedswap.apps.ncf.settings import NcfSettings
 from speedswap.apps.options import check_loss
 from speedswap.apps.ranks import Job
 from speedswap.apps.running import Stop, listening, show_progress
@@ -32,10 +32,10 @@ from speedswap.apps.running import Stop, listening, show_progress
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Epoch", "Result", "prefetched", "train", "train_step"]
+__all__ = ["NcfEpoch", "NcfResult", "prefetched", "train", "train_step"]
 
 
-class Epoch(NamedTuple):
+class NcfEpoch(NamedTuple):
     """The outcome of one epoch."""
 
     number: int
@@ -55,11 +55,11 @@ class Epoch(NamedTuple):
 
 
 @dataclass
-class Result:
+class NcfResult:
     """A trained model and the course of the training."""
 
-    settings: Settings
-    split: Split
+    settings: NcfSettings
+    split: NcfSplit
     model: NCF
     """As after the last step; the best epoch's is in the output directory."""
     optimizer: Optimizer
@@ -69,7 +69,7 @@ class Result:
     tested_users: int
     job: Job = field(default_factory=Job)
     """The ranks that have trained it."""
-    epochs: list[Epoch] = field(default_factory=list)
+    epochs: list[NcfEpoch] = field(default_factory=list)
     steps: int = 0
     """Steps of this run, without those before a resumption."""
     training_seconds: float = 0.0
@@ -77,13 +77,13 @@ class Result:
     interrupted: bool = False
 
     @property
-    def best(self) -> Epoch | None:
+    def best(self) -> NcfEpoch | None:
         """The epoch with the best HR@10, of equal ones with the best NDCG@10; None before the first."""
         return max(self.epochs, key=lambda epoch: (epoch.hr, epoch.ndcg, -epoch.number), default=None)
 
 
 @dataclass
-class Progress:
+class NcfProgress:
     """The progress of an epoch."""
 
     epoch: int = 0
@@ -96,14 +96,14 @@ class Progress:
 
 
 def train(
-    settings: Settings,
+    settings: NcfSettings,
     *,
     output: str | os.PathLike[str] | None = None,
     resume: bool | None = None,
     progress: bool = True,
     stop: Stop | None = None,
     process_group: ProcessGroup | None = None,
-) -> Result:
+) -> NcfResult:
     """Train a model of who takes what, testing it after each epoch.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
@@ -133,7 +133,7 @@ def train(
         OptimizerError: the optimizer does not work row by row.
         OutputError: a checkpoint cannot be written; the one before is whole.
 
-    Source: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
+    RatingsSource: He et al., Neural Collaborative Filtering, WWW 2017, arXiv:1708.05031.
     """
     device, job = settings.compute_device(), Job.of(process_group)
     progress = progress and job.leads
@@ -175,8 +175,8 @@ def train(
     job.sum_gradients(optimizer, model.dense().values())
     lr = float(optimizer.param_groups[0]["lr"])
     baseline = popularity_baseline(split, candidates)
-    result = Result(settings, split, model, optimizer, lr, baseline, len(candidates.users), job)
-    at = Progress(loss=torch.zeros((), dtype=torch.float64, device=device))
+    result = NcfResult(settings, split, model, optimizer, lr, baseline, len(candidates.users), job)
+    at = NcfProgress(loss=torch.zeros((), dtype=torch.float64, device=device))
     if checkpoint is not None:
         restore(checkpoint, result, at)
     if folder is not None and job.leads:
@@ -187,8 +187,8 @@ def train(
 
 
 def run_epochs(
-    result: Result,
-    at: Progress,
+    result: NcfResult,
+    at: NcfProgress,
     candidates: Candidates,
     output: Path | None,
     stopped: Stop,
@@ -199,7 +199,7 @@ def run_epochs(
     steps = -(-len(result.split.train) // settings.batch)
     with show_progress(settings.epochs * steps, at.epoch * steps + at.step, shown=progress) as shown:
         while at.epoch < settings.epochs:
-            batches = Batches(
+            batches = NcfBatches(
                 result.split.train,
                 epoch=at.epoch,
                 size=settings.batch,
@@ -229,7 +229,7 @@ def run_epochs(
             ended = at.step == steps
             if ended:
                 scores = evaluate(result.model, candidates, device, job)
-                result.epochs.append(Epoch(at.epoch + 1, loss, *scores, at.seconds))
+                result.epochs.append(NcfEpoch(at.epoch + 1, loss, *scores, at.seconds))
                 at.epoch, at.step, at.seconds = at.epoch + 1, 0, 0.0
                 at.loss.zero_()
             if output is not None:
@@ -241,20 +241,20 @@ def run_epochs(
                 return
 
 
-def loss_of_all(result: Result, at: Progress) -> float:
+def loss_of_all(result: NcfResult, at: NcfProgress) -> float:
     """Return the epoch's loss so far, summed over the ranks."""
     (loss,) = result.job.add_up(at.loss.item())
     return loss
 
 
-def count_seconds(result: Result, at: Progress, started: float) -> None:
+def count_seconds(result: NcfResult, at: NcfProgress, started: float) -> None:
     """Count the time since the epoch, or its last checkpoint, as that of training."""
     seconds = time.perf_counter() - started
     at.seconds += seconds
     result.training_seconds += seconds
 
 
-def prefetched(model: NCF, batches: Iterable[Batch], device: torch.device, depth: int) -> Iterable[Batch]:
+def prefetched(model: NCF, batches: Iterable[NcfBatch], device: torch.device, depth: int) -> Iterable[NcfBatch]:
     """Yield the batches on the device, while the rows of the next ones are prefetched."""
     on_device = (batch.to(device) for batch in batches)
     return speedswap.lookahead(
@@ -262,7 +262,7 @@ def prefetched(model: NCF, batches: Iterable[Batch], device: torch.device, depth
     )
 
 
-def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:
+def train_step(model: NCF, optimizer: Optimizer, batch: NcfBatch) -> Tensor:
     """Take one training step; return the batch's mean loss (equation 7), or the part of it that a rank's share has."""
     losses = F.binary_cross_entropy_with_logits(model(batch.users, batch.items), batch.labels, reduction="sum")
     loss = losses / (batch.size * batch.labels.shape[1])
@@ -272,7 +272,7 @@ def train_step(model: NCF, optimizer: Optimizer, batch: Batch) -> Tensor:
     return loss.detach()
 
 
-def save(result: Result, at: Progress, output: Path) -> None:
+def save(result: NcfResult, at: NcfProgress, output: Path) -> None:
     best, loss = result.best, loss_of_all(result, at)
     with at.pace.saving():
         NCFCheckpoint.save(
@@ -291,11 +291,11 @@ def save(result: Result, at: Progress, output: Path) -> None:
         )
 
 
-def restore(checkpoint: NCFCheckpoint, result: Result, at: Progress) -> None:
+def restore(checkpoint: NCFCheckpoint, result: NcfResult, at: NcfProgress) -> None:
     checkpoint.restore(result.model, result.optimizer)
     progress = checkpoint.content["progress"]
     at.epoch, at.step = checkpoint.place
     at.seconds = progress["seconds"]
     if result.job.leads:
         at.loss += progress["loss"].to(at.loss.device)
-    result.epochs = [Epoch(*epoch) for epoch in progress["epochs"]]
+    result.epochs = [NcfEpoch(*epoch) for epoch in progress["epochs"]]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from speedswap.apps.dlrm import GeneratedSamples, Settings, train
+from speedswap.apps.dlrm import DlrmSettings, GeneratedSamples, train
 
 SIZES = {"generate": 3_000, "ids": 300, "dim": 4, "bottom": (8,), "top": (8,), "capacity": 200, "batch": 128}
 
 
 def small(**changes):
     """Make settings for a run of well under a second: 2,700 samples in 22 steps, with full tables that evict."""
-    return Settings(**{**SIZES, "device": "cpu"} | changes)
+    return DlrmSettings(**{**SIZES, "device": "cpu"} | changes)
 
 
 def run(settings, **more):

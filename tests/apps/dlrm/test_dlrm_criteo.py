@@ -10,7 +10,7 @@ import torch
 
 from speedswap.apps.dlrm import CheckpointError, SampleFiles, SamplesError, find_files
 from speedswap.apps.dlrm import criteo as module
-from speedswap.apps.dlrm.samples import MISSING, NAMES, Position
+from speedswap.apps.dlrm.samples import MISSING, NAMES, SamplePosition
 
 
 def lines_of(count, seed=0, labelled=True):
@@ -85,7 +85,7 @@ def test_reading_goes_on_from_any_position(written, before):
     first = SampleFiles(files)
     first.read(before)
     again = SampleFiles(files)
-    again.seek(Position(*first.position))
+    again.seek(SamplePosition(*first.position))
     assert as_lists(read_all(again, 77)) == by_python(lines[before:])
 
 

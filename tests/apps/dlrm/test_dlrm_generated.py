@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speedswap.apps.dlrm import CheckpointError, GeneratedSamples, Scores
-from speedswap.apps.dlrm.samples import MISSING, Position
+from speedswap.apps.dlrm.samples import MISSING, SamplePosition
 
 
 def whole(count=20_000, **more):
@@ -31,9 +31,9 @@ def test_reading_goes_on_from_a_position():
     source = GeneratedSamples(10_000, ids=100, seed=3)
     source.read(5_000)
     again = GeneratedSamples(10_000, ids=100, seed=3)
-    again.seek(Position(*source.position))
+    again.seek(SamplePosition(*source.position))
     assert again.read(9_000).ids.equal(source.read(9_000).ids)
-    for position in (Position(0, 10_001), Position(1, 5), Position(0, 5, 9)):
+    for position in (SamplePosition(0, 10_001), SamplePosition(1, 5), SamplePosition(0, 5, 9)):
         with pytest.raises(CheckpointError, match="the samples are not those of the checkpoint"):
             again.seek(position)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedswap
-from speedswap.apps.dlrm import DLRM, Data, Settings, evaluate
+from speedswap.apps.dlrm import DLRM, Data, DlrmSettings, evaluate
 from speedswap.apps.dlrm.checkpoint import make_model
 from speedswap.apps.dlrm.training import prefetched, train_step
 
@@ -74,7 +74,7 @@ def losses_of(model, optimizer, batches):
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_with_adagrad_every_loss_is_that_of_torch_to_the_bit(lookahead):
     """And so is every prediction afterwards, also of new ids."""
-    settings = Settings(generate=5_000, **SIZES)
+    settings = DlrmSettings(generate=5_000, **SIZES)
     data = Data(settings)
     ours, theirs = pair(settings, torch_embedding)
     optimizer = torch.optim.Adagrad(ours.parameters(), lr=0.05)
@@ -92,7 +92,7 @@ def test_with_adagrad_every_loss_is_that_of_torch_to_the_bit(lookahead):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_auc_is_that_of_torch_with_sparse_adam(seed):
     """Adam on the batch's rows beside SparseAdam: other bits, the same quality."""
-    settings = Settings(generate=10_000, seed=seed, optimizer="adam", lr=4e-3, **SIZES)
+    settings = DlrmSettings(generate=10_000, seed=seed, optimizer="adam", lr=4e-3, **SIZES)
     data = Data(settings)
     ours, theirs = pair(settings, torch_bag)
     optimizer = settings.make_optimizer(ours)

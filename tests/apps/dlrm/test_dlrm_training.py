@@ -12,11 +12,11 @@ from apps.dlrm.runs import assert_same, run, small, state_of
 import speedswap
 from speedswap.apps.dlrm import (
     Data,
+    DlrmSettings,
     GeneratedSamples,
     SampleFiles,
     SamplesError,
     Scores,
-    Settings,
     SettingsError,
     load,
     save,
@@ -26,7 +26,7 @@ from speedswap.apps.dlrm import (
 def test_planted_structure_is_learnt(device):
     """Well above chance on samples set apart, and better the longer it trains."""
     layers = {"bottom": (16,), "top": (16,), "dim": 8}
-    settings = Settings(generate=30_000, ids=500, **layers, batch=2048, evaluate_every=10, device=device)
+    settings = DlrmSettings(generate=30_000, ids=500, **layers, batch=2048, evaluate_every=10, device=device)
     result = run(settings)
     assert [(each.epoch, each.step) for each in result.evaluations] == [(0, 10), (1, 0)]
     assert result.samples == result.best.samples == 27_000
@@ -168,12 +168,12 @@ def test_too_few_samples_to_test_on_are_an_error(criteo, tmp_path):
 )
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(SettingsError, match=message):
-        Settings(**change)
+        DlrmSettings(**change)
 
 
 def test_one_file_need_not_be_in_a_tuple(tmp_path):
     for path in (tmp_path / "day", str(tmp_path / "day")):
-        assert Settings(samples=path, test=path).samples == Settings(samples=(path,)).samples == (str(path),)
+        assert DlrmSettings(samples=path, test=path).samples == DlrmSettings(samples=(path,)).samples == (str(path),)
 
 
 def test_files_are_read_again_for_a_test(criteo):

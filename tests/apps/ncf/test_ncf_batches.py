@@ -1,4 +1,4 @@
-"""Batches: every positive once, negatives that are none, and the same ones whenever they are asked for."""
+"""NcfBatches: every positive once, negatives that are none, and the same ones whenever they are asked for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedswap.apps.ncf import Batches, Interactions, RatingsError
+from speedswap.apps.ncf import Interactions, NcfBatches, RatingsError
 
 
 def some_pairs(num_users=20, num_items=30, share=0.3, seed=0):
@@ -17,7 +17,7 @@ def some_pairs(num_users=20, num_items=30, share=0.3, seed=0):
 
 
 def epoch(train, number=0, size=16, negatives=3, seed=1, start=0):
-    return Batches(train, epoch=number, size=size, negatives=negatives, seed=seed, start=start)
+    return NcfBatches(train, epoch=number, size=size, negatives=negatives, seed=seed, start=start)
 
 
 def same(first, second):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedswap.apps.ncf import Candidates, Interactions, RatingsError, Split, evaluate
+from speedswap.apps.ncf import Candidates, Interactions, NcfSplit, RatingsError, evaluate
 from speedswap.apps.ncf.evaluation import popularity_baseline, rank, ranking
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def some_split(num_users=40, num_items=60, share=0.2, seed=0):
     taken[:, 0] = True
     tested = np.array([rng.choice(np.flatnonzero(row)) for row in taken])
     taken[np.arange(num_users), tested] = False
-    return Split(Interactions(np.flatnonzero(taken), num_users, num_items), np.arange(num_users), tested)
+    return NcfSplit(Interactions(np.flatnonzero(taken), num_users, num_items), np.arange(num_users), tested)
 
 
 def test_places_of_a_literal_case():
@@ -80,7 +80,7 @@ def test_candidates_are_the_users_own_and_different_items_they_never_took(seed):
 
 def test_every_item_left_can_be_a_negative():
     """Ten items, three taken and one to test with: the other six, whatever the draw."""
-    split = Split(Interactions(np.array([1, 4, 9]), 1, 10), np.array([0]), np.array([5]))
+    split = NcfSplit(Interactions(np.array([1, 4, 9]), 1, 10), np.array([0]), np.array([5]))
     for seed in range(10):
         candidates = Candidates.draw(split, negatives=6, at_most=1, seed=seed)
         assert candidates.items[0, 0] == 5
@@ -93,9 +93,9 @@ def test_every_item_left_can_be_a_negative():
 
 def test_users_with_too_few_items_left_are_not_tested():
     """User 0 took three of four items, user 1 two: with one to test with, none and one are left."""
-    split = Split(Interactions(np.array([0, 1, 3 + 1, 7]), 2, 4), np.array([0, 1]), np.array([2, 1]))
+    split = NcfSplit(Interactions(np.array([0, 1, 3 + 1, 7]), 2, 4), np.array([0, 1]), np.array([2, 1]))
     assert Candidates.draw(split, negatives=1, at_most=9, seed=0).users.tolist() == [0, 1]
-    split = Split(Interactions(np.array([0, 1, 3, 7]), 2, 4), np.array([0, 1]), np.array([2, 1]))
+    split = NcfSplit(Interactions(np.array([0, 1, 3, 7]), 2, 4), np.array([0, 1]), np.array([2, 1]))
     assert Candidates.draw(split, negatives=1, at_most=9, seed=0).users.tolist() == [1]
     with pytest.raises(RatingsError, match="none of 2 users has two items or more and 3 others among the 4 items"):
         Candidates.draw(split, negatives=3, at_most=9, seed=0)
@@ -113,6 +113,6 @@ def test_of_many_users_some_are_tested_and_a_seed_decides():
 
 def test_popularity_ranks_by_training_interactions():
     """Items 0 to 2 were taken 3, 2 and 0 times; user 3, who took item 2 in the end, has it ranked behind both."""
-    split = Split(Interactions(np.array([0, 1, 3, 4, 6]), 4, 3), np.array([3]), np.array([2]))
+    split = NcfSplit(Interactions(np.array([0, 1, 3, 4, 6]), 4, 3), np.array([3]), np.array([2]))
     candidates = Candidates(torch.tensor([3]), torch.tensor([[1, 0, 2]]))
     assert popularity_baseline(split, candidates) == ranking(torch.tensor([1]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from speedswap.apps.ncf import generate_split
-from speedswap.apps.ncf import splits as module
+from speedswap.apps.ncf import generated as module
 
 
 def test_sizes_are_as_asked_for():
@@ -25,7 +25,7 @@ def test_seed_decides_and_the_pieces_have_draws_of_their_own(monkeypatch):
     assert first.keys().tolist() != other.keys().tolist()
     monkeypatch.setattr(module, "CHUNK_INTERACTIONS", 110)
     pieces = generate_split(300, 500, 3_000, seed=0)
-    per_user = [np.sort(part % 500).tolist() for part in np.split(pieces.train.keys(), pieces.train._first[1:-1])]
+    per_user = [np.sort(part % 500).tolist() for part in np.split(pieces.train.keys(), pieces.train.first[1:-1])]
     assert len({tuple(items) for items in per_user}) == 300
 
 

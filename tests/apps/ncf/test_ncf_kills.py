@@ -12,7 +12,7 @@ import torch
 from children import run_script
 
 from speedswap.apps.checkpoints import FOLDER
-from speedswap.apps.ncf import Settings, load, train
+from speedswap.apps.ncf import NcfSettings, load, train
 
 SMALL = {
     "users": 30,
@@ -30,7 +30,7 @@ CALLS = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync", "truncate", "
 RUNS = """
 import json, os, pathlib, shutil, signal, sys
 import torch
-from speedswap.apps.ncf import Settings, train
+from speedswap.apps.ncf import NcfSettings, train
 import speedswap.tables
 
 calls, folder, settings = json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])
@@ -49,7 +49,7 @@ def run(output, last):
         return call
     for name in calls:
         setattr(os, name, counted(getattr(os, name)))
-    train(Settings(**settings), output=output, progress=False)
+    train(NcfSettings(**settings), output=output, progress=False)
     return made
 
 def child(output, last):
@@ -85,7 +85,7 @@ def same(ours, theirs):
 def killed(tmp_path_factory):
     """A finished run's output, over copies of which others were killed at as many moments."""
     folder = tmp_path_factory.mktemp("killed")
-    train(Settings(**SMALL, **OLDER), output=folder / "older", progress=False)
+    train(NcfSettings(**SMALL, **OLDER), output=folder / "older", progress=False)
     (folder / "older" / FOLDER / "notes.txt").write_text("mine")
     done = run_script(RUNS, json.dumps(CALLS), folder, json.dumps(SMALL | NEWER), seconds=300)
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def killed(tmp_path_factory):
 def models():
     """The states of both runs after each of their epochs."""
     return [
-        rows(train(Settings(**SMALL | settings | {"epochs": epochs}), progress=False).model)
+        rows(train(NcfSettings(**SMALL | settings | {"epochs": epochs}), progress=False).model)
         for settings in (OLDER, NEWER)
         for epochs in range(1, settings["epochs"] + 1)
     ]
@@ -123,7 +123,7 @@ def test_the_next_run_removes_what_killed_ones_left(killed, caplog):
     for output in sorted(killed.glob("killed-*"))[::4]:
         left = [path for path in (output / FOLDER).glob(".*") if path.name in (".unfinished", ".removed")]
         caplog.clear()
-        train(Settings(**SMALL, **NEWER), output=output, resume=False, progress=False)
+        train(NcfSettings(**SMALL, **NEWER), output=output, resume=False, progress=False)
         assert all(f"removed {path}, left behind by a process that was killed" in caplog.text for path in left)
         assert list((output / FOLDER).glob(".*")) == []
         assert (output / FOLDER / "notes.txt").read_text() == "mine"
@@ -135,7 +135,7 @@ def test_the_next_run_removes_what_killed_ones_left(killed, caplog):
 def test_a_killed_run_goes_on_to_the_same_end(killed, models):
     """Of itself; before its first checkpoint it starts over."""
     for output in sorted(killed.glob("killed-*"))[1::4]:
-        train(Settings(**SMALL, **NEWER), output=output, progress=False)
+        train(NcfSettings(**SMALL, **NEWER), output=output, progress=False)
         assert any(same(rows(load(output)), model) for model in models[3:])
 
 
@@ -148,7 +148,7 @@ def test_checkpoints_on_a_disk_of_their_own_stay_there(tmp_path, models):
         pytest.skip("may not mount a file system here")
     try:
         for settings in (OLDER, NEWER):
-            train(Settings(**SMALL, **settings), output=tmp_path / "output", progress=False)
+            train(NcfSettings(**SMALL, **settings), output=tmp_path / "output", progress=False)
         assert mount.is_mount()
         assert any(same(rows(load(tmp_path / "output")), model) for model in models[3:])
         assert len(list(mount.iterdir())) <= 2
@@ -163,7 +163,7 @@ def test_checkpoints_behind_a_link_stay_there(tmp_path, models):
     (tmp_path / "output" / FOLDER).symlink_to(tmp_path / "large" / "kept")
     (tmp_path / "large" / "kept").mkdir()
     for settings in (OLDER, NEWER):
-        train(Settings(**SMALL, **settings), output=tmp_path / "output", progress=False)
+        train(NcfSettings(**SMALL, **settings), output=tmp_path / "output", progress=False)
     assert (tmp_path / "output" / FOLDER).is_symlink()
     assert any(same(rows(load(tmp_path / "output")), model) for model in models[3:])
     assert [path.name for path in (tmp_path / "large").iterdir()] == ["kept"]
@@ -178,7 +178,7 @@ def test_tables_on_disk_of_a_killed_run_go_with_the_next_one(tmp_path, start_com
     assert (left / "users" / "MANIFEST").exists()
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    result = train(Settings(**SMALL, epochs=1, storage="disk", scratch=tmp_path), progress=False)
+    result = train(NcfSettings(**SMALL, epochs=1, storage="disk", scratch=tmp_path), progress=False)
     assert f"removed {left}" in caplog.text
     result.model.close()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -14,7 +14,7 @@ import torch
 
 import speedswap
 from speedswap.apps.errors import OutputError
-from speedswap.apps.ncf import CheckpointError, RatingsError, Settings, SettingsError, evaluate, load, save, train
+from speedswap.apps.ncf import CheckpointError, NcfSettings, RatingsError, SettingsError, evaluate, load, save, train
 from speedswap.apps.ncf import training as module
 from speedswap.apps.ncf.checkpoint import NCFCheckpoint as Checkpoint
 from speedswap.apps.ncf.evaluation import Candidates
@@ -23,7 +23,7 @@ from speedswap.apps.ncf.evaluation import Candidates
 def small(**changes):
     """Make settings for a run of well under a second per epoch."""
     sizes = {"users": 120, "items": 150, "interactions": 2_400, "factors": 8, "layers": (16, 8, 4), "batch": 128}
-    return Settings(**{**sizes, "epochs": 3, "lr": 0.01, "device": "cpu"} | changes)
+    return NcfSettings(**{**sizes, "epochs": 3, "lr": 0.01, "device": "cpu"} | changes)
 
 
 def run(settings, **more):
@@ -52,7 +52,7 @@ def assert_same(first, second):
 @pytest.mark.parametrize("model, epochs", [("gmf", 6), ("mlp", 12), ("neumf", 6)])
 def test_planted_tastes_are_learnt(model, epochs, device):
     """Well above what recommending the most popular items gives."""
-    settings = Settings(
+    settings = NcfSettings(
         users=400, items=200, interactions=24_000, model=model, epochs=epochs, batch=256, lr=0.01, device=device
     )
     result = run(settings)
@@ -338,13 +338,13 @@ def test_ratings_with_nobody_to_test_are_an_error():
 )
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(SettingsError, match=message):
-        Settings(**change)
+        NcfSettings(**change)
 
 
 def test_real_ratings_are_learnt_from(shared_data):
     """Three epochs of a small model on MovieLens 100K: more than popularity, less than what twenty reach."""
     path = shared_data / "ml-100k.tsv.gz"
-    result = run(Settings(ratings=path, factors=8, layers=(16, 8), epochs=3, batch=512, lr=0.005, device="cpu"))
+    result = run(NcfSettings(ratings=path, factors=8, layers=(16, 8), epochs=3, batch=512, lr=0.005, device="cpu"))
     assert result.tested_users == 943
     assert result.baseline.hr == pytest.approx(0.41, abs=0.02)
     assert result.best.hr > result.baseline.hr + 0.1
