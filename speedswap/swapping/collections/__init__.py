@@ -5,10 +5,8 @@ docs/design/collections.md says how the tables lie together.
 """
 
 from speedswap.swapping.collections.configs import EmbeddingBagConfig, EmbeddingConfig
-from speedswap.swapping.collections.embedding_bag_collection import EmbeddingBagCollection
-from speedswap.swapping.collections.embedding_collection import EmbeddingCollection
-from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor
-from speedswap.swapping.collections.keyed_tensor import KeyedTensor
+from speedswap.swapping.collections.embedding_collections import EmbeddingBagCollection, EmbeddingCollection
+from speedswap.swapping.collections.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 __all__ = [
     "EmbeddingBagCollection",

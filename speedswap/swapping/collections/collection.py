@@ -6,24 +6,28 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, checked, described_alike
-from speedswap.swapping.collections.given import Given
-from speedswap.swapping.collections.group import TableGroup, groups_of
-from speedswap.swapping.collections.grouping import Group, close_all, grouped, opened
+from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features
+from speedswap.swapping.collections.group import TableGroup, TableInGroup, TablesByName, groups_of
+from speedswap.swapping.collections.grouping import (
+    Group,
+    close_all,
+    grouped,
+    opened,
+    require_finished,
+    unfinished,
+)
 from speedswap.swapping.collections.keyed_features import read
-from speedswap.swapping.collections.modules import rows_of
-from speedswap.swapping.collections.slots import Slots
-from speedswap.swapping.collections.tables import TableInGroup, TablesByName
-from speedswap.swapping.collections.unfinished import require_finished, unfinished
 from speedswap.swapping.graphs import leaving_transforms
 from speedswap.swapping.keyed import of_one_commit
 from speedswap.swapping.prefetched import Announced
@@ -46,7 +50,21 @@ class TableCollection(nn.Module, Generic[Config]):
     """
 
     config_type: ClassVar[type[Any]]
+    module_types: ClassVar[tuple[type[nn.Module], ...]]  # what from_modules takes
     tables_name: ClassVar[str]  # the attribute that has the tables by name, and so their prefix in a state_dict
+
+    def __init__(
+        self,
+        tables: Iterable[Config],
+        *,
+        device: torch.device | str | None = None,
+        storage: Storage | str = "auto",
+        path: str | os.PathLike[str] | None = None,
+        local_to_rank: bool = False,
+        **former: Any,
+    ) -> None:
+        settings = {"device": device, "storage": storage, "path": path, "local_to_rank": local_to_rank, **former}
+        self._build(tables, **settings)
 
     @of_all_ranks
     def _build(
@@ -75,7 +93,12 @@ class TableCollection(nn.Module, Generic[Config]):
         # A group has the maps, of which a copy has its own.
         self.configs = tuple(replace(config, id_map=None) for config in configs)
         self._is_weighted = is_weighted
-        self._check_configs()
+        for config in self.configs if is_weighted else ():
+            if (pooling := getattr(config, "pooling", None)) != "sum":
+                raise ValueError(
+                    f"is_weighted is True, but pooling of table {config.name!r} is {pooling!r}; weights go with "
+                    'pooling="sum"'
+                )
         if (ranks := place.ranks) is not None:
             described = {key: text for config in self.configs for key, text in described_alike(config).items()}
             settings = {"tables": [config.name for config in self.configs], "is_weighted": is_weighted, **described}
@@ -92,16 +115,8 @@ class TableCollection(nn.Module, Generic[Config]):
         }
         self.register_module(self.tables_name, TablesByName(homes[config.name] for config in self.configs))
         with torch.device("cpu"):
-            self._slots = Slots(groups, self._comes_last)
+            self._slots = Slots(groups, last=lambda config: getattr(config, "pooling", None) == "max")
         surround_forward(self, ranks or next((group.ranks for group in groups), None))
-
-    def _check_configs(self) -> None:
-        """Raise ValueError where the configs do not go with the collection's other settings."""
-
-    @staticmethod
-    def _comes_last(config: EmbeddingConfig) -> bool:
-        """Return whether a table's lookups come after the others of its group."""
-        return False
 
     # ------------------------------------------------------------------ other ways to make one
 
@@ -137,7 +152,7 @@ class TableCollection(nn.Module, Generic[Config]):
             if name not in modules:
                 raise ValueError(f"feature_names has {name!r}, which is not a module; there are {', '.join(modules)}")
         configs = [cls._config_of(name, module, names.get(name, ())) for name, module in modules.items()]
-        values = {name: rows_of(module) for name, module in modules.items()}
+        values = {name: _rows_of(module) for name, module in modules.items()}
         settings.setdefault("device", next((module.weight.device for module in modules.values()), None))
         collection = cls.__new__(cls)
         collection._build(configs, values=values, **settings)
@@ -146,7 +161,34 @@ class TableCollection(nn.Module, Generic[Config]):
     @classmethod
     def _config_of(cls, name: str, module: nn.Module, feature_names: Sequence[str]) -> Any:
         """Return the description of an embedding as a table of this collection."""
-        raise NotImplementedError
+        if not isinstance(module, cls.module_types):
+            wanted = " or ".join(f"nn.{kind.__name__}" for kind in cls.module_types)
+            raise TypeError(f"module {name!r} is {a_kind(module)}; give an {wanted}, torch's or speedswap's")
+        if isinstance(module, TableModule) and module.id_map is not None:
+            raise ValueError(
+                f"module {name!r} has an id map, whose rows start anew from their initial values, not from values "
+                "taken over; give id_map= to the table's config, and load the module's state_dict"
+            )
+        if module.max_norm is not None or module.scale_grad_by_freq:
+            raise ValueError(
+                f"module {name!r} has max_norm {module.max_norm} and scale_grad_by_freq {module.scale_grad_by_freq}, "
+                "which a collection lacks; leave them out, scale the rows it returns, or weigh the loss by how often "
+                "ids occur"
+            )
+        weight: Any = module.weight
+        stored = _stored_as(module) if isinstance(module, TableModule) else {}
+        if "pooling" in {each.name for each in fields(cls.config_type)}:
+            stored["pooling"] = getattr(module, "mode", "sum")
+        return cls.config_type(
+            name=name,
+            num_embeddings=module.num_embeddings,
+            embedding_dim=module.embedding_dim,
+            feature_names=feature_names,
+            padding_idx=module.padding_idx,
+            dtype=weight.dtype,
+            trainable=weight.requires_grad and stored.get("stored_dtype") != torch.int8,
+            **stored,
+        )
 
     @classmethod
     def open(
@@ -242,7 +284,7 @@ class TableCollection(nn.Module, Generic[Config]):
     @property
     def tables(self) -> dict[str, Table]:
         """The tables' rows by name, each a :class:`speedswap.Table`."""
-        return {name: home.table for name, home in self._homes().items()}
+        return {name: self._homes()[name].table for name in self._homes()}
 
     def parameters_of(self, *names: str) -> list[nn.Parameter]:
         """Return the parameters of some tables, for a parameter group of an optimizer.
@@ -283,20 +325,38 @@ class TableCollection(nn.Module, Generic[Config]):
         assert isinstance(homes, TablesByName)
         return homes
 
-    @leaving_transforms
-    def _given(self, features: Any) -> Given:
-        """Read what forward was called with."""
-        return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
-
-    def _of_one_commit(self, look_up: Callable[[], _Found]) -> _Found:
-        """Return what a lookup finds, with keys and rows of one moment."""
-        keyed = [each for group in self._groups() for each in group.keyed.values()]
-        return of_one_commit(keyed, look_up) if keyed else look_up()
-
     def _groups(self) -> list[TableGroup]:
         return list(self.groups._modules.values())  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ lookups
+
+    @functools.cached_property
+    def _has_keys(self) -> bool:
+        """True if a table has an id map."""
+        return any(group.keyed for group in self._groups())
+
+    def _of_one_commit(self, look_up: Callable[[Any], _Found], features: Any) -> _Found:
+        """Return what a lookup of features finds, with keys and rows of one moment."""
+        if not self._has_keys:
+            return look_up(features)
+        keyed = [each for group in self._groups() for each in group.keyed.values()]
+        return of_one_commit(keyed, lambda: look_up(features))
+
+    @leaving_transforms
+    def _given(self, features: Any) -> FeatureBatch:
+        """Read what forward was called with."""
+        if not self._has_keys:
+            return read_features(features, self._slots, self._is_weighted)
+        return read(features, self._slots, self._groups(), self._is_weighted, ahead=False)[0]
+
+    def _look_up(self, found: FeatureBatch, index: int) -> tuple[Tensor, Tensor]:
+        """Look up the rows of one group; see :meth:`TableModule._looked_up`."""
+        group, device = self._groups()[index], found.offsets.device
+        try:
+            ids_of = functools.partial(found.rows, index, checked=True)
+            return group._looked_up(Request(found.tensors(index, device), device, ids_of))
+        except IdError as error:
+            raise found.outside(error) from None
 
     def lookups_of(self, features: Any) -> list[tuple[TableModule, Announced]]:
         """Return the lookups that forward makes with these features, for a lookahead: one per group of tables.
@@ -315,19 +375,25 @@ class TableCollection(nn.Module, Generic[Config]):
             rows = found.rows(index)
             device = group._target(rows)
             if (len(rows) or group._step.is_sharded) and not group.has_keys_of_ranks:
-                lookups.append(
-                    (group, Announced(group.table, found.tensors(index, device), device, rows, asked[index]))
-                )
+                given = found.tensors(index, device)
+                lookups.append((group, Announced(group.table, given, device, rows, asked[index])))
         return lookups
-
-    def _look_up(self, found: Given, index: int) -> tuple[Tensor, Tensor]:
-        """Look up the rows of one group; see :meth:`TableModule._looked_up`."""
-        group, device = self._groups()[index], found.device
-        try:
-            ids_of = functools.partial(found.rows, index, checked=True)
-            return group._looked_up(Request(found.tensors(index, device), device, ids_of))
-        except IdError as error:
-            raise found.outside(error) from None
 
     def extra_repr(self) -> str:
         return f"tables={len(self.configs)}, stores={len(self.groups)}, lookups={len(self._slots)}"
+
+
+def _rows_of(module: nn.Embedding | nn.EmbeddingBag) -> Tensor:
+    return module.table.read() if isinstance(module, TableModule) else module.weight.detach()
+
+
+def _stored_as(module: TableModule) -> dict[str, Any]:
+    """Return the settings of a config that describe the compact columns of an embedding's table."""
+    compact = {name: column for name, column in module.table.columns.items() if column.compact}
+    dtypes = {name: column.stored for name, column in compact.items()}
+    state_dtype, rounding = module._step.state._stored_as
+    return {
+        "stored_dtype": dtypes.pop("weight", None),
+        "state_dtype": state_dtype or next(iter(dtypes.values()), None),
+        "rounding": rounding or next((column.rounding for column in compact.values()), None),
+    }

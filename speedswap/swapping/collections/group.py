@@ -1,24 +1,28 @@
-"""Tables of one width, dtype and storage, as one table with one parameter and one training step."""
+"""Tables of one width, dtype and storage, as one table with one parameter and one training step; and each by itself."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from speedswap.collectives import RankGroup
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.collections.grouping import Group, contents_of
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
-from speedswap.swapping.table_module import TableModule
-from speedswap.swapping.weight import TableWeight
+from speedswap.swapping.row_step import RowStep
+from speedswap.swapping.table_module import TableModule, load_assigned, not_assigned
+from speedswap.swapping.weight import TableRows, TableWeight
+from speedswap.swapping.whole_rows import HandedOut
 from speedswap.tables import IdMap, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.initial import InRanges, Range
@@ -26,7 +30,7 @@ from speedswap.tables.notes import PARTS
 from speedswap.tables.part import PartStore
 from speedswap.tables.table import discard
 
-__all__ = ["TableGroup", "groups_of"]
+__all__ = ["TableGroup", "TableInGroup", "TablesByName", "groups_of"]
 
 
 class TableGroup(TableModule):
@@ -245,3 +249,113 @@ def _range(config: EmbeddingConfig, values: Mapping[str, Tensor]) -> Range:
     init = initializers.normal() if config.init is None else initializers.resolve(config.init)
     seed = int(torch.randint(2**62, ()).item()) if config.seed is None else config.seed
     return Range(config.num_embeddings, init, seed, config.padding_idx)
+
+
+class TableInGroup(nn.Module):
+    """One table of a collection: to read, to score, to fill, and to save. The collection looks up in it.
+
+    Args:
+        group: the tables among which it lies.
+        config: its description.
+        first_row: of the group's rows, the one that is its row 0.
+
+    Attributes:
+        num_embeddings, embedding_dim, padding_idx: those of the config.
+    """
+
+    def __init__(self, group: TableGroup, config: EmbeddingConfig, first_row: int) -> None:
+        super().__init__()
+        self.config = config
+        self.num_embeddings = config.num_embeddings
+        self.embedding_dim = config.embedding_dim
+        self.padding_idx = config.padding_idx
+        self._home = (group,)  # not a submodule: the collection has it already
+        self._first_row = first_row
+        self._table: Table | None = None
+        self._handed_out: HandedOut | None = None
+        self._awaits_rows = self._is_on_meta  # of a parameter that is assigned, as libraries load
+
+    # They ask for the attributes and properties here alone.
+    read: Any = TableModule.read
+    score: Any = TableModule.score
+    reset_parameters: Any = TableModule.reset_parameters
+    _is_on_meta: Any = property(attrgetter("group._is_on_meta"))
+    _save_to_state_dict: Any = TableModule._save_to_state_dict
+
+    @property
+    def group(self) -> TableGroup:
+        """The tables among which it lies."""
+        return self._home[0]
+
+    @property
+    def table(self) -> Table:
+        """Its rows, which a step writes through the group."""
+        if self._table is None:
+            part = PartStore(self.group.table.store, self._first_row, self.num_embeddings, self.config.name)
+            self._table = Table(part)
+        return self._table
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that own the rows together; None for a process alone."""
+        return self.group.ranks
+
+    @property
+    def weight(self) -> TableRows | nn.Parameter:
+        """All rows, to be filled in place, as functions of ``torch.nn.init`` do; the parameter is the group's."""
+        if self._is_on_meta:
+            return nn.Parameter(self.group.weight.detach()[: self.num_embeddings])
+        return TableRows(self.table)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name != "weight":
+            super().register_parameter(name, param)
+            return
+        if param is None or param.is_meta or not self._awaits_rows:
+            raise not_assigned(self)
+        load_assigned(self, param)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        TableModule._load_from_state_dict(cast(Any, self), *args)
+        self._awaits_rows = False
+
+    def _take_rows(self, rows: Tensor) -> bool:
+        self.group._make_table(rows.device)
+        return False
+
+    @property
+    def id_map(self) -> IdMap | None:
+        """The map from keys to its rows; None where ids are rows."""
+        return self.group.map_of(self.config.name)
+
+    @property
+    def _step(self) -> RowStep:
+        return self.group._step
+
+    @property
+    def _init(self) -> initializers.Initializer | None:
+        return None if self.group._init is None else self.table.columns["weight"].init
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, features {', '.join(self.config.feature_names)}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_table": None, "_handed_out": None}  # a copy has the rows of its own group
+
+
+class TablesByName(nn.ModuleDict):
+    """The tables of a collection, by name. A table may have any name, also that of a method."""
+
+    def __init__(self, tables: Iterable[TableInGroup]) -> None:
+        super().__init__()
+        self._modules.update({each.config.name: each for each in tables})
+
+    def __getitem__(self, name: str) -> TableInGroup:
+        """Return a table.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        if name not in self._modules:
+            raise KeyError(f"{name!r} is not a table; there are {', '.join(self._modules)}")
+        return self._modules[name]  # type: ignore[return-value]

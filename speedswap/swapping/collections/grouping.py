@@ -1,18 +1,44 @@
-"""The groups of tables that lie in one store each, when they are made and when they are found in files."""
+"""The groups of tables that lie in one store each: new ones, those found in files, and those being made in files.
+
+While groups are made in a directory, a file there names them, so that a killed process leaves all or none: the next
+process that makes a collection there removes what it names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from speedswap.errors import TableBusyError
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.tables import Storage, Table, as_storage
+from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_if_full
+from speedswap.tables.files.place import Place
 from speedswap.tables.notes import PARTS
 
-__all__ = ["Group", "GroupKey", "close_all", "contents_of", "grouped", "opened"]
+__all__ = [
+    "Group",
+    "GroupKey",
+    "close_all",
+    "contents_of",
+    "grouped",
+    "opened",
+    "require_finished",
+    "unfinished",
+]
+
+_UNFINISHED = ".speedswap-groups"
+_log = logging.getLogger("speedswap")
 
 
 class GroupKey(NamedTuple):
@@ -125,6 +151,74 @@ def close_all(groups: Sequence[Group]) -> None:
 def contents_of(configs: Sequence[EmbeddingConfig]) -> list[list[object]]:
     """Return the tables' names and sizes, as plain data."""
     return [[config.name, config.num_embeddings] for config in configs]
+
+
+@contextmanager
+def unfinished(path: Path, names: Sequence[str]) -> Iterator[None]:
+    """Make a directory for the block to make groups in; it goes again if that raises and leaves nothing in it.
+
+    Args:
+        path: of the collection; it may exist.
+        names: of the groups.
+
+    Raises:
+        FileExistsError: a group is there.
+        TableBusyError: another process is making groups there.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    with says_if_full(path / "groups"):
+        path.mkdir(parents=True, exist_ok=True)
+    directory = OpenDirectory(path)
+    busy = f"path is {str(path)!r}, where another process is making a collection; wait for it"
+    try:
+        with directory.locked(TableBusyError(errno.EBUSY, busy)):
+            _discard_leftovers(directory)
+            for name in names:
+                TableDirectory.discard_scratch(path / name)
+                Place(path / name).refuse_existing()
+            try:
+                with says_if_full(path / "groups"):
+                    file = OpenFile(directory.create(_UNFINISHED))
+                    os.pwrite(file.fd, json.dumps(names).encode(), 0)
+                    os.fsync(file.fd)
+                    directory.sync()
+                yield
+            except BaseException:
+                if not any(os.path.lexists(path / name) for name in names):
+                    directory.remove(_UNFINISHED)
+                raise
+            directory.remove(_UNFINISHED)
+            directory.sync()  # it must not come back when the groups were trained
+    except BaseException:
+        with suppress(OSError):  # it has other files
+            for each in missing:
+                each.rmdir()
+        raise
+    finally:
+        directory.close()
+
+
+def require_finished(place: Storage) -> None:
+    """Raise FileNotFoundError unless all groups in a place were made."""
+    path = place.folder or Path()
+    file = path / _UNFINISHED
+    if file.exists() and file.stat().st_size:
+        raise FileNotFoundError(
+            f"path is {str(path)!r}, where a collection was not finished by the process that made it; make it again"
+        )
+
+
+def _discard_leftovers(directory: OpenDirectory) -> None:
+    """Remove the groups that a killed process has left, and the file that names them."""
+    if directory.status(_UNFINISHED) is None:
+        return
+    file = OpenFile(directory.open(_UNFINISHED))
+    with suppress(ValueError):  # it was killed before it began with the first one
+        for name in json.loads(os.pread(file.fd, 1 << 20, 0)):
+            if Path(name).name == name and (directory.path / name).exists():
+                Table.open(directory.path / name).remove()
+                _log.warning("removed %s, left behind by a process that was killed", directory.path / name)
+    directory.remove(_UNFINISHED)
 
 
 def _numbered(name: str, number: int) -> str:

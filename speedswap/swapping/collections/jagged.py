@@ -1,16 +1,20 @@
-"""Lists of different lengths, of one feature or of several: what collections take, and what they return."""
+"""Lists of different lengths, of one feature or of several, and pooled vectors: what collections take and return."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["JaggedTensor", "KeyedJaggedTensor"]
+__all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_Self = TypeVar("_Self", bound="_Jagged")
 
 
 class _Jagged:
@@ -26,7 +30,7 @@ class _Jagged:
         if lengths is None and offsets is None:
             raise ValueError("lengths and offsets are None; give one of them")
         for name, given in (("lengths", lengths), ("offsets", offsets)):
-            if given is not None and given.numel() and given.dtype not in _INTEGERS:
+            if given is not None and given.dtype not in _INTEGERS and given.numel():
                 raise TypeError(f"{name} has dtype {given.dtype}; give integers")
         if weights is not None and len(weights) != len(values):
             raise ValueError(f"weights has {len(weights)} items, but there are {len(values)} values; give one of each")
@@ -70,6 +74,19 @@ class _Jagged:
     def device(self) -> torch.device:
         """Return the device of the values."""
         return self._values.device
+
+    def to(self: _Self, device: torch.device | str, non_blocking: bool = False) -> _Self:
+        """Return the same lists on another device."""
+        return self._moved(lambda each: each.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: _Self) -> _Self:
+        """Return the same lists in pinned memory, as a ``DataLoader`` with ``pin_memory=True`` asks for."""
+        return self._moved(Tensor.pin_memory)
+
+    def _moved(self: _Self, move: Callable[[Tensor], Tensor]) -> _Self:
+        moved = copy.copy(self)
+        vars(moved).update({name: move(each) for name, each in vars(self).items() if isinstance(each, Tensor)})
+        return moved
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -121,15 +138,6 @@ class JaggedTensor(_Jagged):
             return self._values.new_full((*places.shape, *self._values.shape[1:]), padding_value)
         mask = is_value.view(*is_value.shape, *[1] * (self._values.ndim - 1))
         return torch.where(mask, self._values[places], padding_value).to(self._values.dtype)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> JaggedTensor:
-        """Return the same lists on another device."""
-        moved = [
-            None if each is None else each.to(device, non_blocking=non_blocking)
-            for each in (self._values, self._weights, self._lengths, self._offsets)
-        ]
-        assert moved[0] is not None
-        return JaggedTensor(moved[0], *moved[1:])
 
     def __repr__(self) -> str:
         return f"JaggedTensor(values of shape {tuple(self._values.shape)}, lengths {self.lengths().tolist()})"
@@ -260,14 +268,14 @@ class KeyedJaggedTensor(_Jagged):
             raise ValueError(
                 f"segments is {list(segments)}, but there are {len(self._keys)} keys; give each to a group"
             )
-        ends = list(accumulate(segments))
-        return [self._some(end - count, end) for count, end in zip(segments, ends, strict=True)]
+        bounds = pairwise([0, *accumulate(segments)])
+        return [KeyedJaggedTensor(self._keys[a:b], *self._between(a, b), stride=self._stride) for a, b in bounds]
 
-    def _some(self, begin: int, end: int) -> KeyedJaggedTensor:
-        start, stop = self.offset_per_key()[begin], self.offset_per_key()[end]
+    def _between(self, begin: int, end: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return values, weights and lengths of some keys that follow one another."""
+        some = slice(self.offset_per_key()[begin], self.offset_per_key()[end])
         lengths = self.lengths().reshape(-1)[begin * self._stride : end * self._stride]
-        weights = None if self._weights is None else self._weights[start:stop]
-        return KeyedJaggedTensor(self._keys[begin:end], self._values[start:stop], weights, lengths, stride=self._stride)
+        return self._values[some], None if self._weights is None else self._weights[some], lengths
 
     def keys(self) -> list[str]:
         """Return the names of the features."""
@@ -280,16 +288,13 @@ class KeyedJaggedTensor(_Jagged):
     def offset_per_key(self) -> list[int]:
         """Return the position of each key's first id, and the number of ids. On a GPU this waits for the offsets."""
         if self._offset_per_key is None:
-            if self._stride:
-                self._offset_per_key = self.offsets()[:: self._stride].tolist()
-            else:
-                self._offset_per_key = [0] * (len(self._keys) + 1)
+            firsts = self.offsets()[:: self._stride].tolist() if self._stride else [0] * (len(self._keys) + 1)
+            self._offset_per_key = firsts
         return self._offset_per_key
 
     def length_per_key(self) -> list[int]:
         """Return the number of each key's ids. On a GPU this waits for the offsets."""
-        offsets = self.offset_per_key()
-        return [stop - start for start, stop in pairwise(offsets)]
+        return [stop - start for start, stop in pairwise(self.offset_per_key())]
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return the lists of one key.
@@ -299,20 +304,12 @@ class KeyedJaggedTensor(_Jagged):
         """
         if key not in self._keys:
             raise KeyError(f"{key!r} is not a key; there are {', '.join(self._keys)}")
-        return self._jagged(self._keys.index(key))
+        index = self._keys.index(key)
+        return JaggedTensor(*self._between(index, index + 1))
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Return the lists of each key."""
-        return {key: self._jagged(index) for index, key in enumerate(self._keys)}
-
-    def _jagged(self, index: int) -> JaggedTensor:
-        start, stop = self.offset_per_key()[index : index + 2]
-        lists = slice(index * self._stride, (index + 1) * self._stride)
-        weights = None if self._weights is None else self._weights[start:stop]
-        if self._lengths is not None:
-            return JaggedTensor(self._values[start:stop], weights, self._lengths.reshape(-1)[lists])
-        offsets = self.offsets()[lists.start : lists.stop + 1]
-        return JaggedTensor(self._values[start:stop], weights, offsets=offsets - start)
+        return {key: JaggedTensor(*self._between(index, index + 1)) for index, key in enumerate(self._keys)}
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
         """Return some of the keys, in another order, by their places in ``keys()``."""
@@ -323,27 +320,109 @@ class KeyedJaggedTensor(_Jagged):
         values = torch.cat([self._values[piece] for piece in pieces])
         return KeyedJaggedTensor([self._keys[index] for index in indices], values, weights, lengths)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """Return the same lists on another device."""
-        return self._moved(lambda each: each.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> KeyedJaggedTensor:
-        """Return the same lists in pinned memory, as a ``DataLoader`` with ``pin_memory=True`` asks for."""
-        return self._moved(Tensor.pin_memory)
-
     def _moved(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
         if self._values.device.type == "cpu":  # so that a GPU is not waited for
             known = self.offsets()
             ascend = int(known[0]) == 0 and bool((known[1:] >= known[:-1]).all())
             self.is_checked = ascend and int(known[-1]) == len(self._values)
             self.offset_per_key()
-        weights, lengths, offsets = (
-            None if each is None else move(each) for each in (self._weights, self._lengths, self._offsets)
-        )
-        moved = KeyedJaggedTensor(self._keys, move(self._values), weights, lengths, offsets, self._stride)
-        moved._offset_per_key, moved.is_checked = self._offset_per_key, self.is_checked
-        return moved
+        return super()._moved(move)
 
     def __repr__(self) -> str:
         lists = {key: each.to_dense() for key, each in self.to_dict().items()}
         return f"KeyedJaggedTensor({lists})"
+
+
+class KeyedTensor:
+    """One matrix whose columns belong to keys, with the methods of TorchRec's ``KeyedTensor``.
+
+    Args:
+        keys: names, in the order of the columns.
+        length_per_key: columns of each.
+        values: shape (batch, sum of the lengths).
+
+    Example:
+        >>> import torch, speedswap
+        >>> pooled = speedswap.KeyedTensor(["user", "item"], [2, 1], torch.tensor([[1.0, 2.0, 3.0]]))
+        >>> pooled["item"]
+        tensor([[3.]])
+        >>> {key: value.tolist() for key, value in pooled.to_dict().items()}
+        {'user': [[1.0, 2.0]], 'item': [[3.0]]}
+    """
+
+    def __init__(self, keys: Sequence[str], length_per_key: Sequence[int], values: Tensor) -> None:
+        if len(keys) != len(length_per_key) or values.ndim != 2 or values.shape[1] != sum(length_per_key):
+            raise ValueError(
+                f"values has shape {tuple(values.shape)}, but {len(keys)} keys have {len(length_per_key)} lengths, "
+                f"{sum(length_per_key)} in all; give a matrix with that many columns"
+            )
+        self._keys = list(keys)
+        self._lengths = list(length_per_key)
+        self._values = values
+
+    def keys(self) -> list[str]:
+        """Return the keys, in the order of the columns."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """Return all columns, shape (batch, sum of the lengths)."""
+        return self._values
+
+    def key_dim(self) -> int:
+        """Return the dimension along which the keys lie: 1."""
+        return 1
+
+    def length_per_key(self) -> list[int]:
+        """Return the columns of each key."""
+        return self._lengths
+
+    def offset_per_key(self) -> list[int]:
+        """Return the first column of each key, and the number of all."""
+        return [0, *accumulate(self._lengths)]
+
+    def device(self) -> torch.device:
+        """Return the device of the values."""
+        return self._values.device
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return a key's columns, a view of shape (batch, length).
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        if key not in self._parts:
+            raise KeyError(f"{key!r} is not a key; there are {', '.join(self._keys)}")
+        return self._parts[key]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Return each key's columns, as views."""
+        return dict(self._parts)
+
+    @cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        parts = torch.split(self._values, self._lengths, dim=1)  # one node of a graph for all
+        return dict(zip(self._keys, parts, strict=True))
+
+    @staticmethod
+    def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+        """Return the columns of some keys side by side, for each group of keys.
+
+        Args:
+            keyed_tensors: each key is taken from the first of them that has it.
+            groups: keys, in the order wanted.
+
+        Raises:
+            KeyError: no tensor has a key.
+        """
+        found: dict[str, Tensor] = {}
+        for each in reversed(keyed_tensors):
+            found |= each.to_dict()
+        return [torch.cat([found[key] for key in group], dim=1) for group in groups]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedTensor:
+        """Return the same keys with values on another device."""
+        return KeyedTensor(self._keys, self._lengths, self._values.to(device, non_blocking=non_blocking))
+
+    def __repr__(self) -> str:
+        keys = ", ".join(f"{key}: {length}" for key, length in zip(self._keys, self._lengths, strict=True))
+        return f"KeyedTensor({{{keys}}}, values of shape {tuple(self._values.shape)})"

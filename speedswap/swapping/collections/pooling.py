@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from speedswap.swapping.collections.configs import EmbeddingBagConfig
-from speedswap.swapping.collections.given import Given
-from speedswap.swapping.collections.slots import Slots
-from speedswap.swapping.collections.small_tensors import near
+from speedswap.swapping.collections.features import FeatureBatch, Slots, near
 from speedswap.swapping.lookup import pool
 
-__all__ = ["Layout", "Pass"]
+__all__ = ["Pass", "PooledColumns"]
 
 
 class Pass(NamedTuple):
@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     mode: str
     is_mean: Tensor | None = None
 
-    def pooled(self, found: Given, weight: Tensor, local: Tensor) -> Tensor:
+    def pooled(self, found: FeatureBatch, weight: Tensor, local: Tensor) -> Tensor:
         """Return the slots' bags, shape (batch, slots · dim).
 
         Args:
@@ -66,7 +66,7 @@ class Pass(NamedTuple):
             mode = "sum"
         return pool(weight, local, offsets, mode, factors, counts, divisors=divisors, features=features)
 
-    def _counting(self, found: Given) -> Tensor | None:
+    def _counting(self, found: FeatureBatch) -> Tensor | None:
         """Return a mask of the ids, bool, shape (ids,): False for padding. None if the host knows that all count."""
         paddings = found.slots.paddings[self.start : self.stop]
         if int(paddings.max()) < 0:
@@ -81,7 +81,7 @@ class Pass(NamedTuple):
         return None if rows.device.type == "cpu" and bool(counting.all()) else counting
 
 
-class Layout:
+class PooledColumns:
     """The passes of a collection, and the columns of its output.
 
     Args:
@@ -99,19 +99,11 @@ class Layout:
         order = slots.in_order_of(configs)
         self.keys = [slots.keys[slot] for slot in order]
         self.widths = [slots.configs[slot].embedding_dim for slot in order]
-        # Columns of one pass that stay together: its index, and their place among such of this pass.
-        self._runs: list[tuple[int, int]] = []
-        self._run_widths: list[list[int]] = [[] for _ in self.passes]
-        which_of = [index for index, each in enumerate(self.passes) for _ in range(each.start, each.stop)]
-        before = -1
-        for slot in order:
-            which, width = which_of[slot], slots.configs[slot].embedding_dim
-            if which == before:
-                self._run_widths[which][-1] += width
-            else:
-                self._runs.append((which, len(self._run_widths[which])))
-                self._run_widths[which].append(width)
-            before = which
+        pass_of = [index for index, each in enumerate(self.passes) for _ in range(each.start, each.stop)]
+        which = [pass_of[slot] for slot in order]
+        # Columns of one pass that stay together: its index, and their number.
+        runs = groupby(zip(which, self.widths, strict=True), key=itemgetter(0))
+        self._runs = [(index, sum(width for _, width in run)) for index, run in runs]
 
     def joined(self, pooled: Sequence[Tensor]) -> Tensor:
         """Return the output: all columns in their order; without a copy if there was one pass.
@@ -121,27 +113,21 @@ class Layout:
         """
         if len(self._runs) == 1:
             return pooled[0]
-        pieces = [torch.split(each, widths, dim=1) for each, widths in zip(pooled, self._run_widths, strict=True)]
-        return torch.cat([pieces[which][place] for which, place in self._runs], dim=1)
+        widths = [[width for which, width in self._runs if which == index] for index in range(len(pooled))]
+        pieces = [iter(torch.split(each, some, dim=1)) for each, some in zip(pooled, widths, strict=True)]
+        return torch.cat([next(pieces[which]) for which, _ in self._runs], dim=1)
 
 
 def _passes(group: int, slots: Slots) -> list[Pass]:
     """Return the passes of one group, whose maxima come last."""
     some = slots.of_group[group]
-    modes = [_pooling(slots, slot) for slot in some]
+    modes = [slots.configs[slot].pooling for slot in some]
     sums = len(modes) - modes.count("max")
     passes = []
     if sums:
         means = [mode == "mean" for mode in modes[:sums]]
-        is_mixed = any(means) and not all(means)
-        is_mean = torch.tensor(means).unsqueeze(1) if is_mixed else None
+        is_mean = torch.tensor(means).unsqueeze(1) if any(means) and not all(means) else None
         passes.append(Pass(group, some.start, some.start + sums, "mean" if any(means) else "sum", is_mean))
     if sums < len(modes):
         passes.append(Pass(group, some.start + sums, some.stop, "max"))
     return passes
-
-
-def _pooling(slots: Slots, slot: int) -> str:
-    config = slots.configs[slot]
-    assert isinstance(config, EmbeddingBagConfig)
-    return config.pooling

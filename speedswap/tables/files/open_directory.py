@@ -31,6 +31,8 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
+_log = logging.getLogger("speedswap")
+
 
 class OpenFile:
     """A file descriptor that is closed with its last reference."""
@@ -124,6 +126,25 @@ class OpenDirectory(OpenFile):
         """Make the names in it durable."""
         _sync(self.fd)
 
+    @contextmanager
+    def locked(self, busy: Exception) -> Iterator[None]:
+        """Hold the right to change the directory for the block; it is free as soon as its holder ends.
+
+        Args:
+            busy: raised where another process holds it. A file system without locks is taken for free.
+        """
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        except OSError as error:
+            _log.debug("%s cannot be locked: %s", self.path, error)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+
     def is_at(self, path: Path) -> bool:
         """Return whether a path leads to this very directory, without a link at its end."""
         try:
@@ -194,7 +215,6 @@ def says_if_full(
 _LOCK, _OWNER = "LOCK", "OWNER"
 _DYING_SECONDS = 1.0  # that a lock is waited for whose holder is ending, or is not known
 _EXITING, _KILL = 0x4 | 0x400, 1 << 8  # in /proc/PID/stat: PF_EXITING and PF_SIGNALED; a SIGKILL that is pending
-_log = logging.getLogger("speedswap")
 _held: weakref.WeakValueDictionary[int, WriterLock] = weakref.WeakValueDictionary()  # by id()
 
 

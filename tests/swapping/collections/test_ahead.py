@@ -13,7 +13,7 @@ import speedswap
 from speedswap import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
 from speedswap.batching.nested import Batch
 from speedswap.errors import BatchError, IdError
-from speedswap.swapping.collections.small_tensors import steps
+from speedswap.swapping.collections.features import steps
 
 BATCH = 6
 SIZES = {"user": (9, 4), "item": (30, 4), "word": (7, 6)}

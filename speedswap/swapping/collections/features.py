@@ -1,0 +1,548 @@
+"""The features of a batch, read for all tables at once: the ids of every lookup, their bags, and their rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from speedswap import kernels
+from speedswap._words import a_kind
+from speedswap.errors import IdError
+from speedswap.swapping.collections.configs import EmbeddingConfig, output_names
+from speedswap.swapping.collections.group import TableGroup
+from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
+from speedswap.swapping.graphs import leaving_transforms
+from speedswap.tables import is_single_key
+
+__all__ = [
+    "FeatureBatch",
+    "GivenFeature",
+    "Slots",
+    "given_feature",
+    "has_methods",
+    "near",
+    "read_features",
+    "read_slots",
+    "require_features",
+    "steps",
+]
+
+_INDEX = (torch.int64, torch.int32)
+_KEYED = ("keys", "values", "stride")
+_MOST_ORDERS = 64
+
+
+class Slots:
+    """Pairs of a table and a feature that is looked up in it, group after group.
+
+    Args:
+        groups: of tables.
+        last: tells the tables whose lookups come after the others of their group.
+
+    Attributes:
+        features: the name of each slot's feature.
+        configs: each slot's table.
+        bases: each table's first row in its group, int64, shape (slots,), on the CPU.
+        limits: the number of its rows.
+        paddings: its padding row in the group, -1 for none.
+        of_group: the slots of each group.
+        of_table: the slots of each table, by its name.
+        names: all features.
+        keys: each slot's name in an output: its feature, with its table if several tables have that.
+    """
+
+    def __init__(self, groups: Sequence[TableGroup], last: Callable[[EmbeddingConfig], bool]) -> None:
+        slots: list[tuple[str, EmbeddingConfig, int]] = []
+        self.of_group: list[range] = []
+        self.of_table: dict[str, range] = {}
+        for group in groups:
+            begin = len(slots)
+            for config, base in sorted(
+                zip(group.configs, group.first_rows, strict=True), key=lambda each: last(each[0])
+            ):
+                self.of_table[config.name] = range(len(slots), len(slots) + len(config.feature_names))
+                slots += [(feature, config, base) for feature in config.feature_names]
+            self.of_group.append(range(begin, len(slots)))
+        self.features, self.configs, bases = zip(*slots, strict=True)
+        self.bases = torch.tensor(bases, dtype=torch.int64)
+        self.limits = torch.tensor([config.num_embeddings for config in self.configs], dtype=torch.int64)
+        padded = [(base, config.padding_idx) for _, config, base in slots]
+        self.paddings = torch.tensor([-1 if row is None else base + row for base, row in padded])
+        self.names = frozenset(self.features)
+        self.keys = output_names([(feature, config.name) for feature, config, _ in slots])
+        self._orders: dict[tuple[str, ...], Tensor | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def in_order_of(self, configs: Sequence[EmbeddingConfig]) -> list[int]:
+        """Return the slots table after table."""
+        return [slot for config in configs for slot in self.of_table[config.name]]
+
+    def require_features(self, names: Sequence[str]) -> None:
+        """Raise ValueError unless these are the collection's features."""
+        for name in sorted(self.names.difference(names)):
+            raise ValueError(f"feature {name!r} is missing; give the ids of {', '.join(sorted(self.names))}")
+        for name in names:
+            if name not in self.names:
+                raise ValueError(
+                    f"feature {name!r} is looked up in no table; there are {', '.join(sorted(self.names))}: leave it "
+                    "out (of a KeyedJaggedTensor with permute), or name it in a table's feature_names"
+                )
+
+    def order(self, keys: tuple[str, ...]) -> Tensor | None:
+        """Return the place of each slot's feature among keys, int64, on the CPU; None if the keys are these features.
+
+        Raises:
+            ValueError: a feature is missing, or a key is not a feature, or occurs twice.
+        """
+        if keys not in self._orders:
+            self.require_features(keys)
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"the keys are {', '.join(keys)}, one of them twice; give each feature once")
+            if len(self._orders) >= _MOST_ORDERS:
+                self._orders.clear()
+            with torch.inference_mode(False):  # used later in other modes
+                places = torch.tensor([keys.index(name) for name in self.features])
+            self._orders[keys] = None if keys == self.features else places
+        return self._orders[keys]
+
+
+@dataclass(eq=False)
+class FeatureBatch:
+    """The ids of a batch, slot after slot, and in each slot bag after bag.
+
+    Attributes:
+        slots: the collection's.
+        asked: the ids, the number of each slot's, and the tables' ranges of rows.
+        stride: bags in each slot.
+        offsets: each bag's first id, and the number of ids, int64, shape (slots · stride + 1,), on the ids' device.
+        starts: the place of each slot's first id, and the number of ids.
+        is_single: True if every bag has one id.
+        weights: a factor per id, shape (ids,), or None.
+        by_name: each slot's ids, as they were given; empty for a keyed batch.
+        announced: for a keyed batch: the tensors that its ids depend on.
+    """
+
+    slots: Slots
+    asked: kernels.FeatureIds
+    stride: int
+    offsets: Tensor
+    starts: list[int]
+    is_single: bool = False
+    weights: Tensor | None = None
+    by_name: Sequence[Tensor] = ()
+    announced: tuple[Tensor, ...] = ()
+
+    @property
+    def counts(self) -> Tensor:
+        """The number of each slot's ids, int64, shape (slots,), on the CPU."""
+        assert self.asked.counts is not None
+        return self.asked.counts
+
+    @functools.cached_property
+    @leaving_transforms
+    def _rows(self) -> Tensor:
+        return kernels.merge_ids(self.asked)
+
+    @functools.cached_property
+    @leaving_transforms
+    def _are_inside(self) -> bool:
+        return not self._rows.shape[0] or int(self._rows.min()) >= 0
+
+    def rows(self, group: int, *, checked: bool = False) -> Tensor:
+        """Return a group's rows, int64, shape (ids,); -1 for an id that is outside of its table.
+
+        Args:
+            group: its index.
+            checked: raise IdError for an id of any group, where a lookup of this one would not find it.
+        """
+        if checked and len(self.slots.of_group) > 1:
+            self.require_inside()
+        begin, end = self.bounds(group)
+        return self._rows if end - begin == self.starts[-1] else self._rows[begin:end]
+
+    def require_inside(self) -> None:
+        """Raise IdError if an id is outside of its table. On a GPU this waits for the ids."""
+        if not self._are_inside:
+            raise self.outside(IdError("an id is outside of its table"))
+
+    def bounds(self, group: int) -> tuple[int, int]:
+        """Return the places of a group's first id, and past its last."""
+        some = self.slots.of_group[group]
+        return self.starts[some.start], self.starts[some.stop]
+
+    def tensors(self, group: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the tensors that a group's rows depend on; none if it has no ids.
+
+        Args:
+            group: its index.
+            device: where its rows are needed.
+        """
+        begin, end = self.bounds(group)
+        if begin == end or not self.by_name:
+            return () if begin == end else self.announced
+        some = self.slots.of_group[group]
+        if device.type != "cpu":  # known by their memory, where a comparison would wait for them
+            return tuple(self.by_name[some.start : some.stop])
+        assert isinstance(self.asked.ids, Tensor)
+        return self.asked.ids[begin:end], self.counts[some.start : some.stop]
+
+    @leaving_transforms
+    def outside(self, error: IdError) -> IdError:
+        """Return the error for the first id that is outside of its table, in place of one that does not name it."""
+        found = kernels.first_outside(self.asked)
+        if found is None:
+            return error
+        slot, position, value = found
+        where, config = f"values()[{position}]", self.slots.configs[slot]
+        if self.by_name:
+            places = torch.unravel_index(torch.tensor(position), self.by_name[slot].shape)
+            where = f"ids[{', '.join(str(int(place)) for place in places)}]"
+        return IdError(
+            f"{where} of feature {self.slots.features[slot]!r} is {value}, but table {config.name!r} has rows 0 to "
+            f"{config.num_embeddings - 1}; map unknown ids to a padding row (padding_idx=) before the lookup"
+        )
+
+
+def read_features(features: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
+    """Read a mapping of features to ids, or an object with the methods of TorchRec's KeyedJaggedTensor.
+
+    Raises:
+        TypeError, ValueError: something is missing, unknown, or does not fit; the message names the feature.
+    """
+    if not isinstance(require_features(features), Mapping):
+        return _keyed(features, slots, is_weighted)
+    if features.keys() != slots.names:
+        slots.require_features(list(features))
+    return read_slots([features[name] for name in slots.features], slots, is_weighted)
+
+
+def require_features(features: Any) -> Any:
+    """Return features, once they are known to be a mapping or a keyed jagged tensor."""
+    if type(features) is dict:
+        return features
+    is_keyed = has_methods(features, _KEYED) and any(has_methods(features, [name]) for name in ("offsets", "lengths"))
+    if has_methods(features, ["variable_stride_per_key"]) and features.variable_stride_per_key():
+        raise ValueError("features has a stride for each of its keys; give every key one bag for each sample")
+    if isinstance(features, Mapping) or is_keyed:
+        return features
+    raise TypeError(
+        f"features is {a_kind(features)}; pass a mapping from each feature to its ids, or a KeyedJaggedTensor: an "
+        "object with keys(), values(), stride(), and offsets() or lengths()"
+    )
+
+
+def has_methods(thing: Any, names: Sequence[str]) -> bool:
+    """Return whether an object has all of some methods."""
+    return all(callable(getattr(thing, name, None)) for name in names)
+
+
+# ---------------------------------------------------------------------- by name
+
+
+class GivenFeature(NamedTuple):
+    """One feature's part of a mapping: its ids or keys, and the bags that they are in.
+
+    Attributes:
+        ids: a tensor, or keys of any kind.
+        offsets: each bag's first id; None for bags of one size.
+        weights: one per id, or None.
+        is_closed: True if the last of the offsets is the number of ids.
+    """
+
+    ids: Any
+    offsets: Any = None
+    weights: Any = None
+    is_closed: bool = False
+
+    def with_rows(self, rows: Tensor) -> Tensor | GivenFeature:
+        """Return the feature with rows in place of its keys."""
+        if self.offsets is None:
+            return rows if self.weights is None else self._replace(ids=rows)
+        return self._replace(ids=rows, offsets=self.offsets.to(rows.device) if self.is_closed else self.offsets)
+
+
+def given_feature(name: str, value: Any, *, takes_keys: bool = False) -> GivenFeature:
+    """Return a feature that is a tensor, a tuple (ids, offsets) or (ids, offsets, weights), or a jagged tensor.
+
+    Args:
+        name: the feature's.
+        value: what it was given.
+        takes_keys: True if anything else is keys.
+
+    Raises:
+        TypeError, ValueError: it is of no such form; the message names the feature.
+    """
+    if isinstance(value, GivenFeature):
+        return value
+    if isinstance(value, Tensor) and not value.is_nested:
+        return GivenFeature(value)
+    if isinstance(value, tuple | list) and not (takes_keys and (not value or is_single_key(value[0]))):
+        if len(value) not in (2, 3):
+            raise ValueError(
+                f"feature {name!r} is {a_kind(value)} of {len(value)}; give a tensor of ids, or "
+                "(ids, offsets[, weights])"
+            )
+        return GivenFeature(*value)
+    if has_methods(value, ["values", "offsets"]):  # of TorchRec, torch.nested, or here
+        jagged: Any = value.contiguous() if isinstance(value, Tensor) else value  # without ids between the bags
+        weights = jagged.weights_or_none() if has_methods(jagged, ["weights_or_none"]) else None
+        return GivenFeature(jagged.values(), jagged.offsets(), weights, is_closed=True)
+    if takes_keys:
+        return GivenFeature(value)
+    raise TypeError(
+        f"feature {name!r} is {a_kind(value)}; give a tensor of ids, (ids, offsets[, weights]), or a jagged tensor"
+    )
+
+
+class _Bags(NamedTuple):
+    """One feature's ids that were checked, in bags.
+
+    Attributes:
+        ids: int32 or int64; one dimension, or (bags, ids per bag).
+        stride: bags.
+        per_bag: ids of each bag, or -1 if they differ.
+        offsets: then each bag's first id; with one item more, the number of ids.
+        weights: one per id, or None.
+    """
+
+    ids: Tensor
+    stride: int
+    per_bag: int
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+
+    def require_ascending(self, name: str) -> None:
+        """Raise ValueError unless the offsets ascend from 0, and not past the ids."""
+        if self.offsets is None:
+            return
+        count, before = len(self.ids), 0
+        if len(self.offsets) > self.stride and int(self.offsets[-1]) != count:
+            raise ValueError(f"feature {name!r} has offsets up to {int(self.offsets[-1])}, but {count} ids")
+        for place, offset in enumerate(self.offsets.tolist()):
+            if place == 0 and offset != 0:
+                raise ValueError(f"offsets[0] of feature {name!r} is {offset}; the first bag begins at 0")
+            if not before <= offset <= count:
+                raise ValueError(
+                    f"offsets[{place}] of feature {name!r} is {offset} after {before}, and there are {count} ids; bags "
+                    "lie one after the other, so offsets ascend"
+                )
+            before = offset
+
+
+def _bags(name: str, value: Any) -> _Bags:
+    ids, offsets, weights, is_closed = given_feature(name, value)
+    _require_ids(f"feature {name!r}", ids)
+    if weights is not None:
+        _require_weights(f"weights of feature {name!r}", weights, ids)
+    if offsets is None:
+        if ids.ndim not in (1, 2):
+            raise ValueError(
+                f"feature {name!r} has shape {tuple(ids.shape)}; give (batch,), or (batch, ids per sample) filled up "
+                "with padding_idx, or (ids, offsets)"
+            )
+        return _Bags(ids, ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1], None, weights)
+    _require_ids(f"offsets of feature {name!r}", offsets)
+    if ids.ndim != 1 or offsets.ndim != 1 or ids.device != offsets.device:
+        raise ValueError(
+            f"feature {name!r} has ids of shape {tuple(ids.shape)} on {ids.device} and offsets of shape "
+            f"{tuple(offsets.shape)} on {offsets.device}; both have one dimension, on one device"
+        )
+    if len(ids) and not len(offsets):
+        raise ValueError(f"feature {name!r} has {len(ids)} ids, but its offsets are empty; begin the first bag at 0")
+    return _Bags(ids, max(len(offsets) - is_closed, 0), -1, offsets, weights)
+
+
+def _require_ids(what: str, ids: Any) -> None:
+    kernels.require_dense(ids, what)
+    if ids.dtype not in _INDEX:
+        raise TypeError(f"{what} has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
+
+
+def _require_weights(what: str, weights: Any, ids: Tensor) -> None:
+    """Raise TypeError or ValueError unless weights are floating-point, one per id, on the ids' device."""
+    kernels.require_dense(weights, what)
+    if not weights.is_floating_point():
+        raise TypeError(f"{what} have dtype {weights.dtype}; convert them with .float()")
+    if weights.shape != ids.shape or weights.device != ids.device:
+        raise ValueError(
+            f"{what} have shape {tuple(weights.shape)} on {weights.device}, but ids {tuple(ids.shape)} on "
+            f"{ids.device}; give one per id"
+        )
+
+
+def _require_all_weighted(name: str, is_weighted: bool, weights: Tensor | None) -> None:
+    """Raise ValueError where a feature has weights and the collection takes none, or the other way round."""
+    if weights is not None and not is_weighted:
+        raise ValueError(f"feature {name!r} has weights, but is_weighted is False; make the collection with True")
+    if weights is None and is_weighted:
+        raise ValueError(
+            f"feature {name!r} has no weights, but is_weighted is True; give (ids, offsets, weights), with None for "
+            "the offsets of bags of one size, or make the collection with False"
+        )
+
+
+def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> FeatureBatch:
+    """Read what each slot was given, in any form; errors are those of :func:`read_features`."""
+    if _are_alike(values):  # without a look at each: a thousand features are as many calls
+        bags = [_bags(slots.features[0], values[0])]
+        _require_all_weighted(slots.features[0], is_weighted, None)
+        ids, flat, counts = values, torch.cat(tuple(values)).reshape(-1), [values[0].numel()] * len(slots)
+    else:
+        bags = [_bags(name, value) for name, value in zip(slots.features, values, strict=True)]
+        for name, each in zip(slots.features, bags, strict=True):
+            if (each.stride, each.ids.device) != (bags[0].stride, bags[0].ids.device):
+                raise ValueError(
+                    f"feature {name!r} has {each.stride} bags on {each.ids.device}, but {slots.features[0]!r} has "
+                    f"{bags[0].stride} on {bags[0].ids.device}; give every feature one bag for each sample, on one "
+                    "device"
+                )
+            _require_all_weighted(name, is_weighted, each.weights)
+        ids, flat = [each.ids for each in bags], torch.cat([each.ids.reshape(-1) for each in bags])
+        counts = [each.numel() for each in ids]
+    weights = [each.weights.reshape(-1) for each in bags if each.weights is not None]
+    starts, (_, stride, per_bag, _, _) = [0, *accumulate(counts)], bags[0]
+    if per_bag >= 0 and all(each.per_bag == per_bag for each in bags):
+        offsets = steps(len(slots) * stride + 1, per_bag, flat.device)
+    else:
+        offsets, per_bag = _offsets(bags, slots, starts), -1
+    return FeatureBatch(
+        slots,
+        kernels.FeatureIds(flat, slots.bases, slots.limits, torch.tensor(counts, dtype=torch.int64)),
+        stride,
+        offsets,
+        starts,
+        is_single=per_bag == 1,
+        weights=torch.cat(weights) if weights else None,
+        by_name=ids,
+    )
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Return whether all values are tensors of one shape."""
+    if set(map(type, values)) != {Tensor}:
+        return False
+    kinds = {ids.is_nested or (ids.dtype, ids.shape, ids.device, ids.layout) for ids in values}
+    return len(kinds) == 1 and True not in kinds
+
+
+def _offsets(bags: list[_Bags], slots: Slots, starts: Sequence[int]) -> Tensor:
+    """Return the offsets of all slots' bags, once they are known to ascend."""
+    device, stride = bags[0].ids.device, bags[0].stride
+    firsts = [
+        steps(stride, each.per_bag, device) if each.offsets is None else each.offsets[:stride].long() for each in bags
+    ]
+    begins = near(torch.tensor(starts), device)
+    offsets = (torch.cat(firsts).view(len(slots), stride) + begins[:-1].unsqueeze(1)).reshape(-1)
+    offsets = torch.cat([offsets, begins[-1:]])
+    wrong = (offsets[1:] < offsets[:-1]).any()
+    if stride:
+        wrong = wrong | (offsets[:-1:stride] != begins[:-1]).any()
+    closed = [index for index, each in enumerate(bags) if each.offsets is not None and len(each.offsets) > stride]
+    if closed:
+        lasts = torch.cat([bags[index].offsets[-1:] for index in closed])  # type: ignore[index]
+        wrong = wrong | (lasts != near(torch.tensor([bags[index].ids.numel() for index in closed]), device)).any()
+    if bool(wrong):
+        for name, each in zip(slots.features, bags, strict=True):
+            each.require_ascending(name)
+    return offsets
+
+
+# ---------------------------------------------------------------------- keyed
+
+
+def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
+    keys, stride, ids = keyed.keys(), keyed.stride(), keyed.values()
+    _require_ids("features.values()", ids)
+    if ids.ndim != 1:
+        raise ValueError(f"features.values() has shape {tuple(ids.shape)}; it must have one dimension")
+    order = slots.order(tuple(keys))
+    known = keyed.offsets() if has_methods(keyed, ["offsets"]) else offsets_of(keyed.lengths())
+    if len(known) != len(keys) * stride + 1 or known.device != ids.device:
+        raise ValueError(
+            f"features has {len(keys)} keys and a stride of {stride}, but {len(known) - 1} bags, on {known.device}; "
+            f"there must be a bag for each key and sample, on {ids.device}"
+        )
+    offsets = known.long()
+    per_key = _offsets_per_key(keyed, offsets, len(keys), stride, len(ids))
+    weights = keyed.weights_or_none() if is_weighted and has_methods(keyed, ["weights_or_none"]) else None
+    if is_weighted and weights is None:
+        raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
+    if weights is not None:
+        _require_weights("features.weights()", weights, ids)
+    counts, begins = per_key.diff(), None
+    announced: tuple[Tensor, ...] = ids, known
+    if order is not None:
+        counts, begins = counts[order], per_key[order]
+        announced += (order,)
+        offsets = offsets_of(offsets.diff().view(len(keys), stride)[near(order, ids.device)])
+        weights = None if weights is None else weights[_positions(begins, counts, ids.device)]
+    asked = kernels.FeatureIds(ids, slots.bases, slots.limits, counts, begins)
+    starts = [0, *counts.cumsum(0).tolist()]
+    return FeatureBatch(slots, asked, stride, offsets, starts, weights=weights, announced=announced)
+
+
+def _offsets_per_key(keyed: Any, offsets: Tensor, num_keys: int, stride: int, num_ids: int) -> Tensor:
+    """Return each key's first id, and the number of ids, int64, on the CPU, once the offsets are known to ascend.
+
+    On a GPU the host waits for them, unless they were on the CPU before.
+    """
+    if isinstance(keyed, KeyedJaggedTensor) and keyed.is_checked:
+        return torch.tensor(keyed.offset_per_key(), dtype=torch.int64)
+    places = offsets[::stride] if stride else offsets.new_zeros(num_keys + 1)
+    is_near = offsets.device.type == "cpu"
+    if is_near and int(offsets[0]) == 0 and int(offsets[-1]) == num_ids and kernels.first_fall(offsets) < 0:
+        return places
+    falls = offsets[1:] < offsets[:-1]
+    *per_key, last, falling = torch.cat([places, offsets[-1:], falls.any().long().view(1)]).tolist()
+    if falling:
+        place = int(falls.nonzero()[0])
+        raise ValueError(
+            f"features has offsets that decrease, from {int(offsets[place])} to {int(offsets[place + 1])} after bag "
+            f"{place % stride} of feature {keyed.keys()[place // stride]!r}; bags lie one after the other"
+        )
+    if per_key[0] != 0 or last != num_ids:
+        raise ValueError(f"features has offsets from {per_key[0]} to {last}, but {num_ids} ids; give bags of all ids")
+    return torch.tensor(per_key, dtype=torch.int64)
+
+
+def _positions(begins: Tensor, counts: Tensor, device: torch.device) -> Tensor:
+    """Return the positions of ids that lie in pieces, piece after piece."""
+    total = int(counts.sum())
+    moved = near(torch.stack([begins - (counts.cumsum(0) - counts), counts]), device)
+    return torch.arange(total, device=device) + moved[0].repeat_interleave(moved[1], output_size=total)
+
+
+# ---------------------------------------------------------------------- small tensors, on the ids' device
+
+
+def near(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device; nothing waits for it to get there."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def steps(count: int, step: int, device: torch.device) -> Tensor:
+    """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
+    # Each stream has its own: another one may have yet to make them.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if count <= _SMALL:
+        return _small_steps(count, step, device, stream)
+    return (_large_steps if count <= _LARGE else _new_steps)(count, step, device, stream)
+
+
+def _new_steps(count: int, step: int, device: torch.device, stream: int) -> Tensor:
+    with torch.inference_mode(False):  # used later in other modes
+        return torch.arange(count, device=device) * step
+
+
+# Of large ones the last: a few would fill memory that the batches need.
+_SMALL, _LARGE = 1 << 14, 1 << 20
+_small_steps = functools.lru_cache(maxsize=64)(_new_steps)
+_large_steps = functools.lru_cache(maxsize=1)(_new_steps)
