@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from speedswap.collectives import Kind, Task
-from speedswap.swapping.excluded import Exclude, Exclusions, Pieces, exclusions_of
 from speedswap.swapping.graphs import outside_graphs
-from speedswap.swapping.scoring import Scored, as_matrix, best_rows
+from speedswap.swapping.scoring import Exclude, Exclusions, Pieces, Scored, as_matrix, best_rows, exclusions_of
 from speedswap.tables import RowStore, Table, WrappedStore
 from speedswap.tables.part import PartStore
 from speedswap.tables.record import count

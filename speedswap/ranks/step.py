@@ -33,11 +33,10 @@ from speedswap.ranks.joint_gradients import JointGradients, Standing
 from speedswap.ranks.keys import ShardedKeys
 from speedswap.ranks.route import LentRows, Route, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
-from speedswap.swapping.lost_updates import LostUpdates
+from speedswap.swapping.batch_rows import LostUpdates, Padding
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.optimizers import settings_of
-from speedswap.swapping.padding import Padding
-from speedswap.swapping.request import Request
+from speedswap.swapping.prefetched import Request
 from speedswap.swapping.row_step import Leaving, RowStep, drop, every_step, step_of
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table

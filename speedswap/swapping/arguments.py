@@ -11,8 +11,6 @@ from speedswap.collectives import RankGroup
 from speedswap.tables import IdMap, Storage, Table
 from speedswap.tables.storage import given_formerly
 
-__all__ = ["refuse_place", "refuse_torchs", "require_id_map", "require_table"]
-
 
 def refuse_place(
     callee: str,

@@ -17,16 +17,14 @@ from speedswap._warnings import warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
-from speedswap.swapping.apart import rows_are_apart
-from speedswap.swapping.lost_updates import LostUpdates
-from speedswap.swapping.optimizer_state import Found
+from speedswap.swapping.batch_rows import LostUpdates
+from speedswap.swapping.optimizer_state import FoundState
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings
 from speedswap.swapping.probe import is_probing
 from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of, steps_of
 from speedswap.swapping.weight import with_tables
+from speedswap.swapping.whole_rows import rows_are_apart
 from speedswap.tables import Commit, Table
-
-__all__ = ["attach"]
 
 _with_state_hooks: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 # Rows of optimizers that were copied before, or without, their models.
@@ -91,7 +89,7 @@ def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     _add_state_hooks(optimizer)
 
 
-def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) -> Found:
+def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) -> FoundState:
     """Return an optimizer's row state, once nothing speaks against attaching it.
 
     Args:

@@ -1,19 +1,156 @@
-"""The rows of a batch that an embedding's weight stands for, with their gradient."""
+"""The rows of a batch that an embedding's weight stands for, with their gradient: padding, and changes from outside.
+
+A training step that did not reach the table is given away by the version counter of the rows on the device, which
+every in-place change by torch raises; and by a step of some optimizer, which torch's hooks report, while no optimizer
+holds the weight. A change that raises no counter (C++ code that writes through a raw pointer, or through an alias with
+a counter of its own) is not found.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.swapping.lost_updates import LostUpdates
+from speedswap.swapping.optimizers import holds
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
 
-__all__ = ["BatchRows"]
+
+class Padding:
+    """Padding rows of a table: none, one, or one for each of the tables that it consists of.
+
+    Args:
+        rows: their numbers.
+    """
+
+    def __init__(self, rows: Iterable[int]) -> None:
+        self.rows = tuple(sorted(set(rows)))
+        self._on: dict[torch.device, Tensor] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    def among(self, ids: Tensor) -> Tensor:
+        """Return a mask of the ids, on any device and of any shape, that are padding rows."""
+        if len(self.rows) == 1:
+            return ids == self.rows[0]
+        rows = self._rows(ids.device)
+        return rows[torch.searchsorted(rows, ids).clamp_(max=len(rows) - 1)] == ids
+
+    def zero(self, grad: Tensor, rows: Tensor) -> None:
+        """Zero the gradients of padding rows, in place.
+
+        Args:
+            grad: shape (n, dim).
+            rows: their rows, int64, ascending without duplicates, shape (n,), on any device.
+        """
+        if grad.device.type != "cpu" or rows.device.type != "cpu":
+            grad.masked_fill_(self.among(rows).to(grad.device).unsqueeze(1), 0)
+        elif len(rows):
+            places = kernels.places_among(rows, self._rows(rows.device))
+            grad.index_fill_(0, places[places >= 0], 0)
+
+    def _rows(self, device: torch.device) -> Tensor:
+        rows = self._on.get(device)
+        if rows is None:
+            with torch.inference_mode(False):  # used later in other modes
+                rows = self._on[device] = torch.tensor(self.rows, dtype=torch.int64, device=device)
+        return rows
+
+
+class LostUpdates:
+    """The versions of a batch's rows and gradient that are accounted for; later ones are changes from outside.
+
+    The weight is an ordinary parameter with the batch's rows while a method runs.
+
+    Args:
+        table: the full rows.
+        weight: the parameter that stands for them.
+    """
+
+    steps_anywhere: ClassVar[int] = 0  # of any optimizer in this process
+
+    def __init__(self, table: Table, weight: TableWeight) -> None:
+        self._table = table
+        self._weight = weight
+        self._weight_version = 0
+        self._grad_version = 0
+        self._steps_seen = 0
+
+    def accept(self) -> None:
+        """Account for rows and gradient as they are now."""
+        self._weight_version = self._weight._version
+        if self._weight.grad is not None:
+            self._grad_version = self._weight.grad._version
+
+    def accept_gradient(self, steps: int | None = None) -> None:
+        """Account for every optimizer step so far: none of them has missed the gradient that has come.
+
+        Args:
+            steps: by then, if the gradient has come earlier.
+        """
+        self._steps_seen = LostUpdates.steps_anywhere if steps is None else steps
+
+    def is_zeroed(self, grad: Tensor) -> bool:
+        """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""
+        with as_plain():  # this rank's rows, where ranks own them
+            return grad._version != self._grad_version and not bool(grad.any())
+
+    def after_step(self) -> str | None:
+        """Return the error for rows that were changed after the optimizer's step; None if they were not."""
+        if self._weight._version == self._weight_version:
+            return None
+        return (
+            f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, which does "
+            "not reach the table; change them there, with table.gather and table.scatter"
+        )
+
+    def before_step(self, attached: Optimizer | None) -> str | None:
+        """Return the error for a gradient that no step has brought to the table, and none will; None if one may.
+
+        Args:
+            attached: the optimizer whose state is in the table.
+        """
+        if self._weight._version != self._weight_version:
+            return (
+                f"the rows of table {self._table.name!r} were changed on the device without the optimizer's hooks, so "
+                "the update did not reach the table; step with one of torch.optim, or with a subclass of "
+                "torch.optim.Optimizer that calls super().__init__"
+            )
+        if LostUpdates.steps_anywhere == self._steps_seen:
+            return None
+        if self.are_to_come(attached):
+            return None
+        return (
+            f"the weight of the embedding over table {self._table.name!r} is in no optimizer, so its gradient reaches "
+            "no table; pass model.parameters() to the optimizer (one that has it from elsewhere, as a copied optimizer "
+            "has, needs speedswap.attach(optimizer, model) before others step), or freeze it with "
+            "embedding.weight.requires_grad_(False)"
+        )
+
+    def are_to_come(self, attached: Optimizer | None) -> bool:
+        """Return whether an optimizer holds the weight, so that its step is still to come."""
+        known = (attached, *self._weight.taken_by)
+        return any(optimizer is not None and holds(optimizer, self._weight) for optimizer in known)
+
+    def save(self) -> tuple[bool, bool, int]:
+        """Return what :meth:`restore` takes, before a backward pass that may have to be undone."""
+        grad = self._weight.grad
+        was_changed = self._weight._version != self._weight_version
+        return was_changed, grad is not None and grad._version != self._grad_version, self._steps_seen
+
+    def restore(self, saved: tuple[bool, bool, int]) -> None:
+        """Account for rows and gradient that were put back; changes from before the save still count as such."""
+        was_changed, was_zeroed, self._steps_seen = saved
+        grad = self._weight.grad
+        self._weight_version = self._weight._version - was_changed
+        self._grad_version = 0 if grad is None else grad._version - was_zeroed
 
 
 class BatchRows:

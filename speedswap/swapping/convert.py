@@ -22,8 +22,6 @@ from speedswap.swapping.embedding_bag import EmbeddingBag
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Storage, as_storage
 
-__all__ = ["convert"]
-
 _log = logging.getLogger("speedswap")
 
 Model = TypeVar("Model", bound=nn.Module)

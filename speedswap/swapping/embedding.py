@@ -11,8 +11,6 @@ from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
 from speedswap.swapping.table_module import TableModule
 
-__all__ = ["Embedding"]
-
 
 class Embedding(TableModule, nn.Embedding):  # type: ignore[misc]
     """A lookup table like ``nn.Embedding``, whose rows and optimizer state live in a :class:`speedswap.Table`.

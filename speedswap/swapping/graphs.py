@@ -15,15 +15,6 @@ from speedswap.errors import WeightError
 from speedswap.swapping.refusals import NOT_TAKEN_ALONG
 from speedswap.tables import Block
 
-__all__ = [
-    "constant_rows",
-    "in_transform",
-    "leaving_transforms",
-    "outside_graphs",
-    "outside_transforms",
-    "refuse_training",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

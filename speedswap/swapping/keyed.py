@@ -11,22 +11,11 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableBusyError
-from speedswap.swapping.prefetched import Given
+from speedswap.swapping.prefetched import GivenTensor
 from speedswap.tables import AskedAhead, Commit, IdMap, Keys, Table, as_keys
 
 if TYPE_CHECKING:
     from speedswap.swapping.row_step import RowStep
-
-__all__ = [
-    "AskedLookup",
-    "KeyedLookup",
-    "KeyedRows",
-    "ask_all",
-    "find_all",
-    "of_one_commit",
-    "rows_for",
-    "take_all",
-]
 
 _Found = TypeVar("_Found")
 _TRIES = 100
@@ -46,7 +35,7 @@ class AskedLookup:
         self._device = device
         self._copied = asked.rows
         self._rows = asked.rows.to(device)
-        self._given = Given(given, device) if isinstance(given, Tensor) else None
+        self._given = GivenTensor(given, device) if isinstance(given, Tensor) else None
 
     @property
     def rows(self) -> Tensor:

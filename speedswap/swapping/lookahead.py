@@ -16,8 +16,6 @@ from speedswap.collectives import of_all_ranks
 from speedswap.swapping.prefetched import Announced, PrefetchedLookup, prefetch_lookups
 from speedswap.swapping.table_module import TableModule
 
-__all__ = ["Lookahead", "lookahead"]
-
 Batch = TypeVar("Batch")
 
 

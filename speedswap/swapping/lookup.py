@@ -15,8 +15,6 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.kernels import Groups
 
-__all__ = ["look_up", "pool"]
-
 _SMALL = 512  # ids up to which torch's own lookup is faster, with the same bits
 
 

@@ -18,13 +18,10 @@ from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
-from speedswap.swapping.apart import says_checkpoint
 from speedswap.swapping.probe import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
-from speedswap.swapping.whole_rows import read_all, write_all
+from speedswap.swapping.whole_rows import read_all, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table
-
-__all__ = ["Found", "OptimizerState", "Scalars"]
 
 _log = logging.getLogger("speedswap")
 
@@ -66,7 +63,7 @@ class Scalars:
         return {"class": self._optimizer, "scalars": plain}
 
 
-class Found(NamedTuple):
+class FoundState(NamedTuple):
     """Row state that the probe has found, and the columns that are to hold it."""
 
     row_state: RowState
@@ -164,7 +161,7 @@ class OptimizerState:
             if any(parameter is self.weight for parameter in group["params"])
         )
 
-    def take(self, optimizer: Optimizer) -> tuple[list[tuple[Column, Any]], Found | None]:
+    def take(self, optimizer: Optimizer) -> tuple[list[tuple[Column, Any]], FoundState | None]:
         """Return what the optimizer's step has left of each column, and columns that the table lacks, if any."""
         state, row_state, more = optimizer.state[self.weight], self._row_state, None
         left = _values_of(row_state, state)
@@ -196,7 +193,7 @@ class OptimizerState:
 
     # ------------------------------------------------------------------ attaching an optimizer
 
-    def examine(self, optimizer: Optimizer) -> Found:
+    def examine(self, optimizer: Optimizer) -> FoundState:
         """Find an optimizer's row state, before it is attached. Nothing changes.
 
         Raises:
@@ -214,7 +211,7 @@ class OptimizerState:
         self._columns_in({key: value for key, value in held.items() if not _is_made_of_weight(value)}, found.row_state)
         return found
 
-    def attach(self, optimizer: Optimizer, found: Found, loaded: dict[str, Any] | None = None) -> None:
+    def attach(self, optimizer: Optimizer, found: FoundState, loaded: dict[str, Any] | None = None) -> None:
         """Let the optimizer's row state live in the table from now on.
 
         Args:
@@ -257,14 +254,14 @@ class OptimizerState:
             _log.warning(self.warning)
             self.warning = None
 
-    def add(self, found: Found) -> list[Column]:
+    def add(self, found: FoundState) -> list[Column]:
         """Give the table these columns, for an optimizer's row state; return those that it had already."""
         have = self.table.columns
         self.table.add_columns([column for column in found.columns if column.name not in have], commit=False)
         self._row_state = found.row_state
         return [column for column in found.columns if column.name in have]
 
-    def _probe(self, optimizer: Optimizer) -> Found:
+    def _probe(self, optimizer: Optimizer) -> FoundState:
         """Find the optimizer's row state, and the columns that are to hold it.
 
         Raises:
@@ -304,7 +301,7 @@ class OptimizerState:
                     f"{old.stored_dtype}, rounded {old.rounding}; give state_dtype={old.stored_dtype} and "
                     f"rounding={old.rounding!r}, or leave both out to use what the table has"
                 )
-        return Found(row_state, columns)
+        return FoundState(row_state, columns)
 
     def _as_stored(self, column: Column) -> Column:
         """Return the column in the form in which the table is to store it. One number per row is left as it is."""
@@ -382,7 +379,7 @@ class OptimizerState:
         scalars = {key: _copy(value) for key, value in self._row_state.scalars.items()} if self._is_initial else {}
         return {**scalars, **columns}
 
-    def check_loaded(self, optimizer: Optimizer, state: dict[str, Any] | None) -> Found | None:
+    def check_loaded(self, optimizer: Optimizer, state: dict[str, Any] | None) -> FoundState | None:
         """Check a parameter's state that is to be loaded, if there is one.
 
         Args:
@@ -412,7 +409,7 @@ class OptimizerState:
         self._columns_in(state, row_state)
         return found
 
-    def load(self, state: dict[str, Any] | None, found: Found | None = None) -> None:
+    def load(self, state: dict[str, Any] | None, found: FoundState | None = None) -> None:
         """Write the columns of a parameter's state; without one, every row's state starts over.
 
         Args:

@@ -12,8 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["holds", "innermost", "is_inner_step", "parameters_of", "saved_settings", "settings_of", "steps_under_way"]
-
 _OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # ways to the same result
 
 

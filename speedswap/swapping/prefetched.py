@@ -1,8 +1,8 @@
-"""Lookups whose rows are prefetched."""
+"""Lookups as modules ask for them, announced by a lookahead, and with rows on their way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,19 @@ from torch import Tensor
 
 from speedswap.tables import Block, Prefetched, Table, prefetch
 
-__all__ = ["Announced", "Given", "PrefetchedLookup", "prefetch_lookups"]
+
+class Request(NamedTuple):
+    """A lookup of one table's rows.
+
+    Attributes:
+        given: the tensors that a lookahead may have announced for it; empty where there are no ids.
+        device: where the rows are needed.
+        ids_of: returns the ids, int32 or int64, any shape, on that device; called where none were announced.
+    """
+
+    given: tuple[Tensor, ...]
+    device: torch.device
+    ids_of: Callable[[], Tensor]
 
 
 class Announced(NamedTuple):
@@ -41,7 +53,7 @@ class PrefetchedLookup:
 
     transfer: Prefetched
 
-    def __init__(self, lookup: Announced, given: Sequence[Given]) -> None:
+    def __init__(self, lookup: Announced, given: Sequence[GivenTensor]) -> None:
         self.table = lookup.table
         self.device = lookup.device
         self.asked = lookup.asked
@@ -92,7 +104,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     """Begin all lookups of a batch, together."""
     # Lookups in several tables may be of the same tensors.
     given = {(id(tensor), each.device): tensor for each in lookups for tensor in each.given}
-    kept = {(key, device): Given(tensor, device) for (key, device), tensor in given.items()}
+    kept = {(key, device): GivenTensor(tensor, device) for (key, device), tensor in given.items()}
     prefetched = [PrefetchedLookup(each, [kept[id(tensor), each.device] for tensor in each.given]) for each in lookups]
     transfers = prefetch((each.table, each.ids, each.device) for each in prefetched)
     for each, transfer in zip(prefetched, transfers, strict=True):
@@ -100,7 +112,7 @@ def prefetch_lookups(lookups: Sequence[Announced]) -> list[PrefetchedLookup]:
     return prefetched
 
 
-class Given:
+class GivenTensor:
     """A tensor as it was when its lookup was announced.
 
     Args:

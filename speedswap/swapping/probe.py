@@ -27,8 +27,6 @@ from speedswap.swapping.whole_rows import is_divided
 from speedswap.tables import Column, init
 from speedswap.tables.init import seeded
 
-__all__ = ["RowState", "is_probing", "probe", "step_unnoticed"]
-
 _STEPS = 3
 _SEED = 20_190_901
 _LR = 0.01

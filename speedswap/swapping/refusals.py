@@ -11,8 +11,6 @@ from speedswap._words import AVERAGE_OTHERS
 from speedswap.errors import WeightError
 from speedswap.tables import Table
 
-__all__ = ["NOT_TAKEN_ALONG", "name_of", "refusal", "require_one_pass"]
-
 _SCORES = (
     "T __matmul__ __rmatmul__ addmm baddbmm bmm cdist cosine_similarity dot einsum linear mT matmul mm mv t transpose"
 )

@@ -38,18 +38,14 @@ from speedswap._warnings import warn_once
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup
 from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
-from speedswap.swapping.batch_rows import BatchRows
+from speedswap.swapping.batch_rows import BatchRows, Padding
 from speedswap.swapping.keyed import KeyedRows
-from speedswap.swapping.optimizer_state import Found, OptimizerState
+from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import is_inner_step, parameters_of, steps_under_way
-from speedswap.swapping.padding import Padding
-from speedswap.swapping.prefetched import PrefetchedLookup
-from speedswap.swapping.request import Request
+from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
-
-__all__ = ["Leaving", "RowStep", "drop", "every_step", "require_no_replaced", "step_of", "steps_of"]
 
 
 class _Status(enum.Enum):
@@ -69,7 +65,7 @@ class Leaving(NamedTuple):
     """
 
     values: dict[str, Tensor]
-    more: Found | None
+    more: FoundState | None
 
 
 _ALONE = nullcontext(lambda: None)  # with whom nothing has to be agreed

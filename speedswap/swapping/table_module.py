@@ -19,25 +19,28 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.collectives import RankGroup, of_all_ranks, surround_forward
 from speedswap.errors import WeightError
-from speedswap.swapping.apart import rows_are_apart, says_checkpoint
 from speedswap.swapping.arguments import refuse_place, refuse_torchs, require_id_map, require_table
-from speedswap.swapping.excluded import Exclude
+from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
-from speedswap.swapping.padding import Padding
-from speedswap.swapping.prefetched import Announced, PrefetchedLookup
-from speedswap.swapping.request import Request
+from speedswap.swapping.prefetched import Announced, PrefetchedLookup, Request
 from speedswap.swapping.row_step import RowStep
-from speedswap.swapping.scoring import Scored, read_rows
+from speedswap.swapping.scoring import Exclude, Scored, read_rows
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
-from speedswap.swapping.whole_rows import HandedOut, MapBytes, is_divided, read_all, write_all
+from speedswap.swapping.whole_rows import (
+    HandedOut,
+    MapBytes,
+    is_divided,
+    read_all,
+    rows_are_apart,
+    says_checkpoint,
+    write_all,
+)
 from speedswap.swapping.wrappers import is_in_job, require_own_table
 from speedswap.tables import IdMap, Storage, Table, as_storage, is_single_key
 from speedswap.tables import init as initializers
 from speedswap.tables.record import ROUNDINGS, count
-
-__all__ = ["TableModule"]
 
 _Found = TypeVar("_Found")
 _Self = TypeVar("_Self", bound="TableModule")

@@ -25,8 +25,6 @@ from speedswap.swapping.refusals import name_of, refusal, require_one_pass
 from speedswap.tables import Table, init
 from speedswap.tables.table import put, require_alike
 
-__all__ = ["MetaWeight", "TableRows", "TableWeight", "as_plain", "is_one_value", "with_tables"]
-
 # Inside of this, weights are the tensors behind them.
 as_plain = torch._C.DisableTorchFunctionSubclass
 

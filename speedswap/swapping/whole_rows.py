@@ -1,7 +1,13 @@
-"""All rows of a table, as a ``state_dict`` holds them: a tensor; of a table that ranks own a part on each of them."""
+"""All rows of a table in a ``state_dict``, or left out of it for a checkpoint, which has them apart.
+
+Of a table that ranks own, a state_dict holds a part on each of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -9,9 +15,8 @@ from torch import Tensor
 
 from speedswap._warnings import warn_once
 from speedswap._words import AVERAGE_OTHERS
+from speedswap.errors import TableTooLargeError
 from speedswap.tables import Table
-
-__all__ = ["HandedOut", "MapBytes", "is_divided", "read_all", "write_all"]
 
 
 def read_all(table: Table, column: str = "weight") -> Tensor:
@@ -91,3 +96,34 @@ class MapBytes(Tensor):
 def is_divided(value: object) -> bool:
     """Return whether a value is a DTensor, of which this rank has a part."""
     return hasattr(value, "full_tensor")
+
+
+_apart = ContextVar("rows_apart", default=False)
+
+
+@contextmanager
+def rows_apart() -> Iterator[None]:
+    """Let modules and optimizers leave out the rows of their tables as they save and load a state_dict."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def rows_are_apart() -> bool:
+    """Return whether the rows of tables are left out."""
+    return _apart.get()
+
+
+@contextmanager
+def says_checkpoint() -> Iterator[None]:
+    """Name the remedy where a table is too large for a state_dict."""
+    try:
+        yield
+    except TableTooLargeError as error:
+        found = str(error).partition(";")[0]
+        raise TableTooLargeError(
+            f"{found}; a state_dict holds whole tables: use speedswap.save_checkpoint(path, model, optimizer) and "
+            "speedswap.load_checkpoint(path, model, optimizer), which do not"
+        ) from error

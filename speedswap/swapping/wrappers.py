@@ -13,8 +13,6 @@ from speedswap.errors import RanksError
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.weight import with_tables
 
-__all__ = ["ignore_in_ddp", "parameters_to_ignore", "require_own_table"]
-
 _IS_AVAILABLE = dist.is_available()
 _Model = TypeVar("_Model", bound=nn.Module)
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import speedswap
 from speedswap.swapping.lookup import look_up
-from speedswap.swapping.prefetched import Announced
-from speedswap.swapping.request import Request
+from speedswap.swapping.prefetched import Announced, Request
 
 Batch = tuple[Tensor, Tensor]
 

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
-from speedswap.swapping.apart import rows_apart
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.manifest import says_malformed
 from speedswap.swapping.checkpoints.plain import Encoder
@@ -23,6 +22,7 @@ from speedswap.swapping.checkpoints.random_state import check_generator, random_
 from speedswap.swapping.checkpoints.trial import try_optimizer
 from speedswap.swapping.optimizers import holds, innermost
 from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.whole_rows import rows_apart
 
 __all__ = [
     "attach_all",

@@ -32,7 +32,7 @@ from speedswap.swapping.checkpoints.random_state import check_random_state, rest
 from speedswap.swapping.checkpoints.ranks import SavingRanks
 from speedswap.swapping.checkpoints.table_loading import Loading
 from speedswap.swapping.checkpoints.tables import modules_of, tables_of
-from speedswap.swapping.optimizer_state import Found, OptimizerState
+from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables.files.open_directory import OpenDirectory
@@ -207,7 +207,7 @@ def _take_settings(tables: Iterable[tuple[Loading, TableModule]], state_of: Mapp
     Raises:
         CheckpointError, OptimizerError: with these settings they keep other state than was saved. No table has changed.
     """
-    found: list[tuple[OptimizerState, Found]] = []
+    found: list[tuple[OptimizerState, FoundState]] = []
     for table, module in tables:
         if table.trainer is not None and table.lacks_state_in(module):
             with saved_settings(table.trainer, state_of[table.trainer]):

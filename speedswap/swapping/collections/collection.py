@@ -30,8 +30,7 @@ from speedswap.swapping.collections.grouping import (
 from speedswap.swapping.collections.keyed_features import read
 from speedswap.swapping.graphs import leaving_transforms
 from speedswap.swapping.keyed import of_one_commit
-from speedswap.swapping.prefetched import Announced
-from speedswap.swapping.request import Request
+from speedswap.swapping.prefetched import Announced, Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
 

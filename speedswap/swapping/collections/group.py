@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from speedswap.collectives import RankGroup
+from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.collections.configs import EmbeddingConfig
 from speedswap.swapping.collections.grouping import Group, contents_of
 from speedswap.swapping.keyed import KeyedRows
-from speedswap.swapping.padding import Padding
 from speedswap.swapping.prefetched import PrefetchedLookup
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.table_module import TableModule, load_assigned, not_assigned
