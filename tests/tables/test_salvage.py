@@ -135,7 +135,7 @@ def test_a_whole_table_is_saved_as_it_is(damaged: Damaged) -> None:
 @pytest.mark.release
 def test_a_flipped_bit_anywhere_in_the_log_costs_its_row_alone(damaged: Damaged) -> None:
     """In every byte: a record's own is noticed, and everything else is put back."""
-    manifest = speedswap.tables.files.manifest_file.ManifestFile.load(
+    manifest = speedswap.tables.files.manifest.ManifestFile.load(
         speedswap.tables.files.open_directory.OpenDirectory(damaged.path)
     )[1]
     data, total = damaged.files[LOG], damaged.log.index(LAST)
