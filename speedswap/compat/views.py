@@ -17,9 +17,8 @@ from speedswap.swapping.switchers.collection import Collection
 from speedswap.tables import Column, LocalStore, Table
 from speedswap.tables.files.open_directory import says_if_full
 from speedswap.tables.init import Initializer
-from speedswap.tables.memory import Memory
+from speedswap.tables.memory import Memory, RecordGroup
 from speedswap.tables.record import RecordLayout
-from speedswap.tables.record_groups import RecordGroup, RecordGroups
 from speedswap.tables.store import Checked, Files
 from speedswap.tables.whole_table import numpy_dtype
 
@@ -168,14 +167,13 @@ class NpyStore(LocalStore, Files):
     """
 
     def __init__(self, path: Path, num_embeddings: int, name: str, seed: int = 0) -> None:
-        super().__init__(RecordGroups(num_embeddings, "pageable", seed, name, written=True))
-        self.storage = "disk"
+        super().__init__(num_embeddings, "disk", seed, name, written=True)
         self._path = path
 
     def adopt(self, column: Column, array: np.memmap[Any, Any]) -> None:
         """Take a mapped file as a column."""
         layout = RecordLayout((column,), (0,), column.row_bytes)
-        self.groups.adopt(RecordGroup(layout, _NpyMemory(array), self.num_embeddings))
+        self.adopt(RecordGroup(layout, _NpyMemory(array), self.num_embeddings))
 
     def open(self, column: Column) -> None:
         """Continue with the file of a column.

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from speedswap import kernels
 
 CHUNK_ROWS = 65_536
+_CPU = torch.device("cpu")
 # These need the whole matrix: applied to chunks they would give other values.
 _NEEDS_WHOLE_MATRIX = ("dirac_", "eye_", "orthogonal_", "sparse_")
 
@@ -31,27 +32,24 @@ class Initializer:
 
     kind: ClassVar[str] = ""
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        """Write the initial values of ``num_rows`` rows from ``first_row`` on."""
-        raise NotImplementedError(f"{type(self).__name__} must implement fill")
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
-        """Write the initial values of some rows to memory of their own, with the very bits that :meth:`fill` gives.
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        """Write the initial values of some rows, with the same bits whatever other rows are filled with them.
 
         Args:
-            target: row i of its view is that of ``rows[i]``, in host memory.
-            rows: int64, shape (n,), ascending.
+            into: shape (n, *row_shape), of the column's dtype, contiguous within a row.
+            rows: ascending: a range; or int64, shape (n,), in host memory, for values there.
+            spec: the column.
 
         Raises:
             ValueError: they cannot be computed again.
         """
-        ends = [*((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
-        begin = 0
-        for end in ends:
-            chunk = target.like(int(rows[begin]), end - begin)
-            self.fill(chunk, chunk.first_row, end - begin)
-            target.view[begin:end] = chunk.view
-            begin = end
+        raise NotImplementedError(f"{type(self).__name__} must implement fill")
+
+    def values(self, rows: range | Tensor, spec: ColumnSpec, device: torch.device = _CPU) -> Tensor:
+        """Return the initial values of some rows, shape (n, *row_shape); arguments are those of :meth:`fill`."""
+        into = torch.empty(len(rows), *spec.row_shape, dtype=spec.dtype, device=device)
+        self.fill(into, rows, spec)
+        return into
 
     @property
     def is_function_of_row(self) -> bool:
@@ -77,54 +75,28 @@ class Initializer:
         return []
 
 
-@dataclass(frozen=True)
-class ColumnMemory:
-    """The memory of one column of a table, for an initializer to fill."""
+class ColumnSpec(NamedTuple):
+    """A column of a table, as its initial values depend on it."""
 
-    records: kernels.Records
-    offset: int
-    view: Tensor  # (rows, *row_shape), strided, over the memory of the records
     num_embeddings: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
     seed: int
     key: int
-    first_row: int = 0  # the table's row at which `view` begins
 
-    @property
-    def width(self) -> int:
-        return math.prod(self.view.shape[1:])
 
-    def rows(self, first_row: int, num_rows: int) -> Tensor:
-        """Return a view of the table's rows from ``first_row`` on."""
-        start = first_row - self.first_row
-        return self.view[start : start + num_rows]
+def ids_of(rows: range | Tensor) -> Tensor:
+    """Return rows as int64, shape (n,), in host memory."""
+    return torch.arange(rows.start, rows.stop, device=_CPU) if isinstance(rows, range) else rows
 
-    @classmethod
-    def chunk(
-        cls,
-        first_row: int,
-        num_rows: int,
-        row_shape: tuple[int, ...],
-        num_embeddings: int,
-        seed: int,
-        key: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
-    ) -> ColumnMemory:
-        """Return memory of its own for some rows, to be filled and then written, or rounded, into the table's."""
-        rows = torch.empty(num_rows, *row_shape, dtype=dtype, device=device)
-        # Addressed as rows first_row and up of a table that would begin `first_row` records before it.
-        stride = dtype.itemsize * math.prod(row_shape)
-        records = kernels.Records(
-            rows.data_ptr() - first_row * stride, stride, first_row + num_rows, device, False, rows
-        )
-        return cls(records, 0, rows, num_embeddings, seed, key, first_row)
 
-    def like(self, first_row: int, num_rows: int, dtype: torch.dtype | None = None) -> ColumnMemory:
-        """Return memory of its own for some rows of the same column."""
-        shape, view = tuple(self.view.shape[1:]), self.view
-        return self.chunk(
-            first_row, num_rows, shape, self.num_embeddings, self.seed, self.key, view.device, dtype or view.dtype
-        )
+def zero_row_in(into: Tensor, rows: range | Tensor, zero_row: int | None) -> None:
+    """Fill the values of one row with zeros, if it is among these."""
+    if isinstance(rows, range):
+        if zero_row is not None and zero_row in rows:
+            into[zero_row - rows.start] = 0
+    elif zero_row is not None:
+        into[rows == zero_row] = 0
 
 
 @dataclass(frozen=True)
@@ -132,11 +104,8 @@ class _Constant(Initializer):
     value: float
     kind: ClassVar[str] = "constant"
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        target.rows(first_row, num_rows).fill_(self.value)
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
-        target.view.fill_(self.value)
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        into.fill_(self.value)
 
     @property
     def is_zero(self) -> bool:
@@ -147,23 +116,17 @@ class _Constant(Initializer):
 class _Random(Initializer):
     draw: ClassVar[Callable[..., None]]  # a kernel, whose parameters are the fields
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        view = target.view
-        if view.dtype in (torch.float32, torch.float64):
-            rows = target.records, target.offset, view.dtype, target.width, first_row, num_rows
-            type(self).draw(*rows, *astuple(self), seed=target.seed, column_key=target.key)
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        if into.dtype not in (torch.float32, torch.float64):  # half precision is the float32 value rounded to nearest
+            into.copy_(self.values(rows, spec._replace(dtype=torch.float32), into.device))
             return
-        # Half precision is the float32 value rounded to nearest: draw a chunk, then convert it.
-        chunk = target.like(first_row, num_rows, torch.float32)
-        self.fill(chunk, first_row, num_rows)
-        target.rows(first_row, num_rows).copy_(chunk.view)
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
-        drawn = target if target.view.dtype == torch.float64 else target.like(0, len(rows), torch.float32)
-        records = drawn.records, drawn.offset, drawn.view.dtype, drawn.width, 0, len(rows)
-        type(self).draw(*records, *astuple(self), seed=target.seed, column_key=target.key, rows=rows)
-        if drawn is not target:
-            target.view.copy_(drawn.view)
+        first, some = (rows.start, None) if isinstance(rows, range) else (0, rows)
+        # Addressed as rows `first` and up of a table that would begin `first` records before them.
+        stride = into.stride(0) * into.itemsize
+        pointer = into.data_ptr() - first * stride
+        records = kernels.Records(pointer, stride, first + len(rows), into.device, False, into)
+        place = records, 0, into.dtype, math.prod(spec.row_shape), first, len(rows)
+        type(self).draw(*place, *astuple(self), seed=spec.seed, column_key=spec.key, rows=some)
 
 
 @dataclass(frozen=True)
@@ -208,12 +171,9 @@ class GivenRows(Initializer):
     def given(self) -> list[Tensor]:
         return [self._rows()]
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        target.rows(first_row, num_rows).copy_(self._rows()[first_row : first_row + num_rows])
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         given = self._rows()
-        target.view.copy_(given[rows.to(given.device)])
+        into.copy_(given[rows.start : rows.stop] if isinstance(rows, range) else given[rows.to(given.device)])
 
     def _rows(self) -> Tensor:
         rows = self.source()
@@ -273,27 +233,20 @@ class _FromTorch(Initializer):
     kwargs: tuple[tuple[str, Any], ...]
     kind: ClassVar[str] = "torch"
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        stop_row = first_row + num_rows
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        ids = ids_of(rows)
         # Chunks are always the same, and whole, for any division of the rows.
-        for start in range(first_row - first_row % CHUNK_ROWS, stop_row, CHUNK_ROWS):
-            shape = (min(CHUNK_ROWS, target.num_embeddings - start), *target.view.shape[1:])
-            chunk = torch.empty(shape, dtype=target.view.dtype, device="cpu")
+        for start in (ids // CHUNK_ROWS * CHUNK_ROWS).unique_consecutive().tolist():
+            shape = (min(CHUNK_ROWS, spec.num_embeddings - start), *spec.row_shape)
+            chunk = torch.empty(shape, dtype=spec.dtype, device="cpu")
             was_enabled = torch.is_grad_enabled()
             try:
-                with seeded((target.seed ^ target.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
-                    self.function(as_rows_of(chunk, target.num_embeddings), *self.args, **dict(self.kwargs))
+                with seeded((spec.seed ^ spec.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
+                    self.function(as_rows_of(chunk, spec.num_embeddings), *self.args, **dict(self.kwargs))
             finally:
                 torch.set_grad_enabled(was_enabled)  # a Ctrl-C as no_grad() ends would leave gradients off
-            begin, end = max(start, first_row), min(start + CHUNK_ROWS, stop_row)
-            target.rows(begin, end - begin).copy_(chunk[begin - start : end - start])
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
-        for start in kernels.unique(rows // CHUNK_ROWS * CHUNK_ROWS)[0].tolist():  # a row depends on its chunk
-            chunk = target.like(start, min(CHUNK_ROWS, target.num_embeddings - start))
-            self.fill(chunk, start, len(chunk.view))
-            some = (rows >= start) & (rows < start + CHUNK_ROWS)
-            target.view[some] = chunk.view[rows[some] - start]
+            begin, end = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_ROWS], device=_CPU)).tolist()
+            into[begin:end] = chunk[ids[begin:end] - start].to(into.device)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "function": getattr(self.function, "__name__", repr(self.function))}

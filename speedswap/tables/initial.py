@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedswap import kernels
-from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
+from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, zero_row_in
 from speedswap.tables.record import Column
 
 _CPU = torch.device("cpu")
@@ -130,13 +129,7 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
             source = columns[column.init.column]
             found = column.begun_as(source.as_read(of(source.name)), rows)
         else:
-            memory = ColumnMemory.chunk(
-                0, len(rows), column.row_shape, num_embeddings, seed, column.key, _CPU, column.dtype
-            )
-            column.init.fill_rows(memory, rows)
-            found = memory.view
-            if column.zero_row is not None:
-                found[rows == column.zero_row] = 0
+            found = column.initial(rows, num_embeddings, seed)
         if column.compact and column.stored_dtype.is_floating_point:
             found = found.to(column.stored_dtype).to(column.dtype)
         return found
@@ -154,11 +147,7 @@ def initial_chunk(column: Column, start: int, count: int, num_embeddings: int, s
         num_embeddings: the table's.
         seed: the table's.
     """
-    chunk = ColumnMemory.chunk(start, count, column.row_shape, num_embeddings, seed, column.key, _CPU, column.dtype)
-    column.init.fill(chunk, start, count)
-    if column.zero_row is not None and start <= column.zero_row < start + count and not column.init.is_given:
-        chunk.rows(column.zero_row, 1).zero_()
-    return chunk.view
+    return column.initial(range(start, start + count), num_embeddings, seed)
 
 
 @dataclass(frozen=True)
@@ -243,28 +232,18 @@ class InRanges(Initializer):
         begins = index < len(self.ranges) and self._firsts[index] == first_row
         return self.ranges[index] if begins else None
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        last_row = min(first_row + num_rows, self.num_rows)
-        index = max(0, bisect_right(self._firsts, first_row) - 1)
-        for each, first in zip(self.ranges[index:], self._firsts[index:], strict=False):
-            begin, end = max(first, first_row), min(first + each.num_rows, last_row)
-            if begin >= end:
-                return
-            rows = _within(target, first, begin, end, each)
-            each.init.fill(rows, begin - first, end - begin)
-            if each.zero_row is not None and begin <= first + each.zero_row < end and not each.init.is_given:
-                target.rows(first + each.zero_row, 1).zero_()
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
-        of_row = torch.bucketize(rows, torch.tensor(self._firsts[1:]), right=True)
-        for index in kernels.unique(of_row)[0].tolist():
-            each, some = self.ranges[index], of_row == index
-            within = rows[some] - self._firsts[index]
-            part = replace(target.like(0, len(within)), num_embeddings=each.num_rows, seed=each.seed)
-            each.init.fill_rows(part, within)
-            if each.zero_row is not None and not each.init.is_given:
-                part.view[within == each.zero_row] = 0
-            target.view[some] = part.view
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        if isinstance(rows, range):
+            edges = [min(max(first - rows.start, 0), len(rows)) for first in self._firsts]
+        else:
+            edges = torch.searchsorted(rows, torch.tensor(self._firsts, device=_CPU)).tolist()
+        for each, first, (begin, end) in zip(self.ranges, self._firsts, pairwise(edges), strict=False):
+            if begin < end:
+                some = rows[begin:end]
+                within = range(some.start - first, some.stop - first) if isinstance(some, range) else some - first
+                each.init.fill(into[begin:end], within, spec._replace(num_embeddings=each.num_rows, seed=each.seed))
+                if not each.init.is_given:
+                    zero_row_in(into[begin:end], within, each.zero_row)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "ranges": [each.to_json() for each in self.ranges]}
@@ -293,19 +272,6 @@ class InRanges(Initializer):
             else:
                 ranges.append(Range(num_rows, init, seed, zero_row))
         return cls(tuple(ranges)) if known else None
-
-
-def _within(target: ColumnMemory, first: int, begin: int, end: int, of: Range) -> ColumnMemory:
-    """Return the memory of rows ``begin`` to ``end`` with row ``first`` as row 0."""
-    records = target.records
-    return replace(
-        target,
-        records=records._replace(pointer=records.pointer + first * records.stride, num_rows=of.num_rows),
-        view=target.rows(begin, end - begin),
-        num_embeddings=of.num_rows,
-        seed=of.seed,
-        first_row=begin - first,
-    )
 
 
 def _require_int(name: str, value: object, low: int, high: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,16 +12,16 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
-from speedswap.tables import memory as storages
 from speedswap.tables.files.manifest import require_size
 from speedswap.tables.init import CHUNK_ROWS
 from speedswap.tables.initial import is_lazy
+from speedswap.tables.memory import MemoryKind, RecordGroup, allocate
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
-from speedswap.tables.record import Block, Column
-from speedswap.tables.record_groups import RecordGroup, RecordGroups
+from speedswap.tables.record import Block, Column, RecordLayout
 from speedswap.tables.store import RowStore
 
 _CPU = torch.device("cpu")
+_Fields = list[tuple[RecordGroup, dict[str, kernels.WantedColumn]]]
 _Moves = list[tuple[RecordGroup, list[kernels.Part]]]
 
 
@@ -29,16 +29,35 @@ class LocalStore(RowStore):
     """Records in device, pinned or pageable memory.
 
     Args:
-        groups: the memory.
+        num_embeddings: rows.
+        storage: the memory.
+        seed: of the initial values.
+        name: for messages.
+        engine: how rows go between it and a GPU.
+        written: whether rows may differ from their initial values.
+
+    Attributes:
+        groups: the records of some columns each: most tables have one group, which holds every column; columns added
+            after the first write get another.
     """
 
-    def __init__(self, groups: RecordGroups) -> None:
-        self._groups = groups
-        self.num_embeddings = groups.num_embeddings
-        self.storage = groups.storage
-        self.engine = groups.engine
-        self.seed = groups.seed
-        self.name = groups.name
+    def __init__(
+        self,
+        num_embeddings: int,
+        storage: str,
+        seed: int,
+        name: str,
+        *,
+        engine: str = "auto",
+        written: bool = False,
+    ) -> None:
+        self.num_embeddings, self.storage, self.seed, self.name = num_embeddings, storage, seed, name
+        self.engine = engine
+        self.groups: tuple[RecordGroup, ...] = ()
+        self._columns: dict[str, Column] = {}
+        self._by_names: dict[tuple[str, ...], _Fields] = {}  # computed once for these groups, since every batch asks
+        self._written = written
+        self._lost = False  # columns could neither be added nor the old ones restored
         self._pending = PendingTransfers()
         self._closed = False
         self._owner_pid = os.getpid()
@@ -50,41 +69,26 @@ class LocalStore(RowStore):
         num_embeddings: int,
         weight: Column,
         *,
-        storage: storages.MemoryKind = "pageable",
+        storage: MemoryKind = "pageable",
         engine: str = "auto",
         seed: int = 0,
         name: str | None = None,
     ) -> LocalStore:
-        """Return a new store, filled with initial values; the errors are those of :meth:`Table.create`.
-
-        Args:
-            num_embeddings: rows, at least 1.
-            weight: the first column.
-            storage: the memory.
-            engine: how rows go between it and a GPU.
-            seed: of the initial values.
-            name: for messages.
-        """
+        """Return a new store, filled with initial values; arguments and errors are those of :meth:`Table.create`."""
         require_size(num_embeddings, [weight])
-        name, written = name or "table", weight.init.is_given
-        groups = RecordGroups(num_embeddings, storage, seed, name, engine=engine, written=written)
-        groups.add([weight])
-        return cls(groups)
+        store = cls(num_embeddings, storage, seed, name or "table", engine=engine, written=weight.init.is_given)
+        store._hold(store._new_group([weight]))
+        return store
 
     # ------------------------------------------------------------------ description
 
     @property
-    def groups(self) -> RecordGroups:
-        """The memory, by records of one layout."""
-        return self._groups
-
-    @property
     def columns(self) -> dict[str, Column]:
-        return self._groups.columns
+        return self._columns
 
     @property
     def nbytes(self) -> int:
-        return sum(group.nbytes for group in self._groups)
+        return sum(group.nbytes for group in self.groups)
 
     @property
     def closed(self) -> bool:
@@ -92,14 +96,14 @@ class LocalStore(RowStore):
 
     @property
     def pinned(self) -> bool:
-        return any(group.memory.pinned for group in self._groups)
+        return any(group.memory.pinned for group in self.groups)
 
     def is_backed_by(self, memory: Tensor) -> bool:
         pointer = memory.untyped_storage().data_ptr()
-        return any(group.memory.bytes.untyped_storage().data_ptr() == pointer for group in self._groups)
+        return any(group.memory.bytes.untyped_storage().data_ptr() == pointer for group in self.groups)
 
     def check(self, *, writing: bool = False) -> bool:
-        if self._groups.lost:
+        if self._lost:
             raise TableClosedError(
                 f"table {self.name!r} lost its memory when columns could neither be added nor the old ones put back; "
                 "make it again"
@@ -110,22 +114,74 @@ class LocalStore(RowStore):
 
     def _check_fork(self, writing: bool) -> None:
         """Raise if a forked process cannot use this store."""
+        parent, remedy = self._owner_pid, "fork at another time"
         if self._replaces_memory:
-            raise TableClosedError(
-                f"table {self.name!r} was being changed by process {self._owner_pid} when this one was forked from it; "
-                "fork at another time"
+            problem = f"table {self.name!r} was being changed by process {parent} when this one was forked from it"
+        elif self._pending.writes():  # which never arrive here
+            problem = (
+                f"rows were on their way to table {self.name!r} in process {parent} when this one was forked from it"
             )
-        if self._pending.writes():  # which never arrive here
-            raise TableClosedError(
-                f"rows were on their way to table {self.name!r} in process {self._owner_pid} when this one was forked "
-                "from it; fork at another time"
-            )
-        if writing or self.pinned:
-            raise TableClosedError(
-                f"table {self.name!r} belongs to process {self._owner_pid}; a forked process can "
-                + ("not see its pinned memory" if self.pinned else "only read it")
-                + "; keep the table on disk (path=), and open its path there with mode='r'"
-            )
+        elif writing or self.pinned:
+            limit = "not see its pinned memory" if self.pinned else "only read it"
+            problem = f"table {self.name!r} belongs to process {parent}; a forked process can {limit}"
+            remedy = "keep the table on disk (path=), and open its path there with mode='r'"
+        else:
+            return
+        raise TableClosedError(f"{problem}; {remedy}")
+
+    # ------------------------------------------------------------------ memory
+
+    def group_of(self, column: str) -> RecordGroup:
+        """Return the group that holds a column.
+
+        Raises:
+            ValueError: none does.
+        """
+        for group in self.groups:
+            if any(each.name == column for each in group.layout.columns):
+                return group
+        raise ValueError(f"column {column!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
+
+    def _fields(self, names: Iterable[str]) -> _Fields:
+        """Return the named columns as the kernels gather them, by the group that holds them."""
+        wanted = tuple(names)
+        if wanted not in self._by_names:
+            for name in wanted:
+                self.group_of(name)  # raises if there is none
+            fields = [(group, group.fields(wanted)) for group in self.groups]
+            self._by_names[wanted] = [(group, some) for group, some in fields if some]
+        return self._by_names[wanted]
+
+    def _hold(self, *groups: RecordGroup) -> None:
+        self.groups, self._by_names = groups, {}
+        self._columns = {column.name: column for group in groups for column in group.layout.columns}
+
+    def adopt(self, group: RecordGroup) -> None:
+        """Take over the records of further columns."""
+        self._hold(*self.groups, group)
+
+    def add_unfilled(self, columns: Sequence[Column]) -> RecordGroup:
+        """Make a new table's records, of zeros, for rows that the caller is about to write; return them."""
+        self._hold(self._new_group(columns, filled=False))
+        self._written = True
+        return self.groups[0]
+
+    def _new_group(self, columns: Sequence[Column], *, filled: bool = True) -> RecordGroup:
+        """Return memory for these columns, filled with their initial values unless it is to stay zero."""
+        layout = RecordLayout.of(columns)
+        memory = allocate(self.storage, self.num_embeddings * layout.stride)
+        group = RecordGroup(layout, memory, self.num_embeddings, self.engine)
+        try:
+            # Fresh memory is zero already.
+            self._fill(group, [column for column in columns if filled and not column.init.is_zero])
+        except BaseException:
+            group.close()
+            raise
+        return group
+
+    def _fill(self, group: RecordGroup, columns: Sequence[Column]) -> None:
+        """Write the initial values of some of a group's columns."""
+        group.fill(columns, self.seed, {column.name: s for s in [*self.groups, group] for column in s.layout.columns})
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -154,13 +210,13 @@ class LocalStore(RowStore):
             to_read: the rows, with -1 for those that a pending write forwards; it forwards all rows it has, so that
                 the memory is not waited for.
         """
-        names = self._groups.columns if columns is None else columns
+        names = self.columns if columns is None else columns
         if device is None:
-            home = self._groups.of("weight").memory.device
+            home = self.group_of("weight").memory.device
             device = home if home.type != "cpu" else rows.device
         blocks: dict[str, Tensor] = {}
         count, is_host = rows.shape[0], device.type == "cpu"
-        for group, fields in self._groups.fields(names):
+        for group, fields in self._fields(names):
             if is_host and group.memory.fence is not None:
                 group.memory.settle()
             if is_host and out is None and group.memory.device.type == "cpu":
@@ -180,7 +236,7 @@ class LocalStore(RowStore):
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        groups = self._groups.fields(values)
+        groups = self._fields(values)
         blocks = {name: kernels.as_read(value.detach()) for name, value in values.items()}
         forms = {
             name: None if field.stored is None else self._form(name, field)
@@ -192,7 +248,7 @@ class LocalStore(RowStore):
             for group, fields in groups
         ]
         if transfers is not None:
-            self._mark_written()
+            self._written = True
             write = PendingWrite(block, blocks, forms)
             self._scatter_later(write, moves, transfers)
             self.notes.writes += 1
@@ -201,7 +257,7 @@ class LocalStore(RowStore):
         if self._pending.has_writes:
             self.drain()
         self._pending.finish_prefetches()
-        self._groups.written = True  # from here on
+        self._written = True  # from here on
         try:
             for group, parts in moves:
                 if parts[0].block.device.type == "cpu" and group.memory.fence is not None:
@@ -233,7 +289,7 @@ class LocalStore(RowStore):
         """Return how the next scatter converts a column: its number decides what stochastic rounding draws."""
         if field.stored is None or (column := self.columns[name]).rounding == "nearest":
             return field.stored
-        return column.form(kernels.rounding_key(self._groups.seed, column.key, self.notes.writes))
+        return column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetch:
         writes = self._pending.writes()
@@ -248,7 +304,7 @@ class LocalStore(RowStore):
 
     def _prefetch_on_cpu(self, lookup: Lookup) -> Prefetch:
         """Prefetch in the same thread as the writes, and so after those that were given to it."""
-        groups = self._groups.fields(self.columns)
+        groups = self._fields(self.columns)
         for group, _ in groups:
             group.memory.settle()
         names = [name for _, fields in groups for name in fields]
@@ -273,7 +329,7 @@ class LocalStore(RowStore):
             assert lookup.found is not None
             rows, local = lookup.found
             expected = previous.block_so_far() if previous is not None else None
-            others = [(write.block, write.rows) for write in writes if write.has(self._groups.columns)]
+            others = [(write.block, write.rows) for write in writes if write.has(self.columns)]
             if expected is not None:
                 others.append((expected, expected.rows))
             to_read, known = rows, []
@@ -292,12 +348,12 @@ class LocalStore(RowStore):
             return gather
 
         prefetch = Prefetch(self._pending, writes)
-        memories = [group.memory.bytes for group in self._groups]
+        memories = [group.memory.bytes for group in self.groups]
         transfers.add(prefetch, begin, lookup.device, inputs=[lookup.ids, *memories], lookup=lookup)
         return prefetch
 
     def _in_host_memory(self, device: torch.device) -> bool:
-        return device.type == "cpu" and all(group.memory.device.type == "cpu" for group in self._groups)
+        return device.type == "cpu" and all(group.memory.device.type == "cpu" for group in self.groups)
 
     def drain(self) -> None:
         if os.getpid() == self._owner_pid:  # in a forked process nothing arrives
@@ -306,7 +362,7 @@ class LocalStore(RowStore):
     # ------------------------------------------------------------------ whole columns
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        group = self._groups.of(column)
+        group = self.group_of(column)
         if device is not None and (self.columns[column].compact or group.memory.device != device):
             ids = torch.arange(start, stop, device=group.memory.device)
             return self.gather(ids, [column], device).columns[column]
@@ -315,7 +371,7 @@ class LocalStore(RowStore):
         return group.read(column, start, stop)
 
     def write(self, column: str, start: int, values: Tensor) -> None:
-        group = self._groups.of(column)
+        group = self.group_of(column)
         self._change_in_place()
         group.memory.settle()
         for rows in group.chunks(start, start + len(values)):  # values on another device come piece by piece
@@ -323,21 +379,21 @@ class LocalStore(RowStore):
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         self.drain()
-        for group in self._groups:
+        for group in self.groups:
             group.memory.settle()
         columns = self.columns
-        if not self._groups.written and all(is_lazy(column) for column in columns.values()):
+        if not self._written and all(is_lazy(column) for column in columns.values()):
             return
         for start in range(0, self.num_embeddings, CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, self.num_embeddings)
             rows = torch.arange(start, stop)
             yield (
                 rows,
-                {name: self._groups.of(name).bytes_of(name)[start:stop].to(_CPU).contiguous() for name in columns},
+                {name: self.group_of(name).bytes_of(name)[start:stop].to(_CPU).contiguous() for name in columns},
             )
 
     def view(self, column: str) -> Tensor:
-        group = self._groups.of(column)
+        group = self.group_of(column)
         view = group.view(column)
         self._change_in_place()
         group.memory.share()
@@ -346,23 +402,37 @@ class LocalStore(RowStore):
 
     def add_columns(self, columns: Sequence[Column]) -> None:
         with self._replacing_memory():
-            self._groups.add(columns)
+            together = [*columns] if self._written else [*self.columns.values(), *columns]
+            require_size(self.num_embeddings, together)
+            if self._written:
+                self.adopt(self._new_group(together))
+            else:
+                self._rebuild(together)
+
+    def _rebuild(self, columns: Sequence[Column]) -> None:
+        """Put all columns in one record; the old memory is released first, so that the peak is the new table alone."""
+        layouts = [group.layout for group in self.groups]
+        try:
+            for group in self.groups:
+                group.close()
+            self._hold(self._new_group(columns))
+        except BaseException:
+            self._lost = True  # and stays so if this fails as well
+            self._hold(*(self._new_group(layout.columns) for layout in layouts))
+            self._lost = False
+            raise
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         self._change_in_place()
         for column in columns:
-            self._groups.fill(self._groups.of(column.name), [column])
+            self._fill(self.group_of(column.name), [column])
 
     def _change_in_place(self) -> None:
         """Let nothing else read or write the memory, which is about to change."""
         self.drain()
         self._pending.finish_prefetches()
         self._pending.make_stale()
-        self._mark_written()
-
-    def _mark_written(self) -> None:
-        """Note that rows are about to change."""
-        self._groups.written = True
+        self._written = True
 
     @contextmanager
     def _replacing_memory(self) -> Iterator[None]:
@@ -388,4 +458,5 @@ class LocalStore(RowStore):
         finally:
             with self._replacing_memory():
                 self._closed = True
-                self._groups.close()
+                for group in self.groups:
+                    group.close()

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._words import a_kind
-from speedswap.tables.init import Initializer
+from speedswap.tables.init import ColumnSpec, Initializer, zero_row_in
 
 # A record starts on a cache line if that costs at most an eighth of the table, else on the largest power of two below
 # it that does.
@@ -129,9 +130,15 @@ class Column:
     def begun_as(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return what rows hold that begin as copies of other columns' values, before they are rounded."""
         begun = values.to(self.dtype, copy=True)
-        if self.zero_row is not None:
-            begun[rows == self.zero_row] = 0
+        zero_row_in(begun, rows, self.zero_row)
         return begun
+
+    def initial(self, rows: range | torch.Tensor, num_embeddings: int, seed: int) -> torch.Tensor:
+        """Return the initial values of rows in host memory, ascending, for a column that is no copy of another."""
+        values = self.init.values(rows, ColumnSpec(num_embeddings, self.row_shape, self.dtype, seed, self.key))
+        if not self.init.is_given:
+            zero_row_in(values, rows, self.zero_row)
+        return values
 
     @property
     def key(self) -> int:
@@ -169,13 +176,17 @@ class RecordLayout:
                 break
         return cls(tuple(columns), tuple(offsets), stride)
 
-    def index(self, name: str) -> int:
-        """Return the index of a column."""
-        return [column.name for column in self.columns].index(name)
+    @cached_property
+    def _places(self) -> dict[str, tuple[Column, int]]:
+        return {each.name: (each, offset) for each, offset in zip(self.columns, self.offsets, strict=True)}
+
+    def column(self, name: str) -> Column:
+        """Return a column."""
+        return self._places[name][0]
 
     def offset(self, name: str) -> int:
         """Return the byte at which a column begins within a record."""
-        return self.offsets[self.index(name)]
+        return self._places[name][1]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -28,7 +28,6 @@ from speedswap.tables.initial import is_lazy
 from speedswap.tables.local import LocalStore
 from speedswap.tables.memory import MemoryKind, default_kind
 from speedswap.tables.record import Column
-from speedswap.tables.record_groups import RecordGroups
 from speedswap.tables.store import RowStore
 
 if TYPE_CHECKING:
@@ -444,9 +443,9 @@ def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine:
         kind, engine: of the memory; by default those of the source, where it is in memory.
     """
     own = next((each for each in get_args(storages.MemoryKind) if each == source.storage), storages.default_kind())
-    groups = RecordGroups(source.num_embeddings, kind or own, source.seed, source.name, engine=engine or source.engine)
-    groups.add_unfilled(list(source.columns.values()))
-    (group,) = groups
+    given = source.num_embeddings, kind or own, source.seed, source.name
+    copied = LocalStore(*given, engine=engine or source.engine)
+    group = copied.add_unfilled(list(source.columns.values()))
     fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)
     if all(is_lazy(each.start) for each in fresh.layout.held):  # else every row was written
         for some in group.chunks(0, source.num_embeddings):
@@ -455,7 +454,6 @@ def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine:
     for rows, held in source.written_rows():
         parts = [kernels.Part(group.layout.offset(name), block) for name, block in held.items()]
         kernels.scatter_records(group.records(), rows, parts)
-    copied = LocalStore(groups)
     copied.notes.take_over(source.notes, source.part_name)
     copied.notes.id_maps = copy.deepcopy(copied.notes.id_maps)
     return copied

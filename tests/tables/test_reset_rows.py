@@ -13,7 +13,7 @@ import speedswap
 from speedswap import init
 from speedswap.errors import DuplicateIdError, IdError
 from speedswap.tables import Column
-from speedswap.tables.init import CHUNK_ROWS, ColumnMemory, Initializer
+from speedswap.tables.init import CHUNK_ROWS, ColumnSpec, Initializer
 
 INITS: dict[str, Initializer | Callable[..., object]] = {
     "zeros": init.zeros(),
@@ -72,14 +72,14 @@ def test_a_copied_column_gets_the_initial_values_of_its_source() -> None:
     assert_reset(table, read(table), torch.tensor([8, 2, 0]))
 
 
-def test_an_initializer_that_fills_ranges_only() -> None:
-    """Any initializer whose values are a function of the row, as they come for ranges of rows."""
+def test_an_initializer_of_another_kind() -> None:
+    """Any initializer whose values are a function of the row."""
 
     class Counted(Initializer):
         kind = "counted"
 
-        def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-            target.rows(first_row, num_rows).copy_(torch.arange(first_row, first_row + num_rows).unsqueeze(1))
+        def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+            into.copy_(torch.as_tensor(rows).unsqueeze(1))
 
     table = speedswap.Table.create(30, 2, init=Counted())
     assert_reset(table, read(table), torch.tensor([7, 8, 9, 29, 0, 3]))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.tables.init import ColumnMemory, CopyOf, Initializer, from_json
+from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, ids_of, zero_row_in
 from speedswap.tables.record import Column
 
 _MOST_BITS = 16
@@ -212,25 +212,17 @@ class OwnedRows(Initializer):
     def is_function_of_row(self) -> bool:
         return self.init.is_function_of_row
 
-    def fill(self, target: ColumnMemory, first_row: int, num_rows: int) -> None:
-        self._fill(target.rows(first_row, num_rows), target, torch.arange(first_row, first_row + num_rows))
-
-    def fill_rows(self, target: ColumnMemory, rows: Tensor) -> None:
-        self._fill(target.view, target, rows)
-
-    def _fill(self, into: Tensor, of: ColumnMemory, places: Tensor) -> None:
-        ids, order = self.owners.ids(places, self.rank).sort()
+    def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
+        ids, order = self.owners.ids(ids_of(rows), self.rank).sort()
         used = ids < self.owners.num_embeddings
         ids, order = ids[used], order[used]
-        shape, dtype = tuple(of.view.shape[1:]), of.view.dtype
         # In host memory, where rows can be filled by their ids.
-        whole = of.chunk(0, len(ids), shape, self.owners.num_embeddings, of.seed, of.key, torch.device("cpu"), dtype)
-        self.init.fill_rows(whole, ids)
-        if self.zero_row is not None and not self.is_given:
-            whole.view[ids == self.zero_row] = 0
+        values = self.init.values(ids, spec._replace(num_embeddings=self.owners.num_embeddings))
+        if not self.is_given:
+            zero_row_in(values, ids, self.zero_row)
         if not used.all():
             into.zero_()
-        into[order.to(into.device)] = whole.view.to(into.device)
+        into[order.to(into.device)] = values.to(into.device)
 
     def to_json(self) -> dict[str, Any]:
         return {
