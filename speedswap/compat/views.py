@@ -173,7 +173,7 @@ class NpyStore(LocalStore, Files):
     def adopt(self, column: Column, array: np.memmap[Any, Any]) -> None:
         """Take a mapped file as a column."""
         layout = RecordLayout((column,), (0,), column.row_bytes)
-        self.adopt(RecordGroup(layout, _NpyMemory(array), self.num_embeddings))
+        self.add_group(RecordGroup(layout, _NpyMemory(array), self.num_embeddings))
 
     def open(self, column: Column) -> None:
         """Continue with the file of a column.

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -236,7 +237,7 @@ class _FromTorch(Initializer):
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         ids = ids_of(rows)
         # Chunks are always the same, and whole, for any division of the rows.
-        for start in (ids // CHUNK_ROWS * CHUNK_ROWS).unique_consecutive().tolist():
+        for start in np.unique(ids.numpy() // CHUNK_ROWS * CHUNK_ROWS).tolist():
             shape = (min(CHUNK_ROWS, spec.num_embeddings - start), *spec.row_shape)
             chunk = torch.empty(shape, dtype=spec.dtype, device="cpu")
             was_enabled = torch.is_grad_enabled()

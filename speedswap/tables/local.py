@@ -156,7 +156,7 @@ class LocalStore(RowStore):
         self.groups, self._by_names = groups, {}
         self._columns = {column.name: column for group in groups for column in group.layout.columns}
 
-    def adopt(self, group: RecordGroup) -> None:
+    def add_group(self, group: RecordGroup) -> None:
         """Take over the records of further columns."""
         self._hold(*self.groups, group)
 
@@ -405,7 +405,7 @@ class LocalStore(RowStore):
             together = [*columns] if self._written else [*self.columns.values(), *columns]
             require_size(self.num_embeddings, together)
             if self._written:
-                self.adopt(self._new_group(together))
+                self.add_group(self._new_group(together))
             else:
                 self._rebuild(together)
 

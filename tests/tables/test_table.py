@@ -476,7 +476,7 @@ def test_pinned_memory_is_registered_and_given_back() -> None:
     from cupy.cuda import runtime
 
     table = Table.create(1000, 128, storage="pinned")
-    pointer = table.store.groups.of("weight").memory.bytes.data_ptr()
+    pointer = table.store.group_of("weight").memory.bytes.data_ptr()
     assert table.pinned
     assert runtime.pointerGetAttributes(pointer).devicePointer == pointer
     table.close()
