@@ -134,7 +134,7 @@ class Column:
         return begun
 
     def initial(self, rows: range | torch.Tensor, num_embeddings: int, seed: int) -> torch.Tensor:
-        """Return the initial values of rows in host memory, ascending, for a column that is no copy of another."""
+        """Return the initial values of rows in host memory, ascending, unless the column copies another."""
         values = self.init.values(rows, ColumnSpec(num_embeddings, self.row_shape, self.dtype, seed, self.key))
         if not self.init.is_given:
             zero_row_in(values, rows, self.zero_row)
