@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import speedswap
 from speedswap.apps.errors import CheckpointError, OutputError
 from speedswap.apps.files import says_unwritable
-from speedswap.apps.options import Options
+from speedswap.apps.options import AppSettings
 from speedswap.apps.ranks import Job
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import SpeedswapError, TableFullError
@@ -106,7 +106,7 @@ class Checkpoint:
         *,
         place: Place,
         keep: int | None,
-        settings: Options,
+        settings: AppSettings,
         model: nn.Module,
         optimizer: Optimizer,
         **more: Any,
@@ -200,7 +200,7 @@ class Checkpoint:
     # ------------------------------------------------------------------ the choice to go on
 
     def chosen(
-        self: AnyCheckpoint, resume: bool | None, settings: Options, check: Callable[[], None]
+        self: AnyCheckpoint, resume: bool | None, settings: AppSettings, check: Callable[[], None]
     ) -> AnyCheckpoint | None:
         """Return the checkpoint if the run goes on from it.
 
@@ -221,16 +221,16 @@ class Checkpoint:
             return None
         return self if self.is_unfinished(settings) else None
 
-    def is_unfinished(self, settings: Options) -> bool:
+    def is_unfinished(self, settings: AppSettings) -> bool:
         """Tell whether the checkpoint is of a run of as many epochs that has not come to its end."""
         epochs = self.content["settings"]["epochs"]
-        return bool(epochs == vars(settings)["epochs"] and self.place.epoch < epochs)
+        return bool(epochs == settings.epochs and self.place.epoch < epochs)
 
     def __str__(self) -> str:
         epoch, step = self.place
         return f"going on from epoch {epoch + 1}, step {step:,}, by {self.folder}; --restart starts over"
 
-    def check_settings(self, settings: Options) -> None:
+    def check_settings(self, settings: AppSettings) -> None:
         """Refuse to go on with other settings.
 
         Raises:

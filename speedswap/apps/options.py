@@ -1,13 +1,14 @@
-"""Settings declared once: default, meaning and limits of each, for a dataclass and for the command line.
+"""Settings declared once, for a frozen dataclass and for the command line.
 
     @dataclass(frozen=True)
-    class Settings(Options):
+    class RunSettings(TableSettings):
         dim: int = option(100, "length of a vector", check=whole(1, 2**16))
-        seed: int = seed()
 
-``Settings(dim=0)`` is refused with the name, the value and the remedy; ``Settings.add_arguments(parser)`` adds
-``--dim`` and ``--seed`` to a parser, and ``Settings.of(args)`` makes settings of what was parsed.
+``RunSettings(dim=0)`` is refused with the name, the value and the remedy; ``RunSettings.add_arguments(parser)`` adds
+``--dim`` to a parser, and ``RunSettings.of(args)`` makes settings of what was parsed.
 """
+
+# ruff: noqa: RUF009 (each option makes a field of its own)
 
 from __future__ import annotations
 
@@ -15,173 +16,87 @@ import argparse
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import Field, dataclass, field, fields
+from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from speedswap.apps.errors import SettingsError
 from speedswap.apps.launched import is_launched, local_gpu
-from speedswap.apps.option_types import of_type
 from speedswap.apps.output import check_scratch
 from speedswap.tables.memory import available_bytes
-
-__all__ = [
-    "Options",
-    "check_loss",
-    "check_memory",
-    "compute_device",
-    "device",
-    "epochs",
-    "in_gib",
-    "lookahead",
-    "lr",
-    "named_optimizer",
-    "one_of",
-    "optimizer_of",
-    "option",
-    "plain",
-    "scratch",
-    "seed",
-    "shortened",
-    "state_dtype",
-    "storage",
-    "whole",
-    "widths",
-]
 
 Check = Callable[[str, Any], object]
 """Raises SettingsError, given the name and the value."""
 
+ON_DISK = ("disk", "memmap")  # the second is the older name
+STORAGES = ("auto", "device", "pinned", "pageable", *ON_DISK)
+STATE_DTYPES = ("float32", "bfloat16")
+STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES[:-1])}"
+ROW_BY_ROW = "any of torch.optim that works row by row, such as sgd, adagrad or adam"
+DEVICE_TEXT = "where to compute (default: cuda where there is a GPU, else cpu)"
 _MOST_SHOWN = 24
-_DECLARED = "declared"
+_TYPES: dict[Any, tuple[tuple[Any, ...], str]] = {
+    int: ((int, np.integer), "a whole number"),
+    float: ((int, float, np.integer, np.floating), "a number"),
+    str: ((str,), "a string"),
+    bool: ((bool,), "True or False"),
+    Path: ((str, PathLike), "a path"),
+    Mapping: ((Mapping,), "a mapping"),
+    NoneType: ((NoneType,), "None"),
+}
 
-AnOptions = TypeVar("AnOptions", bound="Options")
+ASettings = TypeVar("ASettings", bound="AppSettings")
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """The declaration of one setting, in a field's metadata."""
-
-    text: str
-    check: Check | None
-    more: dict[str, Any]
+# ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def option(default: Any, text: str, *, check: Check | None = None, **more: Any) -> Any:
-    """Declare a setting.
+def of_type(name: str, value: Any, hint: Any) -> Any:
+    """Return the value of a setting: a string as a path, a list as a tuple, NumPy's numbers as Python's.
 
     Args:
-        default: its default; None for a setting that need not be given.
-        text: what it means, as the command line's help says it; the default is added.
-        check: refuses values other than None.
-        **more: for ``add_argument``, such as ``metavar``; ``type``, where the default's own does not do; ``nargs``
-            for a positional argument.
-    """
-    return field(default=default, metadata={_DECLARED: _Declared(text, check, more)})
-
-
-@dataclass(frozen=True)
-class Options:
-    """The base of an application's settings, whose fields are each an :func:`option`.
-
-    ``device``, ``storage``, ``lookahead``, ``optimizer`` and ``lr`` are among them.
-
-    Attributes:
-        suited_lr: learning rates at the beginning, by :func:`plain` name; other optimizers have their own default.
+        name: the setting's.
+        value: as it was given.
+        hint: its annotation: int, float, str, bool, Path, None, tuples of one of them, mappings, and unions of these.
 
     Raises:
-        SettingsError: a value is out of range or unknown.
+        SettingsError: it is of another type.
+
+    >>> of_type("layers", [64, 32], tuple[int, ...])
+    (64, 32)
     """
-
-    suited_lr: ClassVar[Mapping[str, float]] = {}
-
-    def __init_subclass__(cls) -> None:
-        """Have the docstring list the settings."""
-        declared = {name: value.metadata[_DECLARED] for name, value in vars(cls).items() if hasattr(value, "metadata")}
-        lines = [f"    {name}: {one.text}." for name, one in declared.items()]
-        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for one in fields(self):
-            object.__setattr__(self, one.name, of_type(one.name, getattr(self, one.name), hints[one.name]))
-            check, value = one.metadata[_DECLARED].check, getattr(self, one.name)
-            if check is not None and value is not None:
-                check(one.name, value)
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add an argument per setting."""
-        for one in fields(cls):
-            declared, default = one.metadata[_DECLARED], one.default
-            text = declared.text.replace("%", "%%")
-            if "nargs" in declared.more:
-                parser.add_argument(one.name, help=text, **declared.more)
-                continue
-            how: dict[str, Any] = {"action": "store_true"}
-            if not isinstance(default, bool):
-                shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-                text += "" if default in (None, ()) else f" (default: {shown})"
-                how = {"type": type(default), "default": default}
-            parser.add_argument("--" + one.name.replace("_", "-"), help=text, **how | declared.more)
-
-    @classmethod
-    def of(cls: type[AnOptions], args: argparse.Namespace, **changes: Any) -> AnOptions:
-        """Make settings of parsed arguments, with some of them replaced."""
-        return cls(**{one.name: getattr(args, one.name) for one in fields(cls)} | changes)
-
-    @classmethod
-    def refuse_beside(cls, args: argparse.Namespace, files: str, *names: str) -> None:
-        """Refuse arguments that say what is to be made up, beside the files that are read instead.
-
-        Args:
-            args: parsed arguments.
-            files: the name of the argument that has the files.
-            names: of the others.
-
-        Raises:
-            SettingsError: one of them was given, and is not its default.
-        """
-        given = getattr(args, files)
-        for one in fields(cls):
-            value = getattr(args, one.name)
-            if given and one.name in names and value != one.default:
-                shown = ",".join(map(str, given)) if isinstance(given, list | tuple) else given
-                raise SettingsError(f"{files} is {shown} and {one.name} is {value}: give one of the two")
-
-    def to_json(self, **changes: Any) -> dict[str, Any]:
-        """Return the settings as JSON can hold them, with some of them replaced."""
-        found = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()} | changes
-
-    def compute_device(self) -> torch.device:
-        """Return the compute device."""
-        return compute_device(vars(self)["device"])
-
-    def lookahead_depth(self) -> int:
-        """Return how many batches ahead rows are fetched.
-
-        Without a given number it is none where rows are read from memory by the processor that computes: fetching
-        them beside a step only takes its cores.
-        """
-        given: int | None = vars(self)["lookahead"]
-        is_near = self.compute_device().type == "cpu" and vars(self)["storage"] not in ON_DISK
-        return int(not is_near) if given is None else given
-
-    def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
-        """Make the optimizer of a model's parameters, with a learning rate that suits it unless one is given.
-
-        Raises:
-            SettingsError: it takes neither them nor the learning rate.
-        """
-        name, lr = vars(self)["optimizer"], vars(self)["lr"]
-        return optimizer_of(model, name, lr or self.suited_lr.get(plain(name)))
+    kinds = _kinds(hint)
+    for kind in kinds:
+        with suppress(TypeError):
+            return _cast(value, kind)
+    raise SettingsError(f"{name} is {value!r}: give {' or '.join(map(_in_words, kinds))}")
 
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _cast(value: Any, kind: Any) -> Any:
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError
+        return tuple(_cast(each, get_args(kind)[0]) for each in value)
+    if not isinstance(value, _TYPES[get_origin(kind) or kind][0]) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError
+    return Path(value) if kind is Path else value.item() if isinstance(value, np.generic) else value
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a tuple, each of its parts {_in_words(get_args(kind)[0])}"
+    return _TYPES[get_origin(kind) or kind][1]
 
 
 def whole(least: int, most: int, *, shown: str | None = None) -> Check:
@@ -193,10 +108,9 @@ def whole(least: int, most: int, *, shown: str | None = None) -> Check:
     """
 
     def check(name: str, value: int) -> None:
-        if least <= value <= most:
-            return
-        limit = shown or (f"of {least} or more" if value < least else f"of at most {most:,}")
-        raise SettingsError(f"{name} is {shortened(value)}: give a whole number {limit}")
+        if not least <= value <= most:
+            limit = shown or (f"of {least} or more" if value < least else f"of at most {most:,}")
+            raise SettingsError(f"{name} is {shortened(value)}: give a whole number {limit}")
 
     return check
 
@@ -241,6 +155,34 @@ def check_loss(loss: float, *, lr: float, optimizer: str, when: str, remedy: str
         raise SettingsError(f"lr={lr} is too large for {optimizer}: the loss became {loss} {when}; {remedy}")
 
 
+def widths(text: str) -> tuple[int, ...]:
+    """Read the widths of layers as the command line gives them."""
+    return tuple(int(width) for width in text.split(","))
+
+
+def plain(name: str) -> str:
+    """Return a name without the differences in how people write it."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def named_optimizer(name: str, own: Mapping[str, type[Optimizer]] | None = None) -> type[Optimizer]:
+    """Return the optimizer of a name such as ``adam``: one of ``torch.optim``, or of an application's own.
+
+    Raises:
+        SettingsError: no optimizer has the name.
+    """
+    known = {
+        plain(each.__name__): each
+        for each in vars(torch.optim).values()
+        if isinstance(each, type) and issubclass(each, Optimizer) and each is not Optimizer
+    }
+    known = {**(own or {}), **dict(sorted(known.items()))}
+    for each, found in known.items():
+        if plain(each) == plain(name):
+            return found
+    raise SettingsError(f"optimizer is {name!r}: give one of {', '.join(known)}")
+
+
 def compute_device(name: str | None) -> torch.device:
     """Return the device of a name; without one, CUDA where there is a GPU, else the CPU.
 
@@ -263,13 +205,20 @@ def compute_device(name: str | None) -> torch.device:
     return found
 
 
-# ---- settings that several applications have ------------------------------------------------------------------------
+# ---- settings -------------------------------------------------------------------------------------------------------
 
-ON_DISK = ("disk", "memmap")  # the second is the older name
-STORAGES = ("auto", "device", "pinned", "pageable", *ON_DISK)
-STATE_DTYPES = ("float32", "bfloat16")
-STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES[:-1])}"
-DEVICE_TEXT = "where to compute (default: cuda where there is a GPU, else cpu)"
+
+def option(default: Any, text: str, *, check: Check | None = None, **more: Any) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: its default; None for a setting that need not be given.
+        text: what it means, as the command line's help says it; the default is added.
+        check: refuses values other than None.
+        **more: for ``add_argument``, such as ``metavar``; ``type``, where the annotation does not do; ``nargs`` for a
+            positional argument.
+    """
+    return field(default=default, metadata={"text": text, "check": check, "more": more})
 
 
 def epochs(default: int, over: str) -> Any:
@@ -277,95 +226,147 @@ def epochs(default: int, over: str) -> Any:
     return option(default, f"passes over {over}", check=whole(1, 10**9))
 
 
-def lr(text: str = "learning rate (default: what suits the optimizer)") -> Any:
-    """Declare a learning rate."""
-    return option(None, text, check=_above_zero, type=float)
+def optimizer(default: str, text: str = ROW_BY_ROW, own: Mapping[str, type[Optimizer]] | None = None) -> Any:
+    """Declare the name of an optimizer, as for :func:`named_optimizer`."""
+    return option(default, text, check=lambda name, value: named_optimizer(value, own))
 
 
-def seed(bits: int = 64) -> Any:
-    """Declare the seed of everything random, an unsigned number of ``bits`` bits."""
-    text = "of everything random; on one machine, the same seed gives the same result"
-    return option(0, text, check=whole(0, 2**bits - 1, shown=f"from 0 to 2**{bits} - 1"))
+@dataclass(frozen=True)
+class AppSettings:
+    """The base of an application's settings, whose fields are each an :func:`option`.
 
+    Attributes:
+        suited_lr: learning rates at the beginning, by :func:`plain` name; other optimizers have their own default.
 
-def device() -> Any:
-    """Declare the compute device."""
-    return option(None, DEVICE_TEXT, check=lambda name, value: compute_device(value), type=str)
+    Raises:
+        SettingsError: a value is out of range or unknown.
+    """
 
+    suited_lr: ClassVar[Mapping[str, float]] = {}
 
-def storage() -> Any:
-    """Declare the storage of the tables."""
-    return option("auto", STORAGE_TEXT, check=one_of(STORAGES))
-
-
-def state_dtype() -> Any:
-    """Declare the form in which the tables hold the optimizer's state."""
-    return option(
-        "float32", f"how the optimizer's state is stored: {', '.join(STATE_DTYPES)}", check=one_of(STATE_DTYPES)
+    epochs: int = epochs(1, "the data")
+    optimizer: str = optimizer("adam", "any of torch.optim, such as sgd or adam")
+    lr: float | None = option(None, "learning rate (default: what suits the optimizer)", check=_above_zero)
+    device: str | None = option(None, DEVICE_TEXT, check=lambda name, value: compute_device(value))
+    seed: int = option(
+        0,
+        "of everything random; on one machine, the same seed gives the same result",
+        check=whole(0, 2**64 - 1, shown="from 0 to 2**64 - 1"),
     )
 
+    def __init_subclass__(cls) -> None:
+        """Have the docstring list the settings."""
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        declared = {**{one.name: one for one in fields(cls)}, **own}
+        lines = [f"    {name}: {one.metadata['text']}." for name, one in declared.items()]
+        cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", "Args:", *lines])
 
-def lookahead() -> Any:
-    """Declare the depth of the lookahead."""
-    return option(
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for one in fields(self):
+            value = of_type(one.name, getattr(self, one.name), hints[one.name])
+            object.__setattr__(self, one.name, value)
+            if (check := one.metadata["check"]) is not None and value is not None:
+                check(one.name, value)
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Add an argument per setting."""
+        hints = get_type_hints(cls)
+        for one in fields(cls):
+            text, more, default = one.metadata["text"].replace("%", "%%"), one.metadata["more"], one.default
+            kind = _kinds(hints[one.name])[0]
+            how: dict[str, Any] = {"type": kind} if kind in (int, float, Path) else {}
+            if "nargs" in more:
+                parser.add_argument(one.name, help=text, **how | more)
+                continue
+            if isinstance(default, bool):
+                how = {"action": "store_true"}
+            elif default not in (None, ()):
+                shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+                text += f" (default: {shown})"
+            flag = "--" + one.name.replace("_", "-")
+            parser.add_argument(flag, help=text, default=default, **how | more)
+
+    @classmethod
+    def of(cls: type[ASettings], args: argparse.Namespace, **changes: Any) -> ASettings:
+        """Make settings of parsed arguments, with some of them replaced."""
+        return cls(**{one.name: getattr(args, one.name) for one in fields(cls)} | changes)
+
+    @classmethod
+    def refuse_beside(cls, args: argparse.Namespace, files: str, *names: str) -> None:
+        """Refuse arguments that describe generated data if files are read instead.
+
+        Args:
+            args: parsed arguments.
+            files: the name of the argument that has the files.
+            names: of the others.
+
+        Raises:
+            SettingsError: one of them was given, and is not its default.
+        """
+        given = getattr(args, files)
+        for one in fields(cls):
+            value = getattr(args, one.name)
+            if given and one.name in names and value != one.default:
+                shown = ",".join(map(str, given)) if isinstance(given, list | tuple) else given
+                raise SettingsError(f"{files} is {shown} and {one.name} is {value}: give one of the two")
+
+    def to_json(self, **changes: Any) -> dict[str, Any]:
+        """Return the settings as JSON can hold them, with some of them replaced."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()} | changes
+
+    def compute_device(self) -> torch.device:
+        """Return the compute device."""
+        return compute_device(self.device)
+
+    def make_optimizer(self, model: torch.nn.Module) -> Optimizer:
+        """Make the optimizer of a model's parameters, with a learning rate that suits it unless one is given.
+
+        Raises:
+            SettingsError: it takes neither them nor the learning rate.
+        """
+        make: Any = named_optimizer(self.optimizer)
+        lr = self.lr or self.suited_lr.get(plain(self.optimizer))
+        given: dict[str, Any] = {} if lr is None else {"lr": lr}
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        if on_cpu and "fused" in inspect.signature(make).parameters:
+            given["fused"] = True  # one pass over memory, where torch's default takes five
+        try:
+            made: Optimizer = make(model.parameters(), **given)
+        except (TypeError, ValueError) as error:
+            raise SettingsError(f"optimizer is {self.optimizer!r}, which does not take this model: {error}") from error
+        return made
+
+
+@dataclass(frozen=True)
+class TableSettings(AppSettings):
+    """The base of the settings of an application with tables."""
+
+    optimizer: str = optimizer("adam")
+    storage: str = option("auto", STORAGE_TEXT, check=one_of(STORAGES))
+    state_dtype: str = option(
+        "float32", f"how the optimizer's state is stored: {', '.join(STATE_DTYPES)}", check=one_of(STATE_DTYPES)
+    )
+    lookahead: int | None = option(
         None,
         "how many batches ahead rows are fetched; 0 for a plain loop, with the same result (default: 1 where they come "
         "to a GPU or from a disk, else 0)",
         check=whole(0, 1024),
-        type=int,
+    )
+    scratch: Path | None = option(
+        None,
+        "directory for temporary files, such as tables on disk (default: the system's)",
+        check=lambda name, value: check_scratch(value),
+        metavar="DIR",
     )
 
+    def lookahead_depth(self) -> int:
+        """Return how many batches ahead rows are fetched.
 
-def scratch(what: str) -> Any:
-    """Declare the directory of temporary files."""
-    text = f"directory for {what} (default: the system's)"
-    return option(None, text, check=lambda name, value: check_scratch(value), type=Path, metavar="DIR")
-
-
-def widths(text: str) -> tuple[int, ...]:
-    """Read the widths of layers as the command line gives them."""
-    return tuple(int(width) for width in text.split(","))
-
-
-# ---- optimizers by name ---------------------------------------------------------------------------------------------
-
-
-def named_optimizer(name: str, own: Mapping[str, type[Optimizer]] | None = None) -> type[Optimizer]:
-    """Return the optimizer of a name such as ``adam``: one of ``torch.optim``, or of an application's own.
-
-    Raises:
-        SettingsError: no optimizer has the name.
-    """
-    known = {plain(key): value for key, value in (own or {}).items()}
-    names = [*(own or {})]
-    for value in vars(torch.optim).values():
-        if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer:
-            known[plain(value.__name__)] = value
-            names.append(plain(value.__name__))
-    if plain(name) not in known:
-        count = len(own or {})
-        raise SettingsError(f"optimizer is {name!r}: give one of {', '.join(names[:count] + sorted(names[count:]))}")
-    return known[plain(name)]
-
-
-def optimizer_of(model: torch.nn.Module, name: str, lr: float | None) -> Optimizer:
-    """Make the optimizer of a name for a model's parameters; with torch's own learning rate where ``lr`` is None.
-
-    Raises:
-        SettingsError: no optimizer has the name, or it takes neither the parameters nor the learning rate.
-    """
-    make: Any = named_optimizer(name)
-    given: dict[str, Any] = {} if lr is None else {"lr": lr}
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    if on_cpu and "fused" in inspect.signature(make).parameters:
-        given["fused"] = True  # one pass over memory, where torch's default takes five
-    try:
-        optimizer: Optimizer = make(model.parameters(), **given)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"optimizer is {name!r}, which does not take this model: {error}") from error
-    return optimizer
-
-
-def plain(name: str) -> str:
-    """Return a name without the differences in how people write it."""
-    return name.lower().replace("_", "").replace("-", "")
+        Without a given number it is none where rows are read from memory by the processor that computes: fetching
+        them beside a step only takes its cores.
+        """
+        is_near = self.compute_device().type == "cpu" and self.storage not in ON_DISK
+        return int(not is_near) if self.lookahead is None else self.lookahead

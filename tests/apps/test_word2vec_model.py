@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from speedswap.apps import word2vec
+from speedswap.apps.options import named_optimizer
 from speedswap.apps.word2vec import SettingsError
 from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Sampler
 from speedswap.apps.word2vec.corpus import Passage
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
-from speedswap.apps.word2vec.settings import make_optimizer, optimizer_class
+from speedswap.apps.word2vec.settings import OWN, make_optimizer
 from speedswap.optim import RowwiseAdagrad
 
 
@@ -110,13 +111,13 @@ def test_the_default_optimizer_starts_its_accumulators_above_zero():
     ],
 )
 def test_optimizers_by_name(name, expected):
-    assert optimizer_class(name) is expected
+    assert named_optimizer(name, OWN) is expected
 
 
 @pytest.mark.parametrize("name", ["", "optimizer", "lr_scheduler", "adamm"])
 def test_an_unknown_optimizer_is_refused_with_the_names_there_are(name):
     with pytest.raises(SettingsError, match=r"give one of rowwise_adagrad, .*adagrad, adam, .*sgd"):
-        optimizer_class(name)
+        named_optimizer(name, OWN)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adadelta"])

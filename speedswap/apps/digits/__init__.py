@@ -13,7 +13,8 @@ limit (``training``) and writes down how that went (``cli``).
 
 from speedswap.apps.digits.cli import figures, memory_report, save
 from speedswap.apps.digits.memory import Footprint, measure_footprint
-from speedswap.apps.digits.task import Budget, DigitsNet, Images, Settings, Split, read_split
+from speedswap.apps.digits.task import Budget, DigitsNet, Images, Split, read_split
+from speedswap.apps.digits.task import DigitsSettings as Settings
 from speedswap.apps.digits.training import Epoch, Result, Step, train
 from speedswap.apps.errors import ImagesError, SettingsError
 from speedswap.batching import LimitedMemory

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speedswap.apps.digits.task import Settings
+from speedswap.apps.digits.task import DigitsSettings
 from speedswap.apps.digits.training import Result, train
 from speedswap.apps.files import write_whole
 from speedswap.apps.output import add_output, check_output, save_results, save_somewhere, versions
@@ -33,14 +33,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "memory they are given: BatchSplitter finds micro-batches that do, and trains to the same losses. Ctrl-C or "
         "SIGTERM ends the training and saves the model so far.",
     )
-    Settings.add_arguments(parser)
+    DigitsSettings.add_arguments(parser)
     add_output(parser, "digits-output")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, test, save and print the outcome; return the exit status."""
-    settings = Settings.of(args)
+    settings = DigitsSettings.of(args)
     check_output(args.output)
     with Stop() as stop:
         result = train(settings, stop=stop)

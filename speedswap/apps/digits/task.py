@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from speedswap._install import pip_install
 from speedswap.apps import options
 from speedswap.apps.errors import ImagesError, SettingsError
-from speedswap.apps.options import Options, named_optimizer, option, whole
+from speedswap.apps.options import AppSettings, option, whole
 from speedswap.batching.memory import as_bytes
 from speedswap.errors import BatchError
 from speedswap.tables.init import seeded
-
-__all__ = ["Budget", "DigitsNet", "Images", "Settings", "Split", "read_split"]
 
 CLASSES = 10
 BRIGHTEST = 16.0
@@ -70,7 +68,7 @@ def check_size(name: str, value: int | str) -> None:
 
 
 @dataclass(frozen=True)
-class Settings(Options):
+class DigitsSettings(AppSettings):
     """The training, and the memory for it.
 
     The learning rate falls linearly to nothing over the run. The last batch of an epoch has the remaining images.
@@ -99,12 +97,6 @@ class Settings(Options):
         check=whole(1, 2**62),
     )
     width: int = option(32, "channels of the first convolution", check=whole(1, 4096))
-    optimizer: str = option(
-        "adam", "any of torch.optim, such as sgd or adam", check=lambda name, value: named_optimizer(value)
-    )
-    lr: float | None = options.lr()
-    device: str | None = options.device()
-    seed: int = options.seed(bits=63)
     compare: bool = option(
         False, "train a second time with whole batches and no budget, and report the difference of the losses"
     )

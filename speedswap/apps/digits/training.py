@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import speedswap
 from speedswap.apps.digits.memory import Footprint, measure_footprint
-from speedswap.apps.digits.task import DigitsNet, Images, Settings, Split, read_split
+from speedswap.apps.digits.task import DigitsNet, DigitsSettings, Images, Split, read_split
 from speedswap.apps.options import check_loss
 from speedswap.apps.running import Shown, Stop, listening, show_progress
 from speedswap.batching import Callback, Event, LimitedMemory
@@ -63,7 +63,7 @@ class Epoch(NamedTuple):
 class Result:
     """A trained network and the course of the training."""
 
-    settings: Settings
+    settings: DigitsSettings
     split: Split
     model: DigitsNet
     optimizer: Optimizer
@@ -112,7 +112,7 @@ def _bytes_of(tensors: Iterator[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def train(settings: Settings, *, progress: bool = True, stop: Stop | None = None) -> Result:
+def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None = None) -> Result:
     """Train a network to read digits, in batches that do not fit into the memory that it is given.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
@@ -147,7 +147,7 @@ def train(settings: Settings, *, progress: bool = True, stop: Stop | None = None
     return result
 
 
-def prepared(settings: Settings, split: Split, model: DigitsNet) -> Result:
+def prepared(settings: DigitsSettings, split: Split, model: DigitsNet) -> Result:
     """Prepare a run."""
     optimizer = settings.make_optimizer(model)
     footprint = measure_footprint(model, split.train)
@@ -155,7 +155,7 @@ def prepared(settings: Settings, split: Split, model: DigitsNet) -> Result:
     return Result(settings, split, model, optimizer, float(optimizer.param_groups[0]["lr"]), footprint, budget_bytes)
 
 
-def affordable(settings: Settings, footprint: Footprint) -> int | None:
+def affordable(settings: DigitsSettings, footprint: Footprint) -> int | None:
     """Return the budget in bytes, once it holds what was asked for."""
     budget = settings.budget()
     if budget.samples is not None:

@@ -1,7 +1,5 @@
 """The settings of a run."""
 
-# ruff: noqa: RUF009 (each option makes a field of its own)
-
 from __future__ import annotations
 
 import itertools
@@ -14,7 +12,7 @@ from speedswap.apps import options
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
 from speedswap.apps.errors import SettingsError
 from speedswap.apps.launched import share_of_machine
-from speedswap.apps.options import Options, check_memory, named_optimizer, one_of, option, shortened, whole, widths
+from speedswap.apps.options import TableSettings, check_memory, one_of, option, shortened, whole, widths
 
 __all__ = ["DlrmSettings"]
 
@@ -39,7 +37,7 @@ def patterns(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class DlrmSettings(Options):
+class DlrmSettings(TableSettings):
     """The samples to learn to predict clicks from, and the way to.
 
     Raises:
@@ -85,25 +83,13 @@ class DlrmSettings(Options):
         check=one_of(EVICTIONS),
     )
     epochs: int = options.epochs(1, "the samples")
-    optimizer: str = option(
-        "adagrad",
-        "any of torch.optim that works row by row, such as sgd, adagrad or adam",
-        check=lambda name, value: named_optimizer(value),
-    )
-    lr: float | None = options.lr()
+    optimizer: str = options.optimizer("adagrad")
     batch: int = option(4096, "samples per step, of all processes together", check=whole(1, 2**31))
     evaluate_every: int | None = option(
         None,
         "steps after which to test and to save a checkpoint, beside the end of an epoch",
         check=whole(1, 2**62),
-        type=int,
     )
-    storage: str = options.storage()
-    state_dtype: str = options.state_dtype()
-    device: str | None = options.device()
-    seed: int = options.seed()
-    scratch: Path | None = options.scratch("tables on disk, which are temporary")
-    lookahead: int | None = options.lookahead()
 
     def __post_init__(self) -> None:
         for name in ("samples", "test"):

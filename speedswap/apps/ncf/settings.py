@@ -16,9 +16,8 @@ from speedswap.apps.launched import share_of_machine
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.options import (
-    Options,
+    TableSettings,
     check_memory,
-    named_optimizer,
     one_of,
     option,
     plain,
@@ -60,7 +59,7 @@ def check_layers(name: str, layers: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class NcfSettings(Options):
+class NcfSettings(TableSettings):
     """The ratings to learn preferences from, and the way to.
 
     The learning rate falls linearly to nothing over the run, except with Adagrad, whose steps shrink by themselves.
@@ -82,7 +81,6 @@ class NcfSettings(Options):
         "lines of user, item, rating and time, divided by tabs, '::', ';', '|' or commas, with a heading or without, "
         "or JSON lines, plain or gzip, as MovieLens' u.data, ratings.dat and ratings.csv (default: interactions are "
         "made up)",
-        type=Path,
         nargs="?",
         metavar="RATINGS",
     )
@@ -100,21 +98,9 @@ class NcfSettings(Options):
     )
     negatives: int = option(4, "negatives for each interaction", check=whole(1, 2**31))
     epochs: int = options.epochs(20, "the interactions")
-    optimizer: str = option(
-        "adam",
-        "any of torch.optim that works row by row, such as sgd, adagrad or adam",
-        check=lambda name, value: named_optimizer(value),
-    )
-    lr: float | None = options.lr()
     batch: int = option(256, "interactions per step of all processes, each with its negatives", check=whole(1, 2**31))
     test_negatives: int = option(99, "items that each tested user's own is ranked among", check=whole(1, 2**31))
     test_users: int = option(50_000, "test so many users at most", check=whole(1, 2**62))
-    storage: str = options.storage()
-    state_dtype: str = options.state_dtype()
-    device: str | None = options.device()
-    seed: int = options.seed()
-    scratch: Path | None = options.scratch("tables on disk, which are temporary")
-    lookahead: int | None = options.lookahead()
     columns: Mapping[str, str] | None = option(
         None,
         "which column is the user, item, rating or time, by its name or number, - for none: "

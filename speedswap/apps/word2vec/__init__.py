@@ -17,7 +17,7 @@ from typing import Any
 from speedswap.apps.errors import CorpusError, PairsError, SettingsError
 from speedswap.apps.word2vec.cli import figures, save
 from speedswap.apps.word2vec.corpus import Corpus
-from speedswap.apps.word2vec.settings import Settings
+from speedswap.apps.word2vec.settings import Word2VecSettings as Settings
 from speedswap.apps.word2vec.training import Result, train
 from speedswap.apps.word2vec.vectors import Similarity, WordVectors
 
@@ -45,6 +45,9 @@ def __getattr__(name: str) -> Any:
         DeprecationWarning,
         stacklevel=2,
     )
-    from speedswap.apps.word2vec.settings import FormerRowwiseAdagrad
+    from speedswap.optim import RowwiseAdagrad
 
-    return FormerRowwiseAdagrad
+    def init(self: Any, params: Any, lr: float = 0.2, *, initial_sum: float = 0.1, eps: float = 1e-10) -> None:
+        RowwiseAdagrad.__init__(self, params, lr, eps, initial_accumulator_value=initial_sum)
+
+    return type("RowwiseAdagrad", (RowwiseAdagrad,), {"__init__": init})

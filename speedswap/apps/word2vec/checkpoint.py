@@ -13,7 +13,7 @@ from speedswap.apps.errors import CheckpointError
 from speedswap.apps.word2vec.blocks import Position
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.model import SkipGram
-from speedswap.apps.word2vec.settings import Settings
+from speedswap.apps.word2vec.settings import Word2VecSettings
 from speedswap.swapping.checkpoints.folders import Folders
 
 __all__ = ["Word2VecCheckpoint", "remove_checkpoints"]
@@ -38,7 +38,7 @@ class Word2VecCheckpoint(Checkpoint):
         *,
         model: SkipGram,
         optimizer: Optimizer,
-        settings: Settings,
+        settings: Word2VecSettings,
         device: torch.device,
         corpus: Corpus,
         position: Position,
@@ -74,7 +74,7 @@ class Word2VecCheckpoint(Checkpoint):
             raise ValueError("its progress is not complete")
         return super().checked(content)
 
-    def check(self, settings: Settings, device: torch.device, corpus: Corpus) -> None:
+    def check(self, settings: Word2VecSettings, device: torch.device, corpus: Corpus) -> None:
         """Refuse to go on with other settings or another corpus.
 
         Raises:
@@ -91,7 +91,7 @@ class Word2VecCheckpoint(Checkpoint):
                 f"which draws other numbers: give the same, or {RESTART}"
             )
 
-    def is_unfinished(self, settings: Settings) -> bool:  # type: ignore[override]
+    def is_unfinished(self, settings: Word2VecSettings) -> bool:  # type: ignore[override]
         """Return True: the checkpoints of a run go when its vectors are written."""
         return True
 

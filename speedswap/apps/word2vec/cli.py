@@ -15,7 +15,7 @@ from speedswap.apps.errors import OutputError
 from speedswap.apps.output import add_output, check_output, save_results, save_somewhere, versions
 from speedswap.apps.running import Stop, begun
 from speedswap.apps.word2vec.checkpoint import remove_checkpoints
-from speedswap.apps.word2vec.settings import Settings
+from speedswap.apps.word2vec.settings import Word2VecSettings
 from speedswap.apps.word2vec.training import Result, train
 from speedswap.apps.word2vec.vectors import Similarity, WordPairs, WordVectors, read_pairs
 
@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "state live outside the compute device. Ctrl-C or SIGTERM ends the training and saves the vectors so far. A "
         "run that was ended, or killed, goes on from its last checkpoint when it is started again.",
     )
-    Settings.add_arguments(parser)
+    Word2VecSettings.add_arguments(parser)
     add_output(parser, "word2vec-output")
     add_resume(parser)
     parser.add_argument(
@@ -56,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, save and print the outcome; return the exit status."""
-    settings = Settings.of(args)
+    settings = Word2VecSettings.of(args)
     check_output(args.output, FOLDER)
     compared = [read_pairs(path) for path in args.eval]
     with begun(settings.compute_device()) as (job, stop):

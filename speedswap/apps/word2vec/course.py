@@ -24,7 +24,7 @@ from speedswap.apps.word2vec.checkpoint import Word2VecCheckpoint
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.device_blocks import DeviceSampler
 from speedswap.apps.word2vec.model import SkipGram
-from speedswap.apps.word2vec.settings import Settings, suited
+from speedswap.apps.word2vec.settings import Word2VecSettings, suited
 from speedswap.apps.word2vec.vectors import WordVectors
 from speedswap.errors import TableFullError
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("speedswap")
 class Result:
     """Trained vectors and the course of the training."""
 
-    settings: Settings
+    settings: Word2VecSettings
     vectors: WordVectors
     model: SkipGram
     optimizer: Optimizer
@@ -181,7 +181,7 @@ class Course:
 
 
 def all_batches(
-    settings: Settings,
+    settings: Word2VecSettings,
     corpus: Corpus,
     device: torch.device,
     blocks: int,

@@ -17,13 +17,11 @@ from torch.optim import Optimizer
 
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.options import Options, check_memory, named_optimizer, option, plain, whole
+from speedswap.apps.options import TableSettings, check_memory, named_optimizer, option, plain, whole
 from speedswap.apps.word2vec.blocks import pair_weights_bytes
 from speedswap.optim import RowwiseAdagrad
 
-__all__ = ["Settings", "make_optimizer", "optimizer_class", "suited"]
-
-DEFAULT_OPTIMIZER = "rowwise_adagrad"
+OWN = {"rowwise_adagrad": RowwiseAdagrad}
 INITIAL_SUM = 0.1
 """Above 0, it damps the first steps of a rare word."""
 
@@ -39,7 +37,7 @@ def check_sample(name: str, sample: float) -> None:
 
 
 @dataclass(frozen=True)
-class Settings(Options):
+class Word2VecSettings(TableSettings):
     """The corpus to train word vectors on, and the way to.
 
     The learning rate falls linearly to almost nothing, except with Adagrad and ``rowwise_adagrad``, whose steps shrink
@@ -53,16 +51,11 @@ class Settings(Options):
     corpus: Path | None = option(
         None,
         "UTF-8 text, plain or gzip, one sentence per line (default: the small news corpus that gensim brings)",
-        type=Path,
         nargs="?",
         metavar="CORPUS",
     )
     generate: int | None = option(
-        None,
-        "train on so many random words instead, to see how fast that is",
-        check=whole(1, 2**48),
-        type=int,
-        metavar="WORDS",
+        None, "train on this many random words instead, to measure the speed", check=whole(1, 2**48), metavar="WORDS"
     )
     dim: int = option(100, "length of a vector", check=whole(1, 2**16))
     window: int = option(5, "largest distance between the words of a pair", check=check_window)
@@ -70,30 +63,18 @@ class Settings(Options):
     min_count: int = option(5, "leave rarer words out", check=whole(1, 2**62))
     sample: float = option(1e-3, "thin out words above this frequency; 0 keeps all", check=check_sample)
     epochs: int = options.epochs(5, "the corpus")
-    optimizer: str = option(
-        DEFAULT_OPTIMIZER,
-        "rowwise_adagrad, or any of torch.optim that works row by row, such as sgd, adagrad or adam",
-        check=lambda name, value: optimizer_class(value),
-    )
-    lr: float | None = options.lr()
+    optimizer: str = options.optimizer("rowwise_adagrad", f"rowwise_adagrad, or {options.ROW_BY_ROW}", OWN)
     batch: int | None = option(
         None,
         "centers per step of all processes (default: what suits the optimizer and the corpus)",
         check=whole(1, 2**31),
-        type=int,
     )
-    storage: str = options.storage()
-    state_dtype: str = options.state_dtype()
-    device: str | None = options.device()
-    lookahead: int | None = options.lookahead()
-    seed: int = options.seed()
     plain_words: bool = option(
         False, "lower-case the text, keep letters and inner apostrophes only (always so for the demo corpus)"
     )
     max_types: int = option(
         10_000_000, "with more different words while counting, forget the rarest so far", check=whole(1, 2**31 - 1)
     )
-    scratch: Path | None = options.scratch("temporary files")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,18 +87,6 @@ class Settings(Options):
 
 
 # ---- optimizers by name, with the learning rates that suit the summed loss -------------------------------------------
-
-
-class FormerRowwiseAdagrad(RowwiseAdagrad):
-    """:class:`speedswap.optim.RowwiseAdagrad` with the arguments that it had as a part of this application."""
-
-    def __init__(
-        self, params: Iterable[Parameter], lr: float = 0.2, *, initial_sum: float = 0.1, eps: float = 1e-10
-    ) -> None:
-        super().__init__(params, lr, eps, initial_accumulator_value=initial_sum)
-
-
-FormerRowwiseAdagrad.__name__ = "RowwiseAdagrad"  # under which tables keep its step count
 
 
 class Suited(NamedTuple):
@@ -144,17 +113,16 @@ class Suited(NamedTuple):
 
 
 SUITED = {
-    "rowwiseadagrad": Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False),
-    "adagrad": Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False),
+    **dict.fromkeys(("rowwiseadagrad", "adagrad"), Suited(lr=0.2, batch=16_384, gpu_batch=65_536, falls=False)),
     "sgd": Suited(lr=0.05, batch=512),
-    **{name: Suited(lr=0.01) for name in ("adam", "adamax", "adamw", "nadam", "radam")},
+    **dict.fromkeys(("adam", "adamax", "adamw", "nadam", "radam"), Suited(lr=0.01)),
 }
 
 
 def make_optimizer(name: str, params: Iterable[Parameter], lr: float | None = None) -> Optimizer:
     """Make the optimizer of a name, with a learning rate that suits it unless one is given."""
     lr = suited(name).lr if lr is None else lr
-    make: Callable[..., Optimizer] = optimizer_class(name)
+    make: Callable[..., Optimizer] = named_optimizer(name, OWN)
     if make is RowwiseAdagrad:
         make = functools.partial(make, initial_accumulator_value=INITIAL_SUM)
     return make(params) if lr is None else make(params, lr=lr)
@@ -163,12 +131,3 @@ def make_optimizer(name: str, params: Iterable[Parameter], lr: float | None = No
 def suited(name: str) -> Suited:
     """Return the settings that suit the optimizer of a name."""
     return SUITED.get(plain(name), Suited())
-
-
-def optimizer_class(name: str) -> type[Optimizer]:
-    """Return the optimizer of a name such as ``adam``.
-
-    Raises:
-        SettingsError: no optimizer has the name.
-    """
-    return named_optimizer(name, {DEFAULT_OPTIMIZER: RowwiseAdagrad})

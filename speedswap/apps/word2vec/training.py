@@ -21,7 +21,7 @@ from speedswap.apps.word2vec.checkpoint import Word2VecCheckpoint
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.course import Course, Result
 from speedswap.apps.word2vec.model import SkipGram
-from speedswap.apps.word2vec.settings import Settings
+from speedswap.apps.word2vec.settings import Word2VecSettings
 from speedswap.apps.word2vec.vectors import WordVectors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ __all__ = ["Result", "demo_corpus", "open_corpus", "train"]
 
 
 def train(
-    settings: Settings,
+    settings: Word2VecSettings,
     *,
     output: str | os.PathLike[str] | None = None,
     resume: bool | None = None,
@@ -108,7 +108,7 @@ def train(
     return result
 
 
-def open_corpus(settings: Settings) -> Corpus:
+def open_corpus(settings: Word2VecSettings) -> Corpus:
     """Read the text that the settings name, or generate one."""
     if settings.generate is not None:
         return Corpus.generated(
