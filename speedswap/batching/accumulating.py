@@ -15,58 +15,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap._words import a_kind
-from speedswap.batching.functions import require_integer
+from speedswap.batching.functions import named_values, require_integer
 from speedswap.batching.rollback import has_memory
 from speedswap.errors import BatchError, OptimizerError
 
-__all__ = ["AccumulatingOptimizer"]
 
-
-def _shared(name: str, doc: str | None = None) -> Any:
+def _shared(name: str) -> Any:
     """Return a property that reads and writes an attribute of the wrapped optimizer."""
 
-    def read(self: WrappedOptimizer) -> Any:
-        return getattr(self.optimizer, name)
-
-    def write(self: WrappedOptimizer, value: Any) -> None:
+    def write(self: AccumulatingOptimizer, value: Any) -> None:
         setattr(self.optimizer, name, value)
 
-    return property(read, write, doc=doc)
-
-
-class WrappedOptimizer(Optimizer):
-    """An optimizer with the parameter groups, state, defaults and hooks of another: the same objects, not copies.
-
-    A subclass's ``step`` is invisible to torch's hooks, profiler and global hooks; the wrapped optimizer's is not.
-
-    Attributes:
-        optimizer: the wrapped one.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        # Optimizer.__init__ is not called: it would make groups, state and hooks of its own. So __getattr__ finds the
-        # hooks in the wrapped optimizer.
-        self.optimizer = optimizer
-
-    param_groups = _shared("param_groups", "The wrapped optimizer's groups themselves.")
-    state = _shared("state", "The wrapped optimizer's state itself.")
-    defaults = _shared("defaults", "The wrapped optimizer's defaults themselves.")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the wrapped optimizer."""
-        self.optimizer.add_param_group(param_group)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "grad_scale", "found_inf") or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.optimizer, name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Left out: step as a scheduler has wrapped it, and what a gradient scaler has set here for one call.
-        return {key: value for key, value in vars(self).items() if key not in ("step", "grad_scale", "found_inf")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    return property(lambda self: getattr(self.optimizer, name), write, doc=f"The wrapped optimizer's {name}.")
 
 
 Loss = Any  # a closure's result: usually a tensor, or a number
@@ -286,10 +246,10 @@ class Replayable:
 
     def __init__(self, closure: Callable[[], Loss]) -> None:
         self._closure = closure
-        self._seen = dict(_variables(closure))
+        self._seen = _variables(closure)
 
     def __call__(self) -> Loss:
-        for name, value in _variables(self._closure):
+        for name, value in _variables(self._closure).items():
             if value is not self._seen.get(name, value):
                 raise BatchError(
                     f"the optimizer evaluates a micro-step's closure again, but its variable {name!r} has become "
@@ -298,44 +258,16 @@ class Replayable:
         return self._closure()
 
 
-def _variables(closure: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield names and values of the outer variables that a function reads and does not set itself."""
-    while isinstance(closure, functools.partial):
-        closure = closure.func
+def _variables(closure: Callable[..., Any]) -> dict[str, Any]:
+    """Return the outer variables that a function reads and does not set itself."""
     function = inspect.unwrap(closure)
     if not isinstance(function, types.FunctionType):
-        return
-    code, cells = function.__code__, function.__closure__ or ()
-    loaded, stored = _names(code)
-    for name, cell in zip(code.co_freevars, cells, strict=True):
-        if name not in stored:
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not set yet
-                continue
-    for name in loaded - set(code.co_freevars) - stored:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
+        return {}
+    is_set = {one.argval for one in dis.get_instructions(function) if one.opname in ("STORE_GLOBAL", "STORE_DEREF")}
+    return {name: value for name, value in named_values(function) if name not in is_set}
 
 
-def _names(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the global and enclosing names that a function, or one inside it, loads and stores."""
-    loaded: set[str] = set()
-    stored: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            loaded.add(instruction.argval)
-        elif instruction.opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"):
-            stored.add(instruction.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner_loaded, inner_stored = _names(constant)
-            loaded |= inner_loaded
-            stored |= inner_stored
-    return loaded, stored
-
-
-class AccumulatingOptimizer(WrappedOptimizer):
+class AccumulatingOptimizer(Optimizer):
     """An optimizer that steps once per ``accumulation_steps`` calls of ``step``, with their gradients' mean.
 
     A training loop written for small batches stays unchanged: it calls ``zero_grad``, ``backward`` and ``step`` for
@@ -403,6 +335,8 @@ class AccumulatingOptimizer(WrappedOptimizer):
     # GradScaler then calls step() whether or not gradients are finite, and leaves dividing them to it.
     _step_supports_amp_scaling = True
 
+    param_groups, state, defaults = map(_shared, ("param_groups", "state", "defaults"))
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -417,7 +351,8 @@ class AccumulatingOptimizer(WrappedOptimizer):
             raise OptimizerError("optimizer accumulates already; multiply its accumulation_steps instead")
         if reduction not in ("mean", "sum"):
             raise BatchError(f"reduction is {reduction!r}; choose 'mean' or 'sum', as the losses have it")
-        super().__init__(optimizer)
+        # Optimizer.__init__ is not called: it would make other groups, state and hooks than the wrapped one has.
+        self.optimizer = optimizer
         self.reduction = reduction
         self.skip_nonfinite = skip_nonfinite
         self.stepped = False
@@ -427,6 +362,22 @@ class AccumulatingOptimizer(WrappedOptimizer):
         self._window: Window | None = None
         self._accumulation_steps = accumulation_steps
         self._next_length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "grad_scale", "found_inf") or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Left out: step as a scheduler has wrapped it, and what a gradient scaler has set here for one call.
+        return {key: value for key, value in vars(self).items() if key not in ("step", "grad_scale", "found_inf")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
 
     @property
     def accumulation_steps(self) -> int:
@@ -489,7 +440,7 @@ class AccumulatingOptimizer(WrappedOptimizer):
         self.micro_steps += 1
         if self.skip_nonfinite and not _are_finite(parameters, found_inf):
             self.skipped += 1
-            self._clear(parameters)
+            _clear(parameters)
             return loss
         self._window = window
         window.add(parameters, weight, grad_scale)
@@ -497,7 +448,7 @@ class AccumulatingOptimizer(WrappedOptimizer):
         if found_inf is not None:
             window.found_inf = window.found_inf + found_inf
         if window.steps < window.length:
-            self._clear(parameters)
+            _clear(parameters)
         else:
             self._close(window, parameters)
         return loss
@@ -574,7 +525,7 @@ class AccumulatingOptimizer(WrappedOptimizer):
         if bool(window.found_inf != 0):
             self._window = None
             self.skipped += window.steps
-            self._clear(parameters)
+            _clear(parameters)
             return
         window.put(parameters)
         self._update(window.closure(parameters))
@@ -589,11 +540,6 @@ class AccumulatingOptimizer(WrappedOptimizer):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @staticmethod
-    def _clear(parameters: list[Tensor]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
 
     # ------------------------------------------------------------------ saving
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -120,7 +119,7 @@ class Limit:
 
 
 class Limits:
-    """Limits for each key and class of free memory, such as :func:`~.oom.memory_class` gives.
+    """Limits for each key and class of free memory, such as :func:`~.memory.memory_class` gives.
 
     Args:
         most_keys: number of keys remembered; the least recently used one is forgotten first.
@@ -168,18 +167,6 @@ class Limits:
         if len(self._known) > self._most_keys:
             self._known.popitem(last=False)
         return classes
-
-
-class SharedLimits(Limits):
-    """Limits that several threads use; unlike others, they cannot be copied.
-
-    Attributes:
-        lock: held by the thread that uses one of the limits.
-    """
-
-    def __init__(self, most_keys: int = _MOST_KEYS) -> None:
-        super().__init__(most_keys)
-        self.lock = threading.Lock()
 
 
 Self = TypeVar("Self", bound="Attempts")

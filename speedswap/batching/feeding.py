@@ -8,16 +8,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from speedswap._threads import EndingThread
 from speedswap._words import a_kind
 from speedswap.errors import BatchError, MemoryBudgetError
-
-__all__ = ["Feed", "feed"]
 
 Item = TypeVar("Item")
 
@@ -30,13 +30,7 @@ def nbytes_of(sample: Any) -> int:
     >>> nbytes_of((np.zeros(3), {"label": torch.zeros(2)}))
     32
     """
-    if isinstance(sample, (np.ndarray, np.generic, torch.Tensor)):
-        return int(sample.nbytes)
-    if isinstance(sample, dict):
-        return sum(map(nbytes_of, sample.values()))
-    if isinstance(sample, (tuple, list)):
-        return sum(map(nbytes_of, sample))
-    return sys.getsizeof(sample)
+    return sum(int(leaf.nbytes) if hasattr(leaf, "nbytes") else sys.getsizeof(leaf) for leaf in tree_leaves(sample))
 
 
 class Stack:
@@ -204,6 +198,7 @@ class ReadAhead(Generic[Item]):
 Identity = TypeVar("Identity")
 
 
+@dataclass(eq=False, repr=False)
 class Feed(Generic[Identity]):
     """Batches of samples that are read when they are needed, by whatever identifies them.
 
@@ -239,58 +234,46 @@ class Feed(Generic[Identity]):
     [[[2.0, 3.0], [1.0]], [[1.0, 2.0], [3.0]]]
     """
 
-    def __init__(
-        self,
-        identities: Sequence[Identity],
-        read: Callable[[Identity], Any],
-        batch_size: int,
-        *,
-        budget_bytes: int,
-        epochs: int | None = 1,
-        targets: Sequence[Any] | None = None,
-        read_target: Callable[[Any], Any] | None = None,
-        variants: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-        collate: Callable[[list[Any]], Any] | None = None,
-        read_ahead: bool = False,
-    ) -> None:
-        for name, value in (("batch_size", batch_size), ("variants", variants), ("budget_bytes", budget_bytes)):
-            if value is not None and value < 1:
+    identities: Sequence[Identity]
+    read: Callable[[Identity], Any]
+    batch_size: int
+    _: KW_ONLY
+    budget_bytes: int
+    epochs: int | None = 1
+    targets: Sequence[Any] | None = None
+    read_target: Callable[[Any], Any] | None = None
+    variants: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    drop_last: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+    read_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "variants", "budget_bytes"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise BatchError(f"{name} is {value}; it must be at least 1")
-        if len(identities) == 0:
+        if len(self.identities) == 0:
             raise BatchError("identities is empty; give one for each sample")
-        if targets is not None and len(targets) != len(identities):
-            raise BatchError(f"there are {len(targets)} targets, but {len(identities)} identities; give as many")
-        if targets is not None and read_target is None:
+        if self.targets is not None and len(self.targets) != len(self.identities):
+            raise BatchError(
+                f"there are {len(self.targets)} targets, but {len(self.identities)} identities; give as many"
+            )
+        if self.targets is not None and self.read_target is None:
             raise BatchError("targets are given, but read_target is None; give the function that reads them")
-        self._identities = identities
-        self._read = read
-        self._batch_size = batch_size
-        self._budget = budget_bytes
-        self._epochs = epochs
-        self._targets = identities if targets is None else targets
-        self._read_target = read_target
-        self._variants = variants
-        self._shuffle = shuffle
-        self._seed = seed
-        self._drop_last = drop_last
-        self._collate = collate
-        self._read_ahead = read_ahead
-        self._total = len(identities) * (variants or 1)
+        self._total = len(self.identities) * (self.variants or 1)
         self._position = (0, 0)
 
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches in an epoch."""
-        full, rest = divmod(self._total, self._batch_size)
-        return full if self._drop_last or not rest else full + 1
+        full, rest = divmod(self._total, self.batch_size)
+        return full if self.drop_last or not rest else full + 1
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the epoch, and the number of its samples that have been handed out."""
         epoch, samples = self._position
-        return {"epoch": epoch, "samples": samples, "seed": self._seed}
+        return {"epoch": epoch, "samples": samples, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume, at the next iteration, at the position of another feed of the same samples.
@@ -299,7 +282,7 @@ class Feed(Generic[Identity]):
         """
         if not 0 <= state["samples"] <= self._total or state["epoch"] < 0:
             raise BatchError(f"state is {state}, but an epoch has {self._total} samples; it is another feed's")
-        self._seed = state["seed"]
+        self.seed = state["seed"]
         self._position = (state["epoch"], state["samples"])
 
     def __iter__(self) -> Iterator[Iterator[Any]]:
@@ -307,9 +290,9 @@ class Feed(Generic[Identity]):
         first, samples = self._position
         if samples >= self._end:
             first, samples = first + 1, 0
-        if self._epochs is not None and first >= self._epochs:
+        if self.epochs is not None and first >= self.epochs:
             first, samples = 0, 0
-        epochs = itertools.count(first) if self._epochs is None else range(first, self._epochs)
+        epochs = itertools.count(first) if self.epochs is None else range(first, self.epochs)
         for index in epochs:
             yield self.epoch(index, samples)
             samples = 0
@@ -322,10 +305,10 @@ class Feed(Generic[Identity]):
             skip: number of samples to leave out, without reading them.
         """
         source = self._samples(index, skip)
-        samples = ReadAhead(source, lambda item: nbytes_of(item[1]), self._room) if self._read_ahead else source
+        samples = ReadAhead(source, lambda item: nbytes_of(item[1]), self._room) if self.read_ahead else source
         with closing(samples):
-            for start in range(skip, self._end, self._batch_size):
-                size = min(self._batch_size, self._total - start)
+            for start in range(skip, self._end, self.batch_size):
+                size = min(self.batch_size, self._total - start)
                 batch = [self._batch(samples, size)]  # in a list, to hold no reference while the caller works
                 self._position = (index, start + size)
                 yield batch.pop()
@@ -333,11 +316,11 @@ class Feed(Generic[Identity]):
     @property
     def _end(self) -> int:
         """Number of samples handed out in an epoch."""
-        return self._total - self._total % self._batch_size if self._drop_last else self._total
+        return self._total - self._total % self.batch_size if self.drop_last else self._total
 
     def _batch(self, samples: Iterator[tuple[Any, Any]], size: int) -> Any:
-        if self._collate is not None:
-            return self._collate([sample for _, sample in itertools.islice(samples, size)])
+        if self.collate is not None:
+            return self.collate([sample for _, sample in itertools.islice(samples, size)])
         stack = Stack(size)
         for _ in range(size):
             identity, sample = next(samples)
@@ -349,7 +332,7 @@ class Feed(Generic[Identity]):
 
     def _samples(self, epoch: int, skip: int) -> Generator[tuple[Any, Any], None, None]:
         """Yield samples with their identities, in the epoch's order."""
-        many = self._variants or 1
+        many = self.variants or 1
         order = self._order(epoch)
         fits = False
         for place in range(skip // many, len(order)):
@@ -359,26 +342,31 @@ class Feed(Generic[Identity]):
                 if not fits:
                     self._check_budget(nbytes_of(sample))
                     fits = True
-                yield self._identities[index], sample
+                yield self.identities[index], sample
                 del sample
 
     def _order(self, epoch: int) -> Any:
-        count = len(self._identities)
-        return np.random.default_rng([self._seed, epoch]).permutation(count) if self._shuffle else range(count)
+        count = len(self.identities)
+        return np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else range(count)
 
     def _read_one(self, index: int) -> Iterator[Any]:
         """Read the samples of one identity; pairs of them if there are targets."""
-        inputs = self._counted(self._read, self._identities[index])
-        if self._read_target is None:
+        identity = self.identities[index]
+        inputs = self._counted(self.read, identity)
+        if self.read_target is None:
             return inputs
-        return zip(inputs, self._counted(self._read_target, self._targets[index]), strict=True)
+        return zip(
+            inputs,
+            self._counted(self.read_target, identity if self.targets is None else self.targets[index]),
+            strict=True,
+        )
 
     def _counted(self, read: Callable[[Any], Any], identity: Any) -> Iterator[Any]:
         """Yield the samples that a reader returns for an identity; raise if their number is not ``variants``."""
-        wanted = self._variants or 1
+        wanted = self.variants or 1
         count = 0
         try:
-            samples = iter(read(identity) if self._variants else [read(identity)])
+            samples = iter(read(identity) if self.variants else [read(identity)])
             for sample in samples:
                 count += 1
                 if count == wanted and next(samples, self) is not self:
@@ -396,23 +384,23 @@ class Feed(Generic[Identity]):
 
     def _in_batches(self) -> int:
         """Return the number of samples in memory at once while a batch is made, besides the batch handed out before."""
-        size = min(self._batch_size, self._total)
-        return size if self._collate is None else 2 * size
+        size = min(self.batch_size, self._total)
+        return size if self.collate is None else 2 * size
 
     def _room(self, sample_bytes: int) -> int:
         """Return the bytes for reading ahead."""
-        return self._budget - (self._in_batches() + (self._variants or 1) - 1) * sample_bytes
+        return self.budget_bytes - (self._in_batches() + (self.variants or 1) - 1) * sample_bytes
 
     def _check_budget(self, sample_bytes: int) -> None:
-        one = sample_bytes * (self._variants or 1)
-        if one > self._budget:
+        one = sample_bytes * (self.variants or 1)
+        if one > self.budget_bytes:
             raise MemoryBudgetError(
-                f"budget_bytes is {self._budget}, but what is read for one identity takes {one}; give more"
+                f"budget_bytes is {self.budget_bytes}, but what is read for one identity takes {one}; give more"
             )
         needed = self._in_batches() * sample_bytes + one
-        if needed > self._budget:
+        if needed > self.budget_bytes:
             raise MemoryBudgetError(
-                f"budget_bytes is {self._budget}, but a batch of {min(self._batch_size, self._total)} samples of "
+                f"budget_bytes is {self.budget_bytes}, but a batch of {min(self.batch_size, self._total)} samples of "
                 f"{sample_bytes} bytes takes {needed} while it is made; give as much, or a smaller batch_size"
             )
 

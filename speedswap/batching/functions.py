@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import threading
 import types
 import weakref
@@ -14,18 +15,6 @@ from torch import Tensor, nn
 
 from speedswap._words import a_kind
 from speedswap.errors import BatchError
-
-__all__ = [
-    "Registry",
-    "check_function",
-    "identity",
-    "key_of",
-    "kind_of",
-    "name_of",
-    "named_values",
-    "require_function",
-    "require_integer",
-]
 
 V = TypeVar("V")
 
@@ -52,10 +41,11 @@ def require_function(name: str, function: object) -> None:
         raise BatchError(f"{name} is {a_kind(function)}; give a function")
 
 
-def require_integer(name: str, value: object, least: int = 1) -> None:
-    """Raise BatchError unless an argument is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def require_integer(name: str, value: Any, least: int = 1) -> int:
+    """Return an argument as an integer, and raise BatchError unless it is one of at least ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < least:
         raise BatchError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    return operator.index(value)
 
 
 def named_values(function: Any) -> Iterator[tuple[str, Any]]:
@@ -192,15 +182,12 @@ def check_function(function: Any) -> None:
     """
     if not callable(function):
         raise BatchError(f"{function!r} is not a function; options are given by name, as in initial=512")
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
     for is_late, kind in (
         (inspect.iscoroutinefunction, "a coroutine function"),
         (inspect.isgeneratorfunction, "a generator function"),
         (inspect.isasyncgenfunction, "an asynchronous generator function"),
     ):
-        if is_late(inner):
+        if is_late(function):
             raise BatchError(
                 f"{name_of(function)} is {kind}, which does its work after it has returned, when nothing can retry it; "
                 "let it call a plain function that is retried"

@@ -35,16 +35,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import sys
+import threading
 from collections.abc import Callable, Hashable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, SharedLimits
-from speedswap.batching.functions import Registry, check_function, name_of
+from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, Limits
+from speedswap.batching.functions import Registry, check_function, name_of, require_integer
 from speedswap.batching.memory import is_out_of_memory, memory_class
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
@@ -52,6 +52,9 @@ from speedswap.errors import BatchError
 __all__ = ["Retried", "RetriedBatch", "RetriedChunks", "RetriedRange", "batch", "chunked", "range"]
 
 R = TypeVar("R")
+Self = TypeVar("Self", bound="Retried")
+
+_lock = threading.Lock()  # of all limits: it is held for less than a microsecond
 
 _NOTHING: dict[str, Any] = {}
 
@@ -78,7 +81,7 @@ class Search(Attempts):
         self,
         name: str,
         wanted: int,
-        limits: SharedLimits | None = None,
+        limits: Limits | None = None,
         key: Hashable = None,
         device: torch.device | None = None,
         grow_after: int | None = GROW_AFTER,
@@ -96,7 +99,7 @@ class Search(Attempts):
         self._memory: int | None = None
         if limits:
             self._memory = self.memory_class()
-            with limits.lock:
+            with _lock:
                 self._limit = limits.find(key, self._memory, grow_after)
             self.choose()
 
@@ -108,7 +111,7 @@ class Search(Attempts):
     def choose(self) -> None:
         """Choose the size after a success: a larger one where it is due."""
         if self._limits is not None and self._limit is not None:
-            with self._limits.lock:
+            with _lock:
                 self.size = self._limit.choose(self._wanted)
 
     def fitted(self, length: int) -> None:
@@ -117,7 +120,7 @@ class Search(Attempts):
         self._failures.clear()
         if self._limits is None or (self._limit is None and not has_shrunk):
             return
-        with self._limits.lock:
+        with _lock:
             if has_shrunk:
                 self._limit = self._limits.note(self._key, self._memory or 0, self.size, self._grow_after)
             elif self._limit is not None and length == self.size:
@@ -159,7 +162,7 @@ class Search(Attempts):
     def _smaller(self, length: int) -> int:
         if self._limits is None or self._limit is None or self._failures:
             return length // 2
-        with self._limits.lock:
+        with _lock:
             return self._limit.failed(length)
 
     def release(self, failure: BaseException, size: int) -> None:
@@ -225,22 +228,9 @@ def run_chunks(
     return run_range(piece, 0, tensor.shape[dimension], search, rng=rng)
 
 
-def check_size(name: str, value: Any) -> int:
-    """Return a size as an integer.
-
-    Raises:
-        BatchError: it is none, or less than 1.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise BatchError(f"{name} is {value!r}; it must be an integer of at least 1")
-    return operator.index(value)
-
-
-P = ParamSpec("P")
-Self = TypeVar("Self", bound="Retried[Any, Any]")
 Join = Callable[[list[Any]], Any]
 
-_limits = Registry(SharedLimits)
+_limits = Registry(Limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,14 +247,14 @@ class RetryOptions:
     def __post_init__(self) -> None:
         for name in ("initial", "grow_after"):
             if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+                require_integer(name, getattr(self, name))
         try:
             hash(self.key)
         except TypeError as error:
             raise BatchError(f"key is {self.key!r}; it must be hashable") from error
 
 
-class Retried(Generic[P, R]):
+class Retried:
     """A function that is tried again with less at a time, as :func:`batch`, :func:`range` and :func:`chunked` make it.
 
     It can be called, and used as a method where the function is one.
@@ -274,7 +264,7 @@ class Retried(Generic[P, R]):
         options: of the retries.
     """
 
-    def __init__(self, function: Callable[..., R], options: RetryOptions) -> None:
+    def __init__(self, function: Callable[..., Any], options: RetryOptions) -> None:
         check_function(function)
         functools.update_wrapper(cast(Any, self), function, updated=())
         self._function = function
@@ -319,33 +309,33 @@ class Retried(Generic[P, R]):
         return Search(self._name, wanted, self._limits, (type(self), key), device, options.grow_after)
 
 
-class RetriedBatch(Retried[P, R]):
+class RetriedBatch(Retried):
     """A function of a batch size and more; called without the batch size."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         initial = self._options.initial
         if initial is None:
             raise BatchError(f"{self._name} has no initial batch size; give one: retry.batch(initial=512)")
         return run_batch(self._function, self._search(initial), args, kwargs, rng=self._options.rng)
 
 
-class RetriedRange(Retried[P, R]):
+class RetriedRange(Retried):
     """A function of a range and more, called for its pieces."""
 
-    def __call__(self, start: int, stop: int, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def __call__(self, start: int, stop: int, *args: Any, **kwargs: Any) -> Any:
         wanted = self._options.initial or max(1, stop - start)
         search = self._search(wanted)
         return self._joined(run_range(self._function, start, stop, search, args, kwargs, rng=self._options.rng))
 
-    def _joined(self, results: list[R]) -> Any:
+    def _joined(self, results: list[Any]) -> Any:
         join = self._options.join
         return results if join is None else join(results)
 
 
-class RetriedChunks(RetriedRange[P, R]):
+class RetriedChunks(RetriedRange):
     """A function of a tensor, its place and more, called for the tensor's chunks."""
 
-    def __call__(self, tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> Any:  # type: ignore[override]
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         options = self._options
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= options.dimension < tensor.dim():
             what = f"a tensor of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else repr(type(tensor))
@@ -356,24 +346,6 @@ class RetriedChunks(RetriedRange[P, R]):
         )
 
 
-@overload
-def batch(
-    function: Callable[Concatenate[int, P], R],
-    *,
-    initial: int | None = ...,
-    key: Hashable = ...,
-    rng: bool = ...,
-    grow_after: int | None = ...,
-) -> RetriedBatch[P, R]: ...
-@overload
-def batch(
-    function: None = None,
-    *,
-    initial: int | None = ...,
-    key: Hashable = ...,
-    rng: bool = ...,
-    grow_after: int | None = ...,
-) -> Callable[[Callable[Concatenate[int, P], R]], RetriedBatch[P, R]]: ...
 def batch(
     function: Callable[..., Any] | None = None,
     *,
@@ -476,7 +448,7 @@ def chunked(
     return _made(RetriedChunks, function, RetryOptions(initial, key, rng, grow_after, dimension, join))
 
 
-def _made(kind: type[Retried[Any, Any]], function: Callable[..., Any] | None, options: RetryOptions) -> Any:
+def _made(kind: type[Retried], function: Callable[..., Any] | None, options: RetryOptions) -> Any:
     if function is None:
         return lambda function: kind(function, options)
     return kind(function, options)

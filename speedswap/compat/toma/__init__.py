@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from speedswap.batching.functions import check_function, key_of, name_of
+from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import is_out_of_memory
-from speedswap.batching.retry import check_size, run_batch, run_chunks, run_range
+from speedswap.batching.retry import run_batch, run_chunks, run_range
 from speedswap.compat.toma import caches
 from speedswap.compat.toma.caches import (
     Batchsize,
@@ -74,7 +74,7 @@ def get_cache_for_context(batchsize_cache_type: CacheType, context: Any) -> Batc
 def _search(func: Callable[..., Any], name: str, initial: Any, cache_type: CacheType | None, context: Any) -> Batchsize:
     """Return a call's search for a size that fits, with the sizes that its cache knows."""
     cache = get_cache_for_context(cache_type or DEFAULT_CACHE_TYPE, func if context is None else context)
-    search = cache.get_batchsize(check_size(name, initial))
+    search = cache.get_batchsize(require_integer(name, initial))
     search.name = name_of(func)
     return search
 

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from speedswap.batching.attempts import SharedLimits
+from speedswap.batching.attempts import Limits
 from speedswap.batching.memory import free_bytes, is_out_of_memory, release_cached_memory
 from speedswap.batching.retry import Search
 from speedswap.errors import MemoryBudgetError
@@ -171,7 +171,7 @@ class Batchsize(Search):
         key: the situation of this call.
     """
 
-    def __init__(self, value: int, limits: SharedLimits | None = None, key: Hashable = None) -> None:
+    def __init__(self, value: int, limits: Limits | None = None, key: Hashable = None) -> None:
         super().__init__("the function", value, limits, key)
 
     @property
@@ -217,7 +217,7 @@ class GlobalBatchsizeCache(BatchsizeCache):
     """A cache of the size that fitted, whatever the caller."""
 
     def __init__(self) -> None:
-        self._limits = SharedLimits()
+        self._limits = Limits()
 
     def get_batchsize(self, initial_batchsize: int) -> Batchsize:
         """Return the size that fitted last, if it is below the requested one."""
@@ -238,7 +238,7 @@ class StacktraceMemoryBatchsizeCache(BatchsizeCache):
     """Count the host's memory too, not only the GPU's."""
 
     def __init__(self, lru_cache_size: int | None = None) -> None:
-        self._limits = SharedLimits(self.LRU_CACHE_SIZE if lru_cache_size is None else lru_cache_size)
+        self._limits = Limits(self.LRU_CACHE_SIZE if lru_cache_size is None else lru_cache_size)
 
     def get_batchsize(self, initial_batchsize: int) -> Batchsize:
         """Return the size that fitted last in this situation, if it is below the requested one."""
