@@ -1,14 +1,17 @@
-"""The dense half of a checkpoint: everything of model and optimizers but the rows of tables."""
+"""The dense half of a checkpoint: everything of model, optimizers and random generators but the rows of tables."""
 
 from __future__ import annotations
 
 import copy
 import os
+import random
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,26 +19,14 @@ from torch.optim import Optimizer
 from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
 from speedswap.swapping.attach import attach
-from speedswap.swapping.checkpoints.manifest import says_malformed
-from speedswap.swapping.checkpoints.plain import Encoder
-from speedswap.swapping.checkpoints.random_state import check_generator, random_state
-from speedswap.swapping.checkpoints.trial import try_optimizer
-from speedswap.swapping.optimizers import holds, innermost
+from speedswap.swapping.checkpoints.format import Encoder, require, says_malformed
+from speedswap.swapping.optimizers import holds, innermost, parameters_of
+from speedswap.swapping.probe import step_unnoticed
 from speedswap.swapping.table_module import TableModule
+from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart
 
-__all__ = [
-    "attach_all",
-    "check_model",
-    "check_optimizers",
-    "content_of",
-    "listed",
-    "load_dense",
-    "random_of",
-    "require_path_and_model",
-    "require_restorable",
-    "restored",
-]
+_WAYS = ("foreach", "fused", "capturable", "differentiable")  # of which "meta" has the plain one
 
 
 def require_path_and_model(path: object, model: object) -> None:
@@ -90,17 +81,17 @@ def content_of(
     """
     with rows_apart():
         states = [dict(model.state_dict()), *[each.state_dict() for each in optimizers]]
-    states = _whole(states, is_kept=not rank)
+    model_state, *states = _whole(states, is_kept=not rank)
     generators = {random_of(rank): encoder.encode(random_state(), random_of(rank))}
     if rank:
         return generators
-    named = zip(optimizers, states[1:], strict=True)
+    kept = [
+        {"class": type(each).__name__, "state": encoder.encode(state, f"optimizers.{place}")}
+        for place, (each, state) in enumerate(zip(optimizers, states, strict=True))
+    ]
     return {
-        "model": encoder.encode(states[0], "model"),
-        "optimizers": [
-            {"class": type(each).__name__, "state": encoder.encode(state, f"optimizers.{place}")}
-            for place, (each, state) in enumerate(named)
-        ],
+        "model": encoder.encode(model_state, "model"),
+        "optimizers": kept,
         **generators,
         "extra": encoder.encode(extra, "extra"),
     }
@@ -158,7 +149,7 @@ def check_optimizers(saved: list[dict[str, Any]], optimizers: Sequence[Optimizer
                 f"of {theirs}; make it with the same groups"
             )
         with says_malformed(folder, f"the state of optimizer {type(optimizer).__name__}"):
-            try_optimizer(optimizer, each["state"])
+            _try_optimizer(optimizer, each["state"])
 
 
 def load_dense(
@@ -169,28 +160,23 @@ def load_dense(
         ours = model.state_dict()
         model.load_state_dict({name: _divided_as(ours.get(name), value) for name, value in saved.items()})
         for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict({**state, "state": dict(_divided(optimizer, state))})
-            _undo_casts(innermost(optimizer), state)
+            parameters = dict(_by_name(optimizer, state))
+            divided = {
+                name: {key: _divided_as(parameters.get(name), value) for key, value in values.items()}
+                for name, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": divided})
+            for name, parameter in parameters.items():  # torch has cast state to its parameter's dtype
+                now = innermost(optimizer).state.get(parameter, {})
+                for key, value in state["state"].get(name, {}).items():
+                    if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
+                        now[key] = value.to(now[key].device)
 
 
-def _divided(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield the state of each parameter, of which this rank has a part where it has one of the parameter."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_name = dict(zip(names, parameters, strict=True))
-    for name, values in state["state"].items():
-        yield name, {key: _divided_as(by_name.get(name), value) for key, value in values.items()}
-
-
-def _undo_casts(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Give state the dtypes that it was saved with, where torch has cast it to its parameter's."""
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
-        now = optimizer.state.get(parameter, {})
-        for key, value in state["state"].get(name, {}).items():
-            if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key].dtype != value.dtype:
-                now[key] = value.to(now[key].device)
+def _by_name(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+    """Yield the name of each parameter in a saved state, with the parameter."""
+    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        yield from zip(saved["params"], group["params"], strict=True)
 
 
 def require_restorable(target: Any, saved: Any, name: str) -> None:
@@ -235,10 +221,7 @@ def _state_of(target: Any) -> Any:
 
 
 def _restore(target: Any, state: Any) -> None:
-    if isinstance(target, torch.Generator):
-        target.set_state(state)
-    else:
-        target.load_state_dict(state)
+    (target.set_state if isinstance(target, torch.Generator) else target.load_state_dict)(state)
 
 
 # ---- of which each rank has a part, as fully_shard divides them
@@ -274,3 +257,136 @@ def _divided_as(like: Any, value: Any) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+# ---- a saved state, tried on a stand-in: an error after the first change would be one of a half-loaded training
+
+
+def _try_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state into a stand-in for an optimizer, without memory, and let that step.
+
+    An optimizer that cannot step on ``meta`` even with its own settings is not tried.
+
+    Raises:
+        Exception: of any kind, where the state does not fit.
+    """
+    optimizer = innermost(optimizer)
+    for group in state["param_groups"]:
+        for way in _WAYS:
+            if not isinstance(group.get(way), bool | None):
+                raise ValueError(f"{way!r} is {group[way]!r}")
+    if not all(isinstance(each, dict) for each in state["state"].values()):
+        raise ValueError("a parameter's state is none")
+    try:
+        fresh = _stand_in(optimizer)
+        _step(fresh)
+        fresh = _loaded(optimizer, fresh.state_dict())
+        _step(fresh)
+    except Exception:
+        return
+    twin = _loaded(optimizer, state)
+    for weight in parameters_of(twin):
+        if not weight.numel():  # of a table, whose columns are not here
+            weight.grad = None
+    _step(twin)
+    for weight, like in zip(parameters_of(twin), parameters_of(fresh), strict=True):
+        for key in fresh.state[like].keys() & twin.state[weight].keys():
+            found, wanted = twin.state[weight][key], fresh.state[like][key]
+            is_number = weight.numel() or not isinstance(found, Tensor) or found.numel() == 1
+            if not is_number or isinstance(found, Tensor) != isinstance(wanted, Tensor):
+                raise ValueError(f"{key!r} is {str(found)[:80]}")
+
+
+def _loaded(optimizer: Optimizer, state: dict[str, Any]) -> Optimizer:
+    """Return a stand-in with a state, of which single numbers are kept where they are."""
+    twin = _stand_in(optimizer)
+    values = {name: {key: _light(value) for key, value in each.items()} for name, each in state["state"].items()}
+    twin.load_state_dict({**state, "state": values})
+    for name, parameter in _by_name(twin, state):
+        numbers = {key: value for key, value in values.get(name, {}).items() if isinstance(value, Tensor)}
+        twin.state[parameter].update({key: value for key, value in numbers.items() if not value.is_meta})
+    return twin
+
+
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class and settings over parameters without memory."""
+    twin: Optimizer = type(optimizer).__new__(type(optimizer))
+    groups = [{**group, "params": [*map(_on_meta, group["params"])]} for group in optimizer.param_groups]
+    twin.__setstate__({"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups})
+    return twin
+
+
+def _on_meta(parameter: Tensor) -> nn.Parameter:
+    shape = (0, parameter.shape[1]) if isinstance(parameter, TableWeight) else parameter.shape
+    twin = nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
+    twin.grad = torch.empty_like(twin)
+    return twin
+
+
+def _step(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.update({way: False for way in _WAYS if way in group})
+    step_unnoticed(optimizer)
+
+
+def _light(value: Any) -> Any:
+    """Return a value that a trial may change, in little memory."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if value.dim() == 0 else torch.empty_like(value, device="meta")
+
+
+# ---- random numbers
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 (what others draw from)
+        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raise an error if :func:`restore_random_state` would, or if a generator would draw from outside of its state."""
+    python, numpy = state["python"], state["numpy"]
+    random.Random().setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    require(isinstance(python["gauss"], float | None), f"Python's gauss is {python['gauss']!r}")
+    kind = np.random.get_state(legacy=False)["bit_generator"]  # noqa: NPY002
+    require(numpy["bit_generator"] == kind, f"NumPy draws from {kind}, and not from {numpy['bit_generator']!r}")
+    np.random.RandomState(getattr(np.random, kind)()).set_state(numpy)
+    if kind == "MT19937":
+        require(numpy["state"]["key"].shape == (624,), "NumPy's generator has 624 numbers")
+    if kind in ("MT19937", "Philox"):  # which read where this says, unchecked
+        place, most = (numpy["state"]["pos"], 624) if kind == "MT19937" else (numpy["buffer_pos"], 4)
+        require(0 <= place <= most, f"NumPy would read number {place} of {most}")
+    check_generator(torch.default_generator, state["torch"])
+    for index, each in enumerate(state.get("cuda", ())):
+        is_here = torch.cuda.is_available() and index < torch.cuda.device_count()
+        require(isinstance(each, Tensor) and each.dtype == torch.uint8, f"the state of GPU {index} must be bytes")
+        if is_here:
+            torch.Generator(torch.device("cuda", index)).set_state(each)
+
+
+def check_generator(generator: torch.Generator, state: Tensor) -> None:
+    """Raise an error if a generator would not take a state, or would draw from outside of it."""
+    torch.Generator(generator.device).set_state(state)
+    if generator.device.type == "cpu":
+        left, place = int(state[8:12].view(torch.int32)), int(state[16:24].view(torch.int64))
+        require(left + place <= 625, f"torch would read number {left + place} of 624")
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put the generators back to what :func:`random_state` has returned; those of GPUs as far as they are here."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        for device, each in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(each, device)

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints.manifest import Manifest, SavedTable, SavedTensor, damaged
+from speedswap.swapping.checkpoints.format import Manifest, SavedTable, SavedTensor, damaged
 from speedswap.tables import Table
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, sync_names
 from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
-
-__all__ = ["NewFiles", "TensorsOf", "digest_of"]
 
 _PIECE = 4 << 20
 _NOT_LINKED = ("LOCK", "OWNER")  # of the process that wrote a table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -13,11 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from speedswap.errors import CheckpointError, TableFullError
-from speedswap.swapping.checkpoints.manifest import MANIFEST, Manifest
-from speedswap.tables.files.open_directory import OpenDirectory, sync_names
-
-__all__ = ["Folder", "Folders"]
+from speedswap.errors import CheckpointError
+from speedswap.swapping.checkpoints.format import MANIFEST, Manifest
+from speedswap.tables.files.open_directory import OpenDirectory, says_if_full, sync_names
 
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{1,20})")
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
@@ -116,16 +113,9 @@ class Folders:
         Raises:
             TableFullError: the disk has no room.
         """
-        try:
+        outcome = "the checkpoints before are whole: free space there, or give another path"
+        with says_if_full(self.path / _UNFINISHED, outcome):
             yield self.path / _UNFINISHED
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and not isinstance(error, TableFullError):
-                raise TableFullError(
-                    error.errno,
-                    f"no room on the disk of {self.path} for a checkpoint ({os.strerror(error.errno or 0)}); those "
-                    "before are whole: free space there, or give another path",
-                ) from error
-            raise
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -138,28 +128,17 @@ class Folders:
         self.path.mkdir(parents=True, exist_ok=True)
         for each in missing:
             sync_names(each.parent)
+        busy = f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint"
         directory = OpenDirectory(self.path)  # which is closed wherever a Ctrl-C comes, and the lock with it
         try:
-            try:
-                fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"path is {str(self.path)!r}, where another process or thread is saving a checkpoint; give "
-                    "each a path of its own"
-                ) from None
-            except OSError as error:
-                _log.debug("%s cannot be locked: %s", self.path, error)
-            for leftover in (self.path / _UNFINISHED, self.path / _REMOVED):
-                if os.path.lexists(leftover):
-                    _remove(leftover)
-                    _log.warning("removed %s, left behind by a process that was killed", leftover)
-            yield
+            with directory.locked(CheckpointError(f"{busy}; give each a path of its own")):
+                for leftover in (self.path / _UNFINISHED, self.path / _REMOVED):
+                    if os.path.lexists(leftover):
+                        _remove(leftover)
+                        _log.warning("removed %s, left behind by a process that was killed", leftover)
+                yield
         finally:
-            try:
-                with suppress(OSError):
-                    fcntl.flock(directory.fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
-            finally:
-                directory.close()
+            directory.close()
 
     def remove_but(self, keep: int | Collection[int] | None) -> None:
         """Remove old checkpoints: at no instant does half of one have its name.

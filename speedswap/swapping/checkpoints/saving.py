@@ -1,17 +1,19 @@
-"""Save a checkpoint."""
+"""Save a checkpoint: its tables, then the dense half, then one rename."""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import operator
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedswap.collectives import of_all_ranks
@@ -19,18 +21,32 @@ from speedswap.errors import CheckpointError, TableFormatError
 from speedswap.swapping.checkpoints.dense import attach_all, content_of, listed, require_path_and_model
 from speedswap.swapping.checkpoints.files import NewFiles
 from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.swapping.checkpoints.manifest import Manifest
-from speedswap.swapping.checkpoints.parts import SavedPart, merged
-from speedswap.swapping.checkpoints.plain import Encoder
-from speedswap.swapping.checkpoints.ranks import SavingRanks
-from speedswap.swapping.checkpoints.table_saving import Saving
-from speedswap.swapping.checkpoints.tables import all_locked, is_referred_to, let_go, tables_of
+from speedswap.swapping.checkpoints.format import Delta, Encoder, Manifest, SavedTable
+from speedswap.swapping.checkpoints.tables import (
+    KEEPER,
+    ROWS,
+    TOKEN,
+    CopiedIn,
+    SavingRanks,
+    all_locked,
+    commits_of,
+    copied,
+    descriptions_of,
+    let_go,
+    path_from,
+    piece_rows,
+    tables_of,
+)
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables.files.manifest import require_shared
-from speedswap.tables.shards import own_shard
+from speedswap.tables import RowStore, Table
+from speedswap.tables.files.manifest import require_shared, shard_name
+from speedswap.tables.notes import ChangedRows
+from speedswap.tables.shards import InOrder, own_shard
 from speedswap.tables.shards.parts import remove_former
+from speedswap.tables.store import Commits
 
-__all__ = ["SavedCheckpoint", "save_checkpoint"]
+_MOST_DELTAS = 0.5  # of the bytes of the copy; beyond that, another copy is written
+_MOST_HELD = 2  # commits that a table keeps
 
 
 class SavedCheckpoint(NamedTuple):
@@ -130,47 +146,47 @@ def save_checkpoint(
             saving = None
             try:
                 ranks.wait()
-                files, encoder, existing = (
-                    NewFiles(require_shared(folder, folders.path)),
-                    Encoder(),
-                    folders.manifests(),
-                )
-                saving = Saving(files, number, token, existing, ranks.suffix, copies=tables == "copy")
+                files, existing = NewFiles(require_shared(folder, folders.path)), folders.manifests()
+                encoder, suffix = Encoder(), f"-{ranks.rank}" if ranks.rank else ""
+                saving = TablesToSave(files, number, token, existing, suffix, copies=tables == "copy")
                 with all_locked(modules):
-                    saved = {
-                        name: saving.save(index, name, module, encoder)
+                    saved = tuple(
+                        saving.save(index, name, module, encoder)
                         for index, (name, module) in enumerate(modules.items())
-                        if ranks.writes(module)
-                    }
+                        if ranks.rank == 0 or module._step.is_sharded
+                    )
                     ranks.wait()  # none that has failed is missed where parts of dense parameters are put together
                     content = content_of(model, optimizers, extra, encoder, ranks.rank)
-                previous = existing[-1] if existing else None
-                name = f"tensors-{number}{ranks.suffix}.safetensors"
-                tensors = files.write_changed(name, encoder.tensors, previous)
+                name = f"tensors-{number}{suffix}.safetensors"
+                tensors = files.write_changed(name, encoder.tensors, existing[-1] if existing else None)
                 saving.wait()
                 with _says_unreadable(folders):
-                    files.check_written(tensors.values(), saved.values())
-                parts = ranks.share(SavedPart(saved, content, tensors, files.bytes_written).to_json())
-                bytes_written = sum(part["bytes_written"] for part in parts)
-                describe = functools.partial(_describe, folders, files, token, step, parts, modules)
-                bytes_written += ranks.once(describe, lambda: 0)
+                    files.check_written(tensors.values(), saved)
+                own = Manifest(token, step, content, tensors, saved)
+                parts = ranks.share([asdict(own), files.bytes_written])
+                bytes_written = sum(nbytes for _, nbytes in parts)
+                if ranks.rank == 0:
+                    num_rows = {n: each.table.num_embeddings for n, each in modules.items() if each._step.is_sharded}
+                    whole = Manifest.merged([Manifest.of(part) for part, _ in parts], num_rows)
+                    bytes_written += whole.write(files.directory)
+                    with _says_unreadable(folders):
+                        Manifest.read(files.directory)
             except BaseException:
                 ranks.give_up()  # the others have ended when the folder goes
                 if saving is not None:
                     saving.give_up()
                 raise
         Folders.known_sound = token
-        ranks.once(lambda: folders.remove_but(keep), lambda: None)
+        if ranks.rank == 0:
+            folders.remove_but(keep)
         ranks.wait()
         saving.published()
         existing = folders.manifests()
         for module in modules.values():
-            own, owners, _ = own_shard(module.table)
-            let_go(own, existing)
-            if module._step.is_sharded and own.path is not None:
-                is_needed = functools.partial(is_referred_to, existing)
-                remove = functools.partial(remove_former, own.path.parent, owners.world_size, is_needed)
-                ranks.once(remove, lambda: None)
+            table, owners, _ = own_shard(module.table)
+            let_go(table, existing)
+            if module._step.is_sharded and table.path is not None and ranks.rank == 0:
+                remove_former(table.path.parent, owners.world_size, lambda former: bool(commits_of(existing, former)))
     return SavedCheckpoint(folders.path / f"{number:06}-step-{step}", step, bytes_written)
 
 
@@ -192,21 +208,6 @@ def _next_number(folders: Folders, extra: Any, keep: int | Collection[int] | Non
             f"path has {found[-1].path.name}, with the highest number that there can be; move it elsewhere"
         )
     return number
-
-
-def _describe(
-    folders: Folders,
-    files: NewFiles,
-    token: str,
-    step: int,
-    parts: Sequence[Any],
-    modules: Mapping[str, TableModule],
-) -> int:
-    """Write the description of a checkpoint, given what all ranks have written; return its bytes."""
-    nbytes = merged(token, step, [SavedPart.of(part) for part in parts], modules).write(files.directory)
-    with _says_unreadable(folders):
-        Manifest.read(files.directory)
-    return nbytes
 
 
 @contextmanager
@@ -239,3 +240,154 @@ def _kept(keep: int | Iterable[int] | None) -> int | Collection[int] | None:
         shown = keep if isinstance(keep, SupportsIndex) else repr(keep)
         raise ValueError(f"keep is {shown}; give 1 or more, steps to keep, or None for all")
     return found
+
+
+class TablesToSave:
+    """The tables of a model on their way into a checkpoint.
+
+    Args:
+        files: of the checkpoint.
+        number, token: of it.
+        existing: the checkpoints there, each with its folder, oldest first.
+        suffix: of the names of this rank's files.
+        copies: True to copy tables on disk too.
+    """
+
+    def __init__(
+        self,
+        files: NewFiles,
+        number: int,
+        token: str,
+        existing: Sequence[tuple[Manifest, Path]],
+        suffix: str,
+        *,
+        copies: bool,
+    ) -> None:
+        self._files, self._number, self._token, self._suffix = files, number, token, suffix
+        self._existing, self._previous, self._copies = existing, existing[-1] if existing else None, copies
+        self._changes: dict[RowStore, ChangedRows | None] = {}
+        self._held: list[tuple[Table, Commits, int]] = []
+
+    def save(self, index: int, name: str, module: TableModule, encoder: Encoder) -> SavedTable:
+        """Write a table, or its changes; of one that ranks own the rows of this rank.
+
+        Args:
+            index: of the table among those of the model.
+            name: of the module, in the model.
+            module: it.
+            encoder: takes tensors.
+        """
+        table, owners, rank = own_shard(module.table)
+        store, shard = table.store, "" if isinstance(owners, InOrder) else "/" + shard_name(rank, owners.world_size)
+        live = {key: value for key, source in table.live_attributes.items() if (value := source()) is not None}
+        maps = {}
+        for key, id_map in store.notes.id_maps.items():
+            maps[key] = f"tables.{name}.id_maps.{key}{shard}"
+            encoder.tensors[maps[key]] = id_map.to_bytes()
+        table.drain()
+        saved = SavedTable(
+            name,
+            descriptions_of(table),
+            table.num_embeddings,
+            table.seed,
+            table.writes,
+            {**table.attributes, **live},
+            module._step.state.is_initial,
+            maps,
+        )
+        commit = self._hold(table)
+        if commit is not None and table.path is not None:
+            checkpoints = self._files.folder.parent
+            return replace(saved, path=path_from(checkpoints, table.path, checkpoints.parent), commit=commit)
+        copy, deltas = self._copied(name, table, index, shard)
+        return replace(saved, copy=copy, deltas=deltas)
+
+    def _hold(self, table: Table) -> int | None:
+        """Begin a commit of a table on disk that stays; return its number, or None where the table has to be copied."""
+        commits = table.store.commits
+        if self._copies or table.path is None or commits is None:
+            return None
+        let_go(table, self._existing)
+        if len(commits.held) >= _MOST_HELD:
+            return None
+        checkpoints = self._files.folder.parent
+        keeper = path_from(table.path, checkpoints, checkpoints.parent)
+        table.attributes.update({TOKEN: self._token, KEEPER: keeper})
+        commit = commits.hold()
+        self._held.append((table, commits, commit))
+        return commit
+
+    def wait(self) -> None:
+        """Return when the commits that were begun are durable."""
+        for table, _, _ in self._held:
+            table.flush()
+
+    def give_up(self) -> None:
+        """Let go of the commits of a checkpoint that will not be."""
+        for table, commits, commit in self._held:
+            with suppress(Exception):  # the error that led here counts
+                table.flush()
+                commits.let_go(commit)
+
+    def _copied(self, name: str, table: Table, index: int, shard: str) -> tuple[str, tuple[Delta, ...]]:
+        """Write a copy of a table, or link the one before and write the changes since.
+
+        Args:
+            shard: the path of this rank's rows within the copy.
+        """
+        store = table.store
+        before = self._before(name, table, shard)
+        changed = None if before is None else copied[store].changes.rows()
+        self._changes[store] = store.notes.track_changes(store.num_embeddings)
+        if before is not None and changed is not None and self._previous is not None:
+            row_bytes = sum(column.row_bytes for column in table.columns.values()) + 8
+            exact = all(column.stored_dtype != torch.int8 or not column.compact for column in table.columns.values())
+            rows = len(changed) + sum(delta.rows for delta in before.deltas)
+            if exact and rows * row_bytes <= _MOST_DELTAS * table.nbytes:
+                for file in (before.copy, *(delta.file for delta in before.deltas)):
+                    self._files.link(self._previous[1], file)
+                more = (self._delta(table, changed, index),) if len(changed) else ()
+                return before.copy, (*before.deltas, *more)
+        copy = f"table-{self._number}-{index}{shard}"
+        self._files.add_copy(table, copy)
+        return copy, ()
+
+    def _before(self, name: str, table: Table, shard: str) -> SavedTable | None:
+        """Return the table in the checkpoint before, if what has changed since is known."""
+        saved = copied.get(table.store)
+        if self._previous is None or saved is None or table.store.notes.changes is not saved.changes:
+            return None
+        manifest = self._previous[0]
+        columns = descriptions_of(table)
+        for before in (part for each in manifest.tables for part in each.parts):
+            is_same = before.name == name and before.columns == columns and before.copy.endswith(shard)
+            files = (before.copy, *(delta.file for delta in before.deltas))
+            is_there = bool(before.copy) and all((self._previous[1] / each).exists() for each in files)
+            if saved.token == manifest.token and is_same and is_there:
+                return before
+        return None
+
+    def _delta(self, table: Table, rows: Tensor, index: int) -> Delta:
+        """Write some rows, as they are stored."""
+        name = f"rows-{self._number}-{index}{self._suffix}.safetensors"
+        columns = table.columns.values()
+        shapes = {each.name: (each.stored_dtype, (len(rows), *each.row_shape)) for each in columns}
+        digests = {key: hashlib.blake2b(digest_size=16) for key in (ROWS, *shapes)}
+        step = piece_rows(table)
+        with self._files.new_tensors(name, {ROWS: (torch.int64, rows.shape), **shapes}) as writer:
+            for start in range(0, len(rows), step):
+                some = rows[start : start + step]
+                values = table.lease(some, device=torch.device("cpu")).columns
+                for key, value in {ROWS: some, **values}.items():
+                    value = value.to(writer.places[key].dtype).contiguous()
+                    writer.write(key, value, first_row=start)
+                    digests[key].update(value.reshape(-1).view(torch.uint8).numpy().data)
+        return Delta(name, len(rows), {key: digest.hexdigest() for key, digest in digests.items()})
+
+    def published(self) -> None:
+        """Note that the checkpoint is complete: later ones need only what changes from now on."""
+        for store, changes in self._changes.items():
+            if changes is None:
+                copied.pop(store, None)
+            else:
+                copied[store] = CopiedIn(self._token, changes)

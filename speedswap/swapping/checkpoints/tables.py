@@ -1,40 +1,28 @@
-"""Tables in a checkpoint: referred to as of a commit, or copied, and later the rows that have changed since."""
+"""The tables of a model in a checkpoint, and the ranks that own them.
+
+A table is referred to as of a commit, or copied, and later the rows that have changed since.
+"""
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.swapping.checkpoints.manifest import Manifest
+from speedswap.swapping.checkpoints.format import Manifest
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.table_module import TableModule
-from speedswap.tables import Column, RowStore, Table
+from speedswap.tables import RowStore, Table
 from speedswap.tables.notes import ChangedRows
-
-__all__ = [
-    "KEEPER",
-    "ROWS",
-    "TOKEN",
-    "CopiedIn",
-    "all_locked",
-    "copied",
-    "description_of",
-    "is_referred_to",
-    "let_go",
-    "modules_of",
-    "path_from",
-    "path_in",
-    "piece_rows",
-    "tables_of",
-]
 
 _PIECE_BYTES = 8 << 20
 ROWS = "rows"
@@ -80,14 +68,13 @@ def tables_of(
     return {name: module for name, module in every.items() if of_store[module.table.store] == name}
 
 
-@contextmanager
-def all_locked(modules: dict[str, TableModule]) -> Iterator[None]:
-    """Hold every table, so that all are saved as of one moment."""
+def all_locked(modules: Mapping[str, TableModule]) -> ExitStack:
+    """Hold every table until the stack is closed, so that all are saved as of one moment."""
     with ExitStack() as held:
         for table in sorted({module.table for module in modules.values()}, key=id):
             held.enter_context(table.lock)
             table.check_open()
-        yield
+        return held.pop_all()
 
 
 def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int = 0) -> None:
@@ -102,25 +89,16 @@ def let_go(table: Table, existing: Iterable[tuple[Manifest, Path]], after: int =
     if commits is None or not any(commit > after for commit in commits.held):
         return
     table.flush()
-    known = _commits_of(existing, table)
+    known = commits_of(existing, table)
     for commit in commits.held:
         if commit > after and commit not in known:
-            keeper = commits.attributes_of(commit).get(KEEPER)
-            if commit not in _commits_of(_kept_at(table, keeper), table):
+            keeper = commits.attributes_of(commit).get(KEEPER)  # the directory for whose checkpoint it was held
+            kept = Folders(table.path / keeper).manifests() if table.path and isinstance(keeper, str) else []
+            if commit not in commits_of(kept, table):
                 commits.let_go(commit)
 
 
-def _kept_at(table: Table, keeper: object) -> list[tuple[Manifest, Path]]:
-    """Return the checkpoints of the directory for which a commit was held."""
-    return Folders(table.path / keeper).manifests() if table.path and isinstance(keeper, str) else []
-
-
-def is_referred_to(existing: Iterable[tuple[Manifest, Path]], table: Table) -> bool:
-    """Return whether a checkpoint refers to a table on disk."""
-    return bool(_commits_of(existing, table))
-
-
-def _commits_of(existing: Iterable[tuple[Manifest, Path]], table: Table) -> set[int]:
+def commits_of(existing: Iterable[tuple[Manifest, Path]], table: Table) -> set[int]:
     """Return the commits of a table on disk that checkpoints refer to."""
     files = table.store.files
     return {
@@ -156,11 +134,84 @@ def path_in(folder: Path, path: str) -> Path:
     return near if near.exists() else Path(os.path.realpath(folder)).parent / path
 
 
-def description_of(column: Column) -> list[Any]:
-    """Return what must be equal where rows of a column are copied, as JSON has it."""
-    dtype, stored = (str(each).removeprefix("torch.") for each in (column.dtype, column.stored_dtype))
-    return [list(column.row_shape), dtype, stored]
+def descriptions_of(table: Table) -> dict[str, list[Any]]:
+    """Return what must be equal where rows are copied, by column, as JSON has it."""
+    columns = table.columns.values()
+    return {each.name: [list(each.row_shape), _word(each.dtype), _word(each.stored_dtype)] for each in columns}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def piece_rows(table: Table) -> int:
     return max(1, _PIECE_BYTES * table.num_embeddings // max(table.nbytes, 1))
+
+
+class SavingRanks:
+    """The ranks of a model's tables.
+
+    Args:
+        group: theirs; None for a process alone.
+
+    Attributes:
+        rank: of this process among them; one alone is the first.
+    """
+
+    def __init__(self, group: RankGroup | None) -> None:
+        self._group = group
+        self._task: Task | None = None
+        self.rank = 0 if group is None else group.rank
+
+    @classmethod
+    def of(cls, modules: Mapping[str, TableModule]) -> SavingRanks:
+        """Return the ranks that own the tables of a model.
+
+        Raises:
+            ValueError: a table is each rank's own, so that there is no one state of it; or they are of several groups.
+        """
+        groups = {each.table.ranks for each in modules.values()} - {None}
+        if len(groups) > 1:
+            raise ValueError(
+                f"model has tables of {len(groups)} process groups, and a checkpoint is of one; give all tables "
+                "those of one, or save parts of the model apart"
+            )
+        for name, each in modules.items():
+            if groups and each.table.ranks is None and each.weight.requires_grad:
+                raise ValueError(
+                    f"table {each.table.name!r} of the model ({name or 'itself'}) is each rank's own, and others are "
+                    "owned by all of them; give it their storage=speedswap.Ranks() too, or save it apart"
+                )
+        return cls(next(iter(groups), None))
+
+    def once(self, work: Callable[[], Any], elsewhere: Callable[[], Any]) -> Any:
+        """Let the first rank do what is done once for all, and the others something else."""
+        return work() if self.rank == 0 else elsewhere()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Surround what the ranks do together: what fails in it is an error of all."""
+        if self._group is None:
+            yield
+            return
+        with self._group.main.task(Kind.CHECKPOINT) as self._task:
+            yield
+            self._task.finish()
+
+    def wait(self) -> None:
+        """Return when all ranks have come here, and nothing has failed."""
+        if self._task is not None:
+            self._task.round()
+
+    def give_up(self) -> None:
+        """Let the others fail in their next round, and return when they have come there."""
+        if self._task is not None:
+            self._task.give_up()
+
+    def share(self, data: Any) -> list[Any]:
+        """Return the data of all ranks, in their order.
+
+        Args:
+            data: of this one, as JSON can hold it.
+        """
+        return [data] if self._task is None else self._task.share(data)

@@ -16,7 +16,7 @@ from torch import nn
 
 import speedswap
 from speedswap.swapping.checkpoints.folders import Folders
-from speedswap.swapping.checkpoints.table_saving import Saving
+from speedswap.swapping.checkpoints.saving import TablesToSave
 
 
 def training(path: Path | None = None, table: speedswap.Table | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -187,7 +187,7 @@ def test_extra_that_cannot_be_written_is_refused_before_tables_are(
     extra: Any, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = training()
-    monkeypatch.setattr(Saving, "save", lambda *given: pytest.fail("a table is written"))
+    monkeypatch.setattr(TablesToSave, "save", lambda *given: pytest.fail("a table is written"))
     with pytest.raises(error, match=r"^extra\.(epoch\.1\.loader is an object|0\.0.*or is nested more than 100 deep)"):
         speedswap.save_checkpoint(tmp_path / "saved", *trained, extra=extra)
     assert not list((tmp_path / "saved").iterdir())

@@ -1,0 +1,400 @@
+"""The file ``CHECKPOINT`` in a checkpoint's folder: JSON with a checksum, which is never trusted.
+
+It describes tables and tensors, and has what a ``state_dict`` holds beside tensors, without pickle: JSON's own values
+stand for themselves, and whatever else there is, is an object with one key that begins with ``$``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import re
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedswap._words import a_kind
+from speedswap.errors import CheckpointError
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile
+from speedswap.tables.files.tensor_file import DTYPES
+
+MANIFEST = "CHECKPOINT"
+FORMAT, VERSION = "speedswap-checkpoint", 1
+_MAX_BYTES = 8 << 20
+_TENSORS = re.compile(r"(tensors|rows)-[0-9]{1,18}(-[0-9]{1,9}){0,2}\.safetensors")
+_COPY = re.compile(r"table-[0-9]{1,18}-[0-9]{1,9}(/shard-[0-9]{1,7}-of-[0-9]{1,7})?")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_FIELDS: dict[type, tuple[str, ...]] = {
+    str: ("name", "copy", "path"),
+    int: ("num_embeddings", "seed", "writes", "commit"),
+    dict: ("attributes", "columns", "id_maps"),
+    bool: ("is_initial",),
+}
+_MOST_NESTED = 100
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """The place of a tensor, under a key of a file, and its hash."""
+
+    file: str
+    key: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Rows that have changed since the copy of a table, or since the delta before."""
+
+    file: str
+    rows: int
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """A table in a checkpoint.
+
+    Attributes:
+        name: of the module that trains it, in the model.
+        columns: row shape, dtype and stored dtype of each column, by name.
+        num_embeddings, seed, writes, attributes: of the table.
+        is_initial: True if the optimizer has not stepped: it makes the rows' state itself.
+        id_maps: the tensors that describe its id maps, by the maps' names.
+        copy: the folder of the copy; empty where the table is referred to.
+        deltas: changes since the copy, oldest first.
+        path, commit: of a table in files that is referred to as of a commit; empty where it was copied.
+        shards: of a table that ranks own, which is neither copied nor referred to itself: the tables of each rank's
+            rows, in their order.
+    """
+
+    name: str
+    columns: dict[str, list[Any]]
+    num_embeddings: int
+    seed: int
+    writes: int
+    attributes: dict[str, Any]
+    is_initial: bool
+    id_maps: dict[str, str]
+    copy: str = ""
+    deltas: tuple[Delta, ...] = ()
+    path: str = ""
+    commit: int = 0
+    shards: tuple[SavedTable, ...] = ()
+
+    @property
+    def parts(self) -> tuple[SavedTable, ...]:
+        """The tables that the rows are in."""
+        return self.shards or (self,)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's description.
+
+    Attributes:
+        token: of this checkpoint alone.
+        step: of the training.
+        content: model, optimizers, random generators and extra, as :class:`Encoder` returns them.
+        tensors: by name.
+        tables: every table.
+    """
+
+    token: str
+    step: int
+    content: dict[str, Any]
+    tensors: dict[str, SavedTensor] = field(default_factory=dict)
+    tables: tuple[SavedTable, ...] = ()
+
+    @property
+    def files(self) -> set[str]:
+        """The names of its files and folders."""
+        parts = [part for table in self.tables for part in table.parts]
+        rows = {delta.file for part in parts for delta in part.deltas}
+        return {tensor.file for tensor in self.tensors.values()} | {part.copy for part in parts if part.copy} | rows
+
+    def write(self, directory: OpenDirectory) -> int:
+        """Write the file, durably; return its size.
+
+        Raises:
+            ValueError: it holds too much plain data.
+        """
+        body = json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}).encode()
+        if len(body) > _MAX_BYTES - 9:
+            raise ValueError(
+                f"the plain data of the checkpoint, such as extra, takes {len(body)} bytes as JSON, and {_MAX_BYTES} "
+                "are the most; give large lists of numbers as tensors"
+            )
+        file = OpenFile(directory.create(MANIFEST))
+        rest = memoryview(b"%08x\n" % zlib.crc32(body) + body)
+        while rest:
+            rest = rest[os.write(file.fd, rest) :]
+        os.fsync(file.fd)
+        return len(body) + 9
+
+    @classmethod
+    def read(cls, directory: OpenDirectory) -> Manifest:
+        """Read the file, and check all names and numbers in it.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        try:
+            file = OpenFile(directory.open(MANIFEST))
+            raw = os.pread(file.fd, _MAX_BYTES + 1, 0)
+            checksum, _, body = raw.partition(b"\n")
+            is_whole = len(raw) <= _MAX_BYTES and checksum == b"%08x" % zlib.crc32(body)
+            require(is_whole, "its checksum does not match")
+            data = json.loads(body)
+            require(data["format"] == FORMAT, "it does not describe a checkpoint")
+            require(data["version"] == VERSION, f"its version is {data['version']!r}; this speedswap reads {VERSION}")
+            return cls.of(data)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise damaged(directory.path, error, MANIFEST) from error
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Manifest:
+        """Return the description that ``asdict`` has made plain data of, with all names and numbers checked.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it is none.
+        """
+        token, step, content = data["token"], data["step"], data["content"]
+        require(isinstance(token, str) and _is_count(step) and isinstance(content, dict), "its step is missing")
+        tensors = {name: SavedTensor(**entry) for name, entry in data["tensors"].items()}
+        for tensor in tensors.values():
+            named = _matches(_TENSORS, tensor.file) and isinstance(tensor.key, str)
+            require(named and _matches(_DIGEST, tensor.digest), f"a tensor is {tensor}")
+        return cls(token, step, content, tensors, tuple(map(_saved_table, data["tables"])))
+
+    @classmethod
+    def merged(cls, parts: Sequence[Manifest], num_rows: Mapping[str, int]) -> Manifest:
+        """Return the description of a whole checkpoint.
+
+        Args:
+            parts: what each rank has written, in their order.
+            num_rows: rows of the tables that ranks own together, each of which has written its own, by name.
+        """
+        first, tables = parts[0], []
+        for table in first.tables:
+            if table.name in num_rows:
+                shards = tuple(each for part in parts for each in part.tables if each.name == table.name)
+                whole = replace(table, copy="", deltas=(), path="", commit=0, shards=shards)
+                table = replace(whole, num_embeddings=num_rows[table.name])
+            tables.append(table)
+        content = {key: value for part in reversed(parts) for key, value in part.content.items()}
+        tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+        return cls(first.token, first.step, content, tensors, tuple(tables))
+
+
+def damaged(folder: Path, problem: object, file: str = "") -> CheckpointError:
+    """Return the error for a checkpoint that cannot be read."""
+    if isinstance(problem, OSError) and problem.errno in TRANSIENT:
+        return CheckpointError(
+            f"{folder / file} cannot be read ({os.strerror(problem.errno)}), which says nothing about what it holds; "
+            "check the disk and the limits of this process, and load it again"
+        )
+    if file not in str(problem):
+        problem = f"{file}: {problem}"
+    return CheckpointError(
+        f"checkpoint {folder} cannot be read ({problem}); remove it to go on from an earlier one, or train again"
+    )
+
+
+@contextmanager
+def says_malformed(folder: Path, what: str) -> Iterator[None]:
+    """Raise CheckpointError where something in a checkpoint, of which anything may be in it, is not as it must be."""
+    try:
+        yield
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise damaged(folder, f"{what}: {type(error).__name__}: {error}", MANIFEST) from error
+
+
+def _saved_table(entry: dict[str, Any]) -> SavedTable:
+    """Return a table as it stands in the file, with all names and numbers checked.
+
+    Raises:
+        ValueError, TypeError, KeyError: there is no table.
+    """
+    deltas = tuple(Delta(**delta) for delta in entry.pop("deltas"))
+    shards = tuple(map(_saved_table, entry.pop("shards", ())))
+    table = SavedTable(**entry, deltas=deltas, shards=shards)
+    for kind, names in _FIELDS.items():
+        for name, value in ((name, getattr(table, name)) for name in names):
+            fits = _is_count(value) if kind is int else isinstance(value, kind)
+            require(fits, f"{name} of table {table.name!r} is {value!r}")
+    require(not any(shard.shards for shard in shards), f"table {table.name!r} has shards of shards")
+    require(all(isinstance(each, str) for each in table.id_maps.values()), f"the id maps are {table.id_maps}")
+    is_there = bool(table.path or table.shards) or _matches(_COPY, table.copy)
+    require(is_there, f"the copy of table {table.name!r} is {table.copy!r}")
+    for delta in deltas:
+        require(_matches(_TENSORS, delta.file) and _is_count(delta.rows), f"a change is in {delta.file!r}")
+        require(all(_matches(_DIGEST, digest) for digest in delta.digests.values()), "a change has no hash")
+    return table
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**64
+
+
+def require(condition: bool, problem: str) -> None:
+    """Raise ValueError, which says what is wrong with a checkpoint, unless a condition holds."""
+    if not condition:
+        raise ValueError(problem)
+
+
+# ---------------------------------------------------------------------- plain data
+
+
+class Encoder:
+    """A writer of nested data, which collects its tensors.
+
+    Attributes:
+        tensors: by name, detached, of dtypes that a file of tensors holds.
+
+    Example:
+        >>> encoder = Encoder()
+        >>> encoder.encode({"lr": 0.1, "betas": (0.9, 0.99), "sum": torch.ones(2)}, "optimizer")
+        {'lr': 0.1, 'betas': {'$tuple': [0.9, 0.99]}, 'sum': {'$tensor': 'optimizer.sum'}}
+        >>> list(encoder.tensors)
+        ['optimizer.sum']
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def encode(self, value: Any, name: str, depth: int = 0) -> Any:
+        """Return a value as JSON can hold it.
+
+        Args:
+            value: numbers, text, None, dicts, lists, tuples, tensors and arrays, and objects that have a
+                ``state_dict``, or are generators of random numbers.
+            name: of the value, for messages and its tensors.
+            depth: of the value, in other values.
+
+        Raises:
+            TypeError: it holds something else; the message says where.
+            ValueError: it contains itself, or is nested too deeply to be read again.
+        """
+        if depth > _MOST_NESTED:
+            raise ValueError(
+                f"{name[:40]}… contains itself, or is nested more than {_MOST_NESTED} deep; give flatter data"
+            )
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+        if isinstance(value, Tensor):
+            return self._tensor(value, name)
+        if isinstance(value, np.ndarray | np.generic):
+            return self._array(np.asarray(value), name, scalar=isinstance(value, np.generic))
+        if isinstance(value, bytes | bytearray):
+            return {"$bytes": self._tensor(torch.tensor(list(value), dtype=torch.uint8), name)}
+        if isinstance(value, Mapping):
+            return self._mapping(value, name, depth)
+        if isinstance(value, list | tuple):
+            encoded = [self.encode(each, f"{name}.{place}", depth + 1) for place, each in enumerate(value)]
+            return encoded if isinstance(value, list) else {"$tuple": encoded}
+        if isinstance(value, torch.dtype | torch.device):
+            return {f"${type(value).__name__}": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.Generator):
+            return self.encode(value.get_state(), name)
+        if callable(getattr(value, "state_dict", None)):
+            return self.encode(value.state_dict(), name, depth + 1)
+        raise TypeError(
+            f"{name} is {a_kind(value)}, which a checkpoint cannot hold without pickle; give plain data, tensors, or "
+            "an object with state_dict() and load_state_dict()"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], name: str, depth: int) -> dict[str, Any]:
+        pairs = [(key, self.encode(each, f"{name}.{key}", depth + 1)) for key, each in value.items()]
+        if isinstance(value, Counter):
+            return {"$counter": [[self.encode(key, name), each] for key, each in pairs]}
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return dict(pairs)
+        return {"$dict": [[self.encode(key, name), each] for key, each in pairs]}
+
+    def _tensor(self, value: Tensor, name: str) -> dict[str, Any]:
+        if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}, on {value.device}"
+            raise TypeError(f"{name} is {kind}; give a dense one")
+        while name in self.tensors:
+            name += "'"
+        value = value.detach().resolve_conj().resolve_neg()
+        encoded = {"$tensor": name}
+        if value.dtype not in DTYPES:  # as bytes, with a dimension more
+            encoded["dtype"] = str(value.dtype).removeprefix("torch.")
+            value = value.contiguous().unsqueeze(-1).view(torch.uint8)
+        self.tensors[name] = value
+        return encoded
+
+    def _array(self, value: np.ndarray[Any, Any], name: str, *, scalar: bool) -> Any:
+        if scalar and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+            return self.encode(value.item(), name)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # an array that may not be written is only read
+                found = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+            return {"$array": self._tensor(found, name)}
+        except TypeError:
+            raise TypeError(f"{name} is an array of {value.dtype}, which no tensor holds; give numbers") from None
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return the data that :class:`Encoder` has made JSON of.
+
+    Args:
+        value: as JSON can hold it.
+        tensor: returns the tensor of a name.
+
+    Raises:
+        ValueError, KeyError, TypeError: nothing that was written.
+    """
+    again = functools.partial(decode, tensor=tensor)
+    if isinstance(value, list):
+        return [*map(again, value)]
+    if not isinstance(value, dict):
+        return value
+    key = next(iter(value), "")
+    if not key.startswith("$"):
+        return {name: again(each) for name, each in value.items()}
+    given = value[key]
+    if key == "$tensor":
+        found = tensor(given)
+        return found if "dtype" not in value else found.view(_DTYPES[value["dtype"]]).squeeze(-1)
+    if key == "$array":
+        return again(given).numpy()
+    if key == "$bytes":
+        return again(given).numpy().tobytes()
+    if key == "$tuple":
+        return tuple(again(given))
+    if key == "$float" and given in ("inf", "-inf", "nan"):
+        return float(given)
+    if key in ("$dict", "$counter"):
+        pairs = {again(name): again(each) for name, each in given}
+        return pairs if key == "$dict" else Counter(pairs)
+    if key == "$dtype":
+        return _DTYPES[given]
+    if key == "$device":
+        return torch.device(given)
+    raise ValueError(f"{key[:40]!r} is nothing that a checkpoint holds")
