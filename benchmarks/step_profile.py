@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, record_function
 from speedswap.apps.bench import cli
 from speedswap.apps.bench.measure import synchronize
 from speedswap.apps.bench.plots import require_matplotlib
-from speedswap.apps.bench.step import Plan
+from speedswap.apps.bench.step import StepPlan
 from speedswap.apps.bench.trainers import Ours
 from speedswap.apps.bench.workload import zipf_batches
 from speedswap.apps.errors import BenchmarkError
@@ -327,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
     """Record Adam's step with lookahead, print the figures, and return the exit status."""
     device = cli.prepare(args)
     check_output(args.folder, option="folder")
-    plan = Plan.of(device, args.quick)
+    plan = StepPlan.of(device, args.quick)
     batches = zipf_batches(plan.num_rows, plan.lookups, max(_STEPS, _WARM_UP), device)
     grad = torch.randn(plan.lookups, plan.dim, device=device)
     trainer = Ours(plan.num_rows, plan.dim, "adam", device, fused=True, ahead=True)

@@ -13,7 +13,7 @@ import torch
 import speedswap
 from speedswap.apps.bench import swap
 from speedswap.apps.bench.trainers import Ours
-from speedswap.apps.bench.workload import Batch, random_batches, zipf_batches
+from speedswap.apps.bench.workload import IdBatch, random_batches, zipf_batches
 from speedswap.apps.errors import WrongResultError
 
 __all__ = ["Cached", "cached", "create", "overlap"]
@@ -93,7 +93,7 @@ def cached(folder: Path, rows: int, dim: int, lookups: int, *, seconds: float, c
     return Cached(on_disk, before + after)
 
 
-def _require_equal(disk: Ours, memory: Ours, batches: list[Batch]) -> None:
+def _require_equal(disk: Ours, memory: Ours, batches: list[IdBatch]) -> None:
     for batch in batches:
         rows = batch.host.unique()
         found, expected = (trainer.embedding.table.gather(rows) for trainer in (disk, memory))
@@ -112,7 +112,7 @@ def _fill(trainer: Ours, rows: int) -> None:
         table.give_back(block, block.columns)
 
 
-def _timed(trainer: Ours, batches: list[Batch], grad: torch.Tensor, seconds: float) -> list[float]:
+def _timed(trainer: Ours, batches: list[IdBatch], grad: torch.Tensor, seconds: float) -> list[float]:
     """Return the seconds of each step of so many seconds, after a round of steps that do not count."""
     laps: list[float] = []
     begin = time.perf_counter()

@@ -182,8 +182,8 @@ def test_a_recorded_loop_shows_the_work_beside_it(tmp_path):
 
 def test_the_script_records_a_step(tmp_path, monkeypatch, capsys):
     """A trace and the figures; without a picture where matplotlib is missing."""
-    small = step.Plan(2000, 8, 512, 4, 1, {}, (), (), 600.0)
-    monkeypatch.setattr(step.Plan, "of", lambda device, quick: small)
+    small = step.StepPlan(2000, 8, 512, 4, 1, {}, (), ())
+    monkeypatch.setattr(step.StepPlan, "of", lambda device, quick: small)
     report, folder = tmp_path / "report.json", tmp_path / "profile"
     assert profile.main([str(folder), "--device", "cpu", "--json", str(report)]) == 0
     assert (folder / "step-trace.json.gz").is_file()

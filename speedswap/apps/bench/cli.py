@@ -18,8 +18,6 @@ from speedswap.apps.options import shortened
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["add_options", "add_parser", "draw", "prepare", "run", "write"]
-
 _READ_BY = {"compute": ("step", "all"), "folder": ("transfer", "all")}
 """The benchmarks that read an option which others do not."""
 _MOST_THREADS = 10_000

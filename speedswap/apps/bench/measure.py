@@ -25,20 +25,6 @@ import speedswap
 from speedswap.apps.files import write_given
 from speedswap.kernels import capabilities
 
-__all__ = [
-    "Peer",
-    "cache_bytes",
-    "document",
-    "find_peer",
-    "in_ms",
-    "in_turn",
-    "machine",
-    "show_peers",
-    "steps_in_turn",
-    "synchronize",
-    "write_json",
-]
-
 REST_SECONDS = 0.01
 
 Name = TypeVar("Name", bound=Hashable)
@@ -127,16 +113,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def document(benchmark: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results with their machine."""
-    return {"benchmark": benchmark, "machine": machine(), "results": results}
-
-
 def write_json(path: Path, benchmark: str, results: Mapping[str, Any]) -> None:
     """Write the results with their machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"benchmark": benchmark, "machine": machine(), "results": results}
     with write_given(path) as file:
-        file.write((json.dumps(document(benchmark, results), indent=1) + "\n").encode())
+        file.write((json.dumps(document, indent=1) + "\n").encode())
 
 
 def cache_bytes() -> int:
@@ -206,12 +188,9 @@ def find_peer(module: str, distribution: str, remedy: str | None = None) -> Peer
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        missing = f"not installed: {remedy or error}"
-        return Peer(None, missing)
-    except Exception as error:  # a library built for another torch fails in ways of its own
-        return Peer(
-            None, f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        return Peer(None, f"not installed: {remedy or error}")
+    except Exception as error:  # a library built for another torch fails in many ways
+        return Peer(None, f"cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
     version = getattr(found, "__version__", None)
     if version is None:
         try:

@@ -1,13 +1,11 @@
-"""The memory that a table takes, storage by storage, ours and the peers'; measured in a process of its own."""
+"""The memory that a table takes, storage by storage, ours and the peers'; measured in its own process."""
 
 from __future__ import annotations
 
 import gc
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,9 @@ import speedswap
 from speedswap import kernels
 from speedswap.tables.memory import available_bytes
 
-__all__ = ["measure", "run", "show"]
-
 DIM = 128
 _ROW_BYTES = 4 * DIM
-_ROWS_AT_ONCE = 2**16
+_KEYS = ("anonymous_bytes", "file_bytes", "machine_bytes", "device_bytes")
 
 
 def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
@@ -43,67 +39,58 @@ def run(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
         return []
     if not Path("/proc/self/status").exists():
         return [{"what": "all", "skipped": "resident memory is read from /proc, which this system lacks"}]
-    command = [sys.executable, "-m", __name__, device, str(num_rows), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = done.stderr.strip().splitlines()
-        return [{"what": "all", "skipped": f"the process ended with {done.returncode}: {said[-1] if said else ''}"}]
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(measure, device, num_rows, folder).result()
 
 
 def measure(device: str, num_rows: int, folder: Path) -> list[dict[str, Any]]:
     """Measure in this process, one table after the other; each is filled, so that all its pages exist."""
-    nbytes = num_rows * _ROW_BYTES
+    if device == "cuda":
+        torch.ones(1, device="cuda")  # the context's own memory is not the tables'
+        kernels.cuda_ready()
     found: list[dict[str, Any]] = []
-    for what, make in _makers(device, num_rows, folder):
-        if nbytes > 0.8 * available_bytes():
-            found.append({"what": what, "skipped": f"{nbytes / 2**30:.1f} GiB are not free"})
+    for what, make in _makers(device, num_rows, folder).items():
+        entry: dict[str, Any] = {"what": what}
+        found.append(entry)
+        if num_rows * _ROW_BYTES > 0.8 * available_bytes():
+            entry["skipped"] = f"{num_rows * _ROW_BYTES / 2**30:.1f} GiB are not free"
             continue
         before = _taken(device)
         try:
-            with make():
-                after = _taken(device)
+            table = make()
         except Exception as error:  # a peer's pool that asks for more than is free: that is a finding too
-            found.append({"what": what, "skipped": f"{type(error).__name__}: {error}"})
+            entry["skipped"] = f"{type(error).__name__}: {error}"
             continue
-        finally:
-            gc.collect()
-        found.append({"what": what, "table_bytes": nbytes, **{key: after[key] - before[key] for key in before}})
+        taken = zip(_KEYS, _taken(device), before, strict=True)
+        entry |= {"table_bytes": num_rows * _ROW_BYTES, **{key: after - earlier for key, after, earlier in taken}}
+        if isinstance(table, speedswap.Table):
+            table.close()
+        del table
     return found
 
 
-def _makers(device: str, num_rows: int, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the tables to make, ours first: the peers' pools keep their memory."""
-    storages = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
-    for storage in storages:
-        yield f"speedswap, {storage}", partial(_table, num_rows, storage, None)
-    yield "speedswap, disk", partial(_table, num_rows, "disk", folder / "memory")
+def _makers(device: str, num_rows: int, folder: Path) -> dict[str, Callable[[], object]]:
+    """Return functions that make the tables, ours first: the peers' pools keep their memory."""
     shape = (num_rows, DIM)
+    storages = ["device", "pinned", "pageable"] if device == "cuda" else ["pageable"]
+    makers: dict[str, Callable[[], object]] = {
+        f"speedswap, {storage}": partial(_table, num_rows, storage) for storage in storages
+    }
+    makers["speedswap, disk"] = partial(_table, num_rows, speedswap.Disk(folder / "memory"))
+    makers["torch, pageable"] = lambda: torch.ones(shape)
     if device == "cpu":
-        yield "numpy", lambda: _held(np.full(shape, 1.0, np.float32))
-    else:
-        yield "torch, device", lambda: _held(torch.ones(shape, device="cuda"))
-    yield "torch, pageable", lambda: _held(torch.ones(shape))
-    if device == "cuda":
-        yield "torch, pinned", lambda: _held(torch.empty(shape, pin_memory=True).fill_(1.0))
-        if kernels.cuda_ready()[0]:
-            yield "CuPy, pinned", lambda: _held(_cupy_pinned(num_rows * _ROW_BYTES))
+        return {**makers, "numpy": lambda: np.full(shape, 1.0, np.float32)}
+    makers["torch, device"] = lambda: torch.ones(shape, device="cuda")
+    makers["torch, pinned"] = lambda: torch.empty(shape, pin_memory=True).fill_(1.0)
+    return {**makers, "CuPy, pinned": partial(_cupy_pinned, num_rows * _ROW_BYTES)}
 
 
-@contextmanager
-def _table(num_rows: int, storage: str, path: Path | None) -> Iterator[None]:
-    init = speedswap.init.uniform(-1.0, 1.0)
-    with speedswap.Table.create(num_rows, DIM, storage=storage, path=path, init=init) as table:
-        if path is not None:  # there until now are only the rows' seed and their number
-            for start in range(0, num_rows, _ROWS_AT_ONCE):
-                table.write(start, table.read(start, min(start + _ROWS_AT_ONCE, num_rows)))
-        yield
-
-
-@contextmanager
-def _held(thing: object) -> Iterator[None]:
-    yield
+def _table(num_rows: int, storage: Any) -> speedswap.Table:
+    table = speedswap.Table.create(num_rows, DIM, storage=storage, init=speedswap.init.uniform(-1.0, 1.0))
+    if table.storage == "disk":  # there until now are only the rows' seed and their number
+        for start in range(0, num_rows, 2**16):
+            table.write(start, table.read(start, min(start + 2**16, num_rows)))
+    return table
 
 
 def _cupy_pinned(nbytes: int) -> object:
@@ -114,49 +101,28 @@ def _cupy_pinned(nbytes: int) -> object:
     return memory
 
 
-def _taken(device: str) -> dict[str, int]:
-    """Return the bytes in use."""
+def _taken(device: str) -> tuple[int, int, int, int]:
+    """Return the bytes in use, in the order of the keys."""
     gc.collect()
-    kib = {}
-    for line in Path("/proc/self/status").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key in ("RssAnon", "RssFile", "RssShmem"):
-            kib[key] = int(value.split()[0])
+    lines = (line.partition(":") for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {key: int(value.split()[0]) for key, _, value in lines if key.startswith("Rss")}
     on_device = 0
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # torch keeps freed memory, and would make the next table of it
         free, total = torch.cuda.mem_get_info()
         on_device = total - free
-    return {
-        "anonymous_bytes": 1024 * (kib.get("RssAnon", 0) + kib.get("RssShmem", 0)),
-        "file_bytes": 1024 * kib.get("RssFile", 0),
-        "machine_bytes": -available_bytes(),
-        "device_bytes": on_device,
-    }
+    anonymous = kib.get("RssAnon", 0) + kib.get("RssShmem", 0)
+    return 1024 * anonymous, 1024 * kib.get("RssFile", 0), -available_bytes(), on_device
 
 
 def show(found: list[dict[str, Any]]) -> None:
     """Print a line per table: its size, and the memory taken."""
-    sized = [entry for entry in found if "skipped" not in entry]
-    if sized:
-        print(f"\nMemory taken by a table of {sized[0]['table_bytes'] / 2**30:.2f} GiB, in GiB:")
+    sizes = [entry["table_bytes"] for entry in found if "skipped" not in entry]
+    if sizes:
+        print(f"\nMemory taken by a table of {sizes[0] / 2**30:.2f} GiB, in GiB:")
         print(f"  {'':<22} {'process':>9} {'as file':>9} {'machine':>9} {'GPU':>9}")
     for entry in found:
-        if "skipped" in entry:
-            print(f"  {entry['what']:<22} left out: {entry['skipped']}")
-            continue
-        keys = ("anonymous_bytes", "file_bytes", "machine_bytes", "device_bytes")
-        print(f"  {entry['what']:<22} " + " ".join(f"{entry[key] / 2**30:9.2f}" for key in keys), flush=True)
-
-
-def main() -> None:
-    device, num_rows, folder = sys.argv[1:]
-    if device == "cuda":
-        torch.ones(1, device="cuda")  # the context's own memory is not the tables'
-        kernels.cuda_ready()
-    print(json.dumps(measure(device, int(num_rows), Path(folder))))
-
-
-if __name__ == "__main__":
-    main()
+        said = f"left out: {entry['skipped']}" if "skipped" in entry else ""
+        cells = said or " ".join(f"{entry[key] / 2**30:9.2f}" for key in _KEYS)
+        print(f"  {entry['what']:<22} {cells}", flush=True)

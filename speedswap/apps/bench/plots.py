@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Panel: TypeAlias = Callable[[Axes], None]
-
-__all__ = ["arrange", "draw", "from_zero", "require_matplotlib", "step_figure", "transfer_figure"]
 
 _AXES = {"row_bytes": "bytes of a row", "batch_rows": "rows of a batch", "table_bytes": "bytes of the table"}
 
@@ -83,50 +81,52 @@ def from_zero(axes: Axes) -> None:
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
+def _bars(axes: Axes, entries: Mapping[str, Any], values: Sequence[float], label: str, title: str) -> None:
+    """Draw a horizontal bar per store or trainer, ours in blue."""
+    colors = ["tab:blue" if entry["package"] == "speedswap" else "tab:gray" for entry in entries.values()]
+    axes.barh(list(entries), values, color=colors)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.set_title(title)
+
+
 def transfer_figure(found: Mapping[str, Any]) -> Figure:
     """Draw GB/s of every store to and from the device, and of the sweeps; the floor is the dotted line.
 
     Args:
         found: what :func:`speedswap.apps.bench.transfer.run` returns; omitted measurements have no panel.
     """
-    stores = [partial(_stores, point=found["table"], way=way) for way in DIRECTIONS if _measured(found["table"], way)]
-    sweeps = {
-        axis: [point for point in points if "skipped" not in point and point["stores"]]
-        for axis, points in found["sweeps"].items()
-    }
-    return arrange([stores, [partial(_sweep, axis=axis, points=points) for axis, points in sweeps.items() if points]])
-
-
-def _measured(point: Mapping[str, Any], way: str) -> bool:
-    return any(way in store for store in point["stores"].values())
+    table = found["table"]
+    sweeps = {axis: [one for one in points if one.get("stores")] for axis, points in found["sweeps"].items()}
+    panels = [partial(_sweep, axis=axis, points=points) for axis, points in sweeps.items() if points]
+    return arrange([[partial(_stores, point=table, way=way) for way in DIRECTIONS], panels])
 
 
 def _stores(axes: Axes, point: Mapping[str, Any], way: str) -> None:
-    stores = {name: store for name, store in point["stores"].items() if way in store}
-    speeds = [store[way]["gb_per_second"] for store in stores.values()]
-    colors = ["tab:blue" if store["package"] == "speedswap" else "tab:gray" for store in stores.values()]
-    axes.barh(list(stores), speeds, color=colors)
-    axes.invert_yaxis()
+    speeds = [store[way]["gb_per_second"] for store in point["stores"].values()]
+    title = f"{way.replace('_', ' the ')}: {point['batch_rows']:,} rows of {point['row_bytes']:,} B"
+    _bars(axes, point["stores"], speeds, "GB/s; dotted: a contiguous copy", title)
     axes.axvline(point["floors"]["host"][way]["gb_per_second"], color="black", linestyle=":")
-    axes.set_xlabel("GB/s; dotted: a contiguous copy")
-    axes.set_title(f"{way.replace('_', ' the ')}: {point['batch_rows']:,} rows of {point['row_bytes']:,} B")
 
 
 def _sweep(axes: Axes, axis: str, points: Sequence[Any]) -> None:
     at = [point[axis] for point in points]
-    names = points[0]["stores"]
-    for name in names:
+    for name, store in points[0]["stores"].items():
+        color = {"speedswap": "tab:blue", "torch": "tab:gray"}.get(store["package"], "tab:olive")
         for way, style in zip(DIRECTIONS, ("-", "--"), strict=True):
             speeds = [point["stores"][name][way]["gb_per_second"] for point in points]
-            color = {"speedswap": "tab:blue", "torch": "tab:gray"}.get(names[name]["package"], "tab:olive")
             axes.plot(at, speeds, style, marker=".", color=color, label=name if way == DIRECTIONS[0] else None)
     floor = [point["floors"]["host"]["to_device"]["gb_per_second"] for point in points]
     axes.plot(at, floor, ":", color="black", label="contiguous copy")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel(_AXES[axis])
-    axes.set_ylabel("GB/s; dashed: from the device")
+    _finish(axes, _AXES[axis], "GB/s; dashed: from the device")
+
+
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     from_zero(axes)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
 
 
@@ -136,50 +136,31 @@ def step_figure(found: Mapping[str, Any]) -> Figure:
     Args:
         found: what :func:`speedswap.apps.bench.step.run` returns; omitted measurements have no panel.
     """
-    trainers = {optimizer: _timed(result["trainers"].values()) for optimizer, result in found["optimizers"].items()}
-    sizes = [entry for entry in found["sizes"] if _timed(entry["tables"])]
-    return arrange(
-        [
-            [
-                partial(_trainers, optimizer=optimizer, trainers=found["optimizers"][optimizer]["trainers"])
-                for optimizer, timed in trainers.items()
-                if timed
-            ],
-            [
-                *([partial(_sizes, found=sizes)] if sizes else []),
-                *([partial(_overlap, found=found["overlap"])] if found["overlap"] else []),
-            ],
-        ],
-        sideways=True,
-    )
+    trainers = {optimizer: _timed(result["trainers"]) for optimizer, result in found["optimizers"].items()}
+    sizes = [{**one, "tables": [each for each in one["tables"] if "seconds" in each]} for one in found["sizes"]]
+    sizes = [one for one in sizes if one["tables"]]
+    bars = [partial(_trainers, optimizer=optimizer, timed=timed) for optimizer, timed in trainers.items() if timed]
+    lines: list[Panel] = [partial(_sizes, found=sizes)] if sizes else []
+    lines += [partial(_overlap, found=found["overlap"])] if found["overlap"] else []
+    return arrange([bars, lines], sideways=True)
 
 
-def _timed(entries: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [entry for entry in entries if "seconds" in entry]
+def _timed(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {name: entry for name, entry in entries.items() if "seconds" in entry}
 
 
-def _trainers(axes: Axes, optimizer: str, trainers: Mapping[str, Any]) -> None:
-    axes.set_title(optimizer)
-    timed = {name: entry for name, entry in trainers.items() if "seconds" in entry}
-    colors = ["tab:blue" if entry["package"] == "speedswap" else "tab:gray" for entry in timed.values()]
-    axes.barh(list(timed), [1000 * entry["seconds"] for entry in timed.values()], color=colors)
-    axes.invert_yaxis()
-    milliseconds = sorted(1000 * entry["seconds"] for entry in timed.values())
-    axes.set_xlim(0, 1.1 * max(took for took in milliseconds if took < 5 * milliseconds[0]))
-    axes.set_xlabel("ms per step; a bar that reaches the edge is longer")
+def _trainers(axes: Axes, optimizer: str, timed: Mapping[str, Any]) -> None:
+    milliseconds = [1000 * entry["seconds"] for entry in timed.values()]
+    _bars(axes, timed, milliseconds, "ms per step; a bar that reaches the edge is longer", optimizer)
+    axes.set_xlim(0, 1.1 * max(took for took in milliseconds if took < 5 * min(milliseconds)))
 
 
 def _sizes(axes: Axes, found: Sequence[Mapping[str, Any]]) -> None:
-    for sizes in found:
-        timed = _timed(sizes["tables"])
-        rows, milliseconds = [entry["rows"] for entry in timed], [1000 * entry["seconds"] for entry in timed]
-        axes.plot(rows, milliseconds, marker="o", label=f"{sizes['optimizer']}, {sizes['dim']} wide")
+    for one in found:
+        rows, milliseconds = zip(*((each["rows"], 1000 * each["seconds"]) for each in one["tables"]), strict=True)
+        axes.plot(rows, milliseconds, marker="o", label=f"{one['optimizer']}, {one['dim']} wide")
     axes.set_xscale("log")
-    from_zero(axes)
-    axes.set_xlabel("rows of the table")
-    axes.set_ylabel("ms per step")
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
+    _finish(axes, "rows of the table", "ms per step")
 
 
 def _overlap(axes: Axes, found: Sequence[Mapping[str, Any]]) -> None:
@@ -187,6 +168,4 @@ def _overlap(axes: Axes, found: Sequence[Mapping[str, Any]]) -> None:
         places = [place + 0.2 * offset for place in range(len(found))]
         axes.bar(places, [1000 * entry["seconds"][name] for entry in found], 0.2, label=name)
     axes.set_xticks([place + 0.3 for place in range(len(found))], [f"{e['compute_asked_for']:g}" for e in found])
-    axes.set_xlabel("compute over swap")
-    axes.set_ylabel("ms per step")
-    axes.legend(fontsize="small")
+    _finish(axes, "compute over swap", "ms per step")

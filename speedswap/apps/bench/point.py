@@ -1,19 +1,18 @@
-"""One point of the transfer benchmark: stores of the same rows, verified and then timed in turn beside the floor."""
+"""One point of the transfer benchmark: stores of the same rows, verified and then timed in turn with the floor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedswap.apps.bench.measure import in_ms, in_turn, synchronize
-from speedswap.apps.bench.stores import Room, RowsOnDisk, Store
-from speedswap.apps.bench.workload import Batch
+from speedswap.apps.bench.stores import RowBuffers, Store
+from speedswap.apps.bench.workload import IdBatch
 from speedswap.apps.errors import WrongResultError
-
-__all__ = ["DIRECTIONS", "Floor", "measure", "show", "verify"]
 
 DIRECTIONS = ("to_device", "from_device")
 
@@ -21,47 +20,32 @@ Floor = Mapping[str, Callable[[int], object]]
 """By direction: a copy of a batch's bytes between contiguous memory and the device, another piece with each call."""
 
 
-def verify(stores: Sequence[Store], rows: Tensor, batches: Sequence[Batch], room: Room) -> None:
+def verify(stores: Sequence[Store], rows: Tensor, batches: Sequence[IdBatch], buffers: RowBuffers) -> None:
     """Check that every store gathers and scatters the right rows, and leaves other rows alone.
 
     Args:
         stores: to be checked; the batch's rows are changed.
         rows: the contents of the stores; expected values come from torch's indexing of it.
         batches: at least two without a row in common.
-        room: shared by the stores.
+        buffers: shared by the stores.
 
     Raises:
         WrongResultError: names the store, and the first wrong row.
     """
-    batch, others = batches[0], batches[1]
-    expected = rows[batch.host]
+    ids, others = batches[0].host, batches[1].host
+    expected, values = rows[torch.cat([ids, others])], buffers.values.cpu()
     for store in stores:
-        room.out.fill_(float("nan"))
-        _compare(store.gather(batch), expected, f"{store.name} gathers", batch.host)
-    values = room.values.cpu()
+        buffers.out.fill_(float("nan"))
+        _compare(store.gather(batches[0]), expected[: len(ids)], f"{store.name} gathers", ids)
+    expected[: len(ids)] = values
     for store in stores:
-        if store.scatter is None:
-            continue
-        before = _at(store.memory, others.host)
-        _put(store.memory, batch.host, torch.full_like(values, float("nan")))
-        store.scatter(batch)
+        there = store.memory.device
+        store.memory[ids.to(there)] = torch.full_like(values, float("nan"), device=there)
         synchronize()
-        _compare(_at(store.memory, batch.host), values, f"{store.name} scatters", batch.host)
-        _compare(
-            _at(store.memory, others.host),
-            before,
-            f"{store.name} scatters to other rows than it was given:",
-            others.host,
-        )
-
-
-def _at(memory: Tensor | RowsOnDisk, ids: Tensor) -> Tensor:
-    return memory[ids.to(memory.device)].cpu()
-
-
-def _put(memory: Tensor | RowsOnDisk, ids: Tensor, values: Tensor) -> None:
-    memory[ids.to(memory.device)] = values.to(memory.device)
-    synchronize()
+        store.scatter(batches[0])
+        synchronize()
+        both = torch.cat([ids, others])
+        _compare(store.memory[both.to(there)], expected, f"{store.name} scatters", both)
 
 
 def _compare(found: Tensor, expected: Tensor, what: str, ids: Tensor) -> None:
@@ -80,103 +64,82 @@ def measure(
     stores: Sequence[Store],
     floors: Mapping[str, Floor],
     rows: Tensor,
-    batches: Sequence[Batch],
-    room: Room,
+    batches: Sequence[IdBatch],
+    buffers: RowBuffers,
     *,
     repeats: int,
 ) -> dict[str, Any]:
-    """Verify the stores, time them in turn, and set each beside its floor and the peers.
+    """Verify the stores, and time them in turn with their floors.
 
     Args:
         stores: ours and the peers'.
         floors: for stores on the device (``device``) and for those in host memory (``host``).
         rows: the contents of the stores.
         batches: ids of distinct rows; each call takes the next.
-        room: shared by the stores.
+        buffers: shared by the stores.
         repeats: timed calls each.
 
     Returns:
         The sizes; for each floor and each store and direction the median ``seconds`` and ``gb_per_second`` of
-        payload; for stores ``achieved_over_floor``; and ``times_faster``: each of our stores over each peer.
+        payload; for stores ``achieved_over_floor``.
 
     Raises:
         WrongResultError: from :func:`verify`. Nothing was timed.
     """
-    verify(stores, rows, batches, room)
-    candidates: dict[tuple[str, str], Callable[[int], object]] = {}
-    for place, floor in floors.items():
-        for direction in DIRECTIONS:
-            candidates[f"floor {place}", direction] = floor[direction]
+    verify(stores, rows, batches, buffers)
+
+    def move(way: Callable[[IdBatch], object], call: int) -> object:
+        return way(batches[call % len(batches)])
+
+    candidates = {(place, way): floor[way] for place, floor in floors.items() for way in DIRECTIONS}
     for store in stores:
-        candidates[store.name, "to_device"] = _taking_turns(store.gather, batches)
-        if store.scatter is not None:
-            candidates[store.name, "from_device"] = _taking_turns(store.scatter, batches)
+        candidates[store.name, "to_device"] = partial(move, store.gather)
+        candidates[store.name, "from_device"] = partial(move, store.scatter)
     seconds = in_turn(candidates, repeats=repeats)
-    payload = room.out.nbytes
-    result: dict[str, Any] = {
+    payload = buffers.out.nbytes
+
+    def figures(name: str, floor: str | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for way in DIRECTIONS:
+            took = seconds[name, way]
+            found[way] = {"seconds": took, "gb_per_second": payload / took / 1e9}
+            if floor is not None:
+                found[way]["achieved_over_floor"] = seconds[floor, way] / took
+        return found
+
+    return {
         "table_rows": len(rows),
         "table_bytes": rows.nbytes,
         "row_bytes": rows.shape[1] * rows.element_size(),
-        "batch_rows": len(room.out),
+        "batch_rows": len(buffers.out),
         "payload_bytes": payload,
-        "floors": {
-            place: {way: _rate(seconds[f"floor {place}", way], payload) for way in DIRECTIONS} for place in floors
+        "floors": {place: figures(place) for place in floors},
+        "stores": {
+            one.name: {"package": one.package, "storage": one.storage}
+            | figures(one.name, "device" if one.storage == "device" and "device" in floors else "host")
+            for one in stores
         },
-        "stores": {},
-        "times_faster": {way: {} for way in DIRECTIONS},
     }
-    for store in stores:
-        place = "device" if store.storage == "device" and "device" in floors else "host"
-        entry: dict[str, Any] = {"package": store.package, "storage": store.storage}
-        for way in DIRECTIONS:
-            took = seconds.get((store.name, way))
-            if took is not None:
-                achieved = seconds[f"floor {place}", way] / took
-                entry[way] = {**_rate(took, payload), "achieved_over_floor": achieved}
-        result["stores"][store.name] = entry
-    for way in DIRECTIONS:
-        for store in stores:
-            if store.package == "speedswap":
-                result["times_faster"][way][store.name] = {
-                    peer.name: seconds[peer.name, way] / seconds[store.name, way]
-                    for peer in stores
-                    if peer.package != "speedswap" and (peer.name, way) in seconds
-                }
-    return result
-
-
-def _taking_turns(move: Callable[[Batch], object], batches: Sequence[Batch]) -> Callable[[int], object]:
-    return lambda call: move(batches[call % len(batches)])
-
-
-def _rate(seconds: float, payload: int) -> dict[str, float]:
-    return {"seconds": seconds, "gb_per_second": payload / seconds / 1e9}
 
 
 def show(point: Mapping[str, Any]) -> None:
-    """Print milliseconds, GB/s, and the share of the floor."""
+    """Print milliseconds, GB/s, the share of the floor, and ours over the fastest peer."""
     print(
         f"\n{point['batch_rows']:,} random rows of {point['row_bytes']:,} B out of {point['table_rows']:,} "
         f"({point['payload_bytes'] / 2**20:.1f} MiB out of {point['table_bytes'] / 2**30:.2f} GiB)"
     )
-    print(f"  {'':<28}{'to the device':^30}  {'from the device':^30}")
-    for place, floor in point["floors"].items():
-        cells = [
-            f"{in_ms(floor[way]['seconds'])} {floor[way]['gb_per_second']:7.2f} GB/s         " for way in DIRECTIONS
-        ]
-        print(f"  {f'floor ({place})':<28}" + "  ".join(cells))
-    for name, store in point["stores"].items():
-        cells = []
-        for way in DIRECTIONS:
-            found = store.get(way)
-            share = (
-                f"{in_ms(found['seconds'])} {found['gb_per_second']:7.2f} GB/s {found['achieved_over_floor']:6.0%}  "
-                if found
-                else ""
-            )
-            cells.append(f"{share:<30}")
-        print(f"  {name:<28}" + "  ".join(cells))
+    print(f"  {'':<28}{'to the device':^32}{'from the device':^32}")
+    floors = {f"floor ({place})": floor for place, floor in point["floors"].items()}
+    for name, entry in {**floors, **point["stores"]}.items():
+        line = f"  {name:<28}"
+        for one in (entry[way] for way in DIRECTIONS):
+            share = f"{one['achieved_over_floor']:6.0%}" if "achieved_over_floor" in one else ""
+            line += f"{in_ms(one['seconds'])} {one['gb_per_second']:7.2f} GB/s {share:<8}"
+        print(line.rstrip())
     for way in DIRECTIONS:
-        for ours, peers in point["times_faster"][way].items():
-            said = ", ".join(f"{times:.2f} × {peer}" for peer, times in peers.items())
-            print(f"  {ours}, {way.replace('_', ' ')}: {said}", flush=True)
+        took = {name: entry[way]["seconds"] for name, entry in point["stores"].items()}
+        peers = [name for name in took if point["stores"][name]["package"] != "speedswap"]
+        if peers:
+            best = min(peers, key=took.__getitem__)
+            said = ", ".join(f"{took[best] / took[name]:.2f} × ({name})" for name in took if name not in peers)
+            print(f"  speed {way.replace('_', ' ')} over {best}: {said}", flush=True)

@@ -1,4 +1,4 @@
-"""The step benchmark: the time of a training step, ours beside torch's and FBGEMM's, and over the size of the table.
+"""The step benchmark: the time of a training step, ours, torch's and FBGEMM's, and over the size of the table.
 
 The same ids and the same gradient for all: a lookup of 65,536 ids with Zipf's frequencies, 1.05, out of a million rows
 of 128; a gradient for the rows found; the optimizer's step. docs/design/benchmarks.md says more.
@@ -6,7 +6,6 @@ of 128; a gradient for the rows found; the optimizer's step. docs/design/benchma
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,19 +18,16 @@ from speedswap import kernels
 from speedswap.apps.bench import swap
 from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import COLUMNS, OPTIMIZERS, Ours, Trainer, contestants, step_peers, verify
-from speedswap.apps.bench.workload import Batch, zipf_batches
+from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import BenchmarkError, WrongResultError
 from speedswap.tables.memory import available_bytes
 
-__all__ = ["Plan", "run"]
-
-_SHARE_OF_MEMORY = 0.85
-_ITEM_BYTES = 4  # float32
-_LOOPS = 8  # as many loops as have ids of their own
+_LOOPS = 8  # loops with different ids
+_DENSE_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The sizes of the measurement.
 
     Attributes:
@@ -40,8 +36,7 @@ class Plan:
         repeats: timed loops.
         sizes: by width, the rows of the tables that are compared with the first of them.
         size_optimizers: the optimizers of those.
-        compute: for the overlap: work beside the swap, over the swap's own time.
-        seconds: after which no further table is begun.
+        compute: for the overlap: work during the swap, over the swap's own time.
     """
 
     num_rows: int
@@ -52,31 +47,25 @@ class Plan:
     sizes: Mapping[int, Sequence[int]]
     size_optimizers: Sequence[str]
     compute: Sequence[float]
-    seconds: float
 
     @classmethod
-    def of(cls, device: str, quick: bool) -> Plan:
+    def of(cls, device: str, quick: bool) -> StepPlan:
         if quick:
-            return cls(100_000, 64, 8192, 6, 3, {64: (100_000, 200_000)}, ("sgd",), (1.0,), 12.0)
+            return cls(100_000, 64, 8192, 6, 3, {64: (100_000, 200_000)}, ("sgd",), (1.0,))
         sizes = {128: (10**6, 10**7), 16: (10**6, 10**7, 10**8)}
-        if device == "cpu":
-            return cls(10**6, 128, 65_536, 8, 9, sizes, OPTIMIZERS, (1.0, 2.0, 4.0), 190.0)
-        return cls(10**6, 128, 65_536, 16, 5, sizes, ("sgd", "adam"), (1.0, 2.0, 4.0), 35.0)
+        steps, repeats = (8, 9) if device == "cpu" else (16, 5)
+        return cls(10**6, 128, 65_536, steps, repeats, sizes, OPTIMIZERS, (1.0, 2.0, 4.0))
 
 
 def run(
-    device: str,
-    *,
-    quick: bool = False,
-    compute: Sequence[float] | None = None,
-    plan: Plan | None = None,
+    device: str, *, quick: bool = False, compute: Sequence[float] | None = None, plan: StepPlan | None = None
 ) -> dict[str, Any]:
     """Run the benchmark and print its figures as it goes.
 
     Args:
         device: ``cpu`` or ``cuda``: the compute device.
         quick: small sizes, in seconds.
-        compute: for the overlap: work beside the swap, over the swap's own time.
+        compute: for the overlap: work during the swap, over the swap's own time.
         plan: other sizes.
 
     Returns:
@@ -86,56 +75,50 @@ def run(
         BenchmarkError: this machine cannot measure it.
         WrongResultError: a trainer's result differs from torch's.
     """
-    plan = plan or Plan.of(device, quick)
-    need = 4 * plan.num_rows * plan.dim * _ITEM_BYTES
-    if not _fits(need):
-        raise BenchmarkError(f"{need / 2**30:.1f} GiB of memory are needed, which are not free; use --quick")
-    deadline = time.monotonic() + plan.seconds
+    plan = plan or StepPlan.of(device, quick)
+    if lacking := _lacking(4 * plan.num_rows * plan.dim):
+        raise BenchmarkError(f"{lacking}; use --quick")
     peers = step_peers(device)
     show_peers(peers)
     batches = zipf_batches(plan.num_rows, plan.lookups, _LOOPS * plan.steps, device)
-    found: dict[str, Any] = {
+    workload = {"rows": plan.num_rows, "dim": plan.dim, "lookups": plan.lookups, "zipf_exponent": 1.05}
+    optimizers = {}
+    for optimizer in OPTIMIZERS:
+        with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # torch warns unless told
+            optimizers[optimizer] = compare(optimizer, device, plan, peers, batches)
+        show_steps(optimizer, optimizers[optimizer])
+    overlap = swap.overlap(device, plan.num_rows, plan.dim, plan.lookups // 2, compute or plan.compute)
+    swap.show(overlap)
+    sizes = []
+    for dim, rows in plan.sizes.items():
+        for optimizer in plan.size_optimizers:
+            sizes.append(over_sizes(optimizer, dim, rows, device, plan))
+            show_sizes(sizes[-1])
+    return {
         "device": device,
         "threads": torch.get_num_threads(),
         "peers": {name: peer._asdict() for name, peer in peers.items()},
-        "workload": {
-            "rows": plan.num_rows,
-            "dim": plan.dim,
-            "lookups": plan.lookups,
-            "zipf_exponent": 1.05,
-            "unique_rows": _unique_rows(batches),
-        },
-        "optimizers": {},
-        "sizes": [],
+        "workload": {**workload, "unique_rows": _unique_rows(batches)},
+        "optimizers": optimizers,
+        "overlap": overlap,
+        "sizes": sizes,
     }
-    for optimizer in OPTIMIZERS:
-        with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # torch warns unless told
-            found["optimizers"][optimizer] = compare(optimizer, device, plan, peers, batches)
-        show_steps(optimizer, found["optimizers"][optimizer])
-    found["overlap"] = swap.overlap(device, plan.num_rows, plan.dim, plan.lookups // 2, compute or plan.compute)
-    swap.show(found["overlap"])
-    for dim, sizes in plan.sizes.items():
-        for optimizer in plan.size_optimizers:
-            found["sizes"].append(over_sizes(optimizer, dim, sizes, device, plan, deadline))
-            show_sizes(found["sizes"][-1])
-    return found
 
 
 def compare(
-    optimizer: str, device: str, plan: Plan, peers: Mapping[str, Peer], batches: Sequence[Batch]
+    optimizer: str, device: str, plan: StepPlan, peers: Mapping[str, Peer], batches: Sequence[IdBatch]
 ) -> dict[str, Any]:
     """Compare the trainers of one optimizer: each is verified, then all are timed in turn.
 
     Returns:
         ``trainers``: by name the ``package`` and median ``seconds`` of a step, or why it was ``skipped``;
-        ``time_over``: the time of each of ours over that of each peer, below 1 where ours is faster; ``parts``: the
-        time of our plain step by part.
+        ``time_over``: the time of each of ours over that of each peer, below 1 where ours is faster.
     """
     everyone = [one for one in contestants(optimizer, device) if one.package not in peers or peers[one.package].present]
     grad = torch.randn(plan.lookups, plan.dim, device=device)
     trainers: dict[str, dict[str, Any]] = {one.name: {"package": one.package} for one in everyone}
-    lazy: dict[str, Trainer] = {}
-    dense: dict[str, Trainer] = {}
+    # A dense step takes tens of times as long: a few of them tell as much.
+    loops: dict[bool, dict[str, Callable[[int], Iterator[None]]]] = {False: {}, True: {}}
     with ExitStack() as stack:
         for one in everyone:
             try:
@@ -147,81 +130,55 @@ def compare(
                     raise
                 trainers[one.name]["skipped"] = f"failed: {type(error).__name__}: {error}"
                 continue
-            need = int(one.bytes_factor * plan.num_rows * plan.dim * _ITEM_BYTES)
-            if not _fits(need):
-                trainers[one.name]["skipped"] = f"{need / 2**30:.1f} GiB of memory are not free"
+            if lacking := _lacking(int(one.bytes_factor * plan.num_rows * plan.dim)):
+                trainers[one.name]["skipped"] = lacking
                 continue
             trainer = one.make(plan.num_rows, plan.dim, optimizer, device)
             stack.callback(trainer.close)
-            (dense if one.dense else lazy)[one.name] = trainer
-        loops = {name: _loop(trainer, batches, plan.steps, grad) for name, trainer in lazy.items()}
-        seconds = steps_in_turn(loops, steps=plan.steps, repeats=plan.repeats)
-        # A dense step takes tens of times as long: a few of them tell as much.
-        loops = {name: _loop(trainer, batches, 4, grad) for name, trainer in dense.items()}
-        seconds |= steps_in_turn(loops, steps=4, repeats=min(3, plan.repeats))
-        plain = lazy["speedswap"]
-        assert isinstance(plain, Ours)
-        spent = swap.time_parts(plain, batches[: plan.steps], grad)
+            steps = _DENSE_STEPS if one.dense else plan.steps
+            loops[one.dense][one.name] = _loop(trainer, batches, steps, grad)
+        seconds = steps_in_turn(loops[False], steps=plan.steps, repeats=plan.repeats)
+        seconds |= steps_in_turn(loops[True], steps=_DENSE_STEPS, repeats=min(3, plan.repeats))
     for name, took in seconds.items():
         trainers[name]["seconds"] = took
-    time_over = {
-        name: {peer: took / seconds[peer] for peer in seconds if trainers[peer]["package"] != "speedswap"}
-        for name, took in seconds.items()
-        if trainers[name]["package"] == "speedswap"
-    }
-    return {"trainers": trainers, "time_over": time_over, "parts": spent}
+    mine = [name for name in seconds if trainers[name]["package"] == "speedswap"]
+    time_over = {name: {peer: seconds[name] / seconds[peer] for peer in seconds if peer not in mine} for name in mine}
+    return {"trainers": trainers, "time_over": time_over}
 
 
-def over_sizes(
-    optimizer: str, dim: int, sizes: Sequence[int], device: str, plan: Plan, deadline: float
-) -> dict[str, Any]:
+def over_sizes(optimizer: str, dim: int, sizes: Sequence[int], device: str, plan: StepPlan) -> dict[str, Any]:
     """Time our plain step on tables of different sizes in turn: its time should not depend on the table.
 
     Returns:
-        ``tables``: the ``rows`` of each with its ``seconds`` a step, ``unique_rows`` a batch (a larger table has more
-        under the same law) and ``table_bytes``, or why it was ``skipped``; ``largest_over_first``, and the same for
-        each unique row.
+        ``tables``: the ``rows`` of each with the ``seconds`` per step, ``unique_rows`` per batch (a larger table has
+        more under the same law) and ``table_bytes``, or why it was ``skipped``.
     """
     grad = torch.randn(plan.lookups, dim, device=device)
     tables: list[dict[str, Any]] = []
     loops = {}
     with ExitStack() as stack:
         for num_rows in sizes:
-            entry: dict[str, Any] = {"rows": num_rows}
-            tables.append(entry)
-            need = COLUMNS[optimizer] * num_rows * dim * _ITEM_BYTES
-            if not _fits(need):
-                entry["skipped"] = f"{need / 2**30:.1f} GiB of memory are not free"
-            elif time.monotonic() > deadline:
-                entry["skipped"] = f"the {plan.seconds:.0f} seconds for this benchmark are over"
-            else:
-                trainer = Ours(num_rows, dim, optimizer, device)
-                stack.callback(trainer.close)
-                batches = zipf_batches(num_rows, plan.lookups, _LOOPS * plan.steps, device)
-                entry |= {"unique_rows": _unique_rows(batches), "table_bytes": trainer.embedding.table.nbytes}
-                loops[num_rows] = _loop(trainer, batches, plan.steps, grad)
+            tables.append({"rows": num_rows})
+            if lacking := _lacking(COLUMNS[optimizer] * num_rows * dim):
+                tables[-1]["skipped"] = lacking
+                continue
+            trainer = Ours(num_rows, dim, optimizer, device)
+            stack.callback(trainer.close)
+            batches = zipf_batches(num_rows, plan.lookups, _LOOPS * plan.steps, device)
+            tables[-1] |= {"unique_rows": _unique_rows(batches), "table_bytes": trainer.embedding.table.nbytes}
+            loops[num_rows] = _loop(trainer, batches, plan.steps, grad)
         seconds = steps_in_turn(loops, steps=plan.steps, repeats=plan.repeats)
-    for entry in tables:
-        if entry["rows"] in seconds:
-            entry["seconds"] = seconds[entry["rows"]]
-    result: dict[str, Any] = {"optimizer": optimizer, "dim": dim, "tables": tables}
-    timed = [entry for entry in tables if "seconds" in entry]
-    if len(timed) > 1:
-        first, last = timed[0], timed[-1]
-        result["largest_over_first"] = last["seconds"] / first["seconds"]
-        more = last["unique_rows"] / first["unique_rows"]
-        result["largest_over_first_for_each_unique_row"] = result["largest_over_first"] / more
-    return result
+    timed = [{**entry, "seconds": seconds[entry["rows"]]} if entry["rows"] in seconds else entry for entry in tables]
+    return {"optimizer": optimizer, "dim": dim, "tables": timed}
 
 
 def show_steps(optimizer: str, found: Mapping[str, Any]) -> None:
-    """Print a line per trainer, ours over each peer, and the parts of ours."""
+    """Print a line per trainer, and ours over each peer."""
     print(f"\nA step with {optimizer}:")
     for name, entry in found["trainers"].items():
         said = in_ms(entry["seconds"]) if "seconds" in entry else f"left out, {entry['skipped']}"
-        over = found["time_over"].get(name, {})
-        print(f"  {name:<28} {said}  " + ", ".join(f"{ratio:.2f} of {peer}" for peer, ratio in over.items()))
-    print("  parts: " + ", ".join(f"{name} {1000 * took:.2f} ms" for name, took in found["parts"].items()), flush=True)
+        over = found["time_over"].get(name, {}).items()
+        print(f"  {name:<28} {said}  " + ", ".join(f"{ratio:.2f} of {peer}" for peer, ratio in over), flush=True)
 
 
 def show_sizes(found: Mapping[str, Any]) -> None:
@@ -232,16 +189,10 @@ def show_sizes(found: Mapping[str, Any]) -> None:
             print(f"  {entry['rows']:>12,}  left out, {entry['skipped']}")
         else:
             size = f"{entry['table_bytes'] / 2**30:.2f} GiB, {entry['unique_rows']:,} unique rows per batch"
-            print(f"  {entry['rows']:>12,} {in_ms(entry['seconds'])}  {size}")
-    if "largest_over_first" in found:
-        each = found["largest_over_first_for_each_unique_row"]
-        print(
-            f"  the largest over the first: {found['largest_over_first']:.2f}; {each:.2f} for each unique row",
-            flush=True,
-        )
+            print(f"  {entry['rows']:>12,} {in_ms(entry['seconds'])}  {size}", flush=True)
 
 
-def _loop(trainer: Trainer, batches: Sequence[Batch], steps: int, grad: Tensor) -> Callable[[int], Iterator[None]]:
+def _loop(trainer: Trainer, batches: Sequence[IdBatch], steps: int, grad: Tensor) -> Callable[[int], Iterator[None]]:
     """Make training loops of ``steps`` steps, each with the next ids."""
 
     def loop(repeat: int) -> Iterator[None]:
@@ -251,9 +202,10 @@ def _loop(trainer: Trainer, batches: Sequence[Batch], steps: int, grad: Tensor) 
     return loop
 
 
-def _unique_rows(batches: Sequence[Batch]) -> int:
+def _unique_rows(batches: Sequence[IdBatch]) -> int:
     return round(sum(len(kernels.unique(batch.host)[0]) for batch in batches[:4]) / len(batches[:4]))
 
 
-def _fits(nbytes: int) -> bool:
-    return nbytes <= _SHARE_OF_MEMORY * available_bytes()
+def _lacking(items: int) -> str | None:
+    """Return why that many float32 should not be taken, or None."""
+    return None if 4 * items <= 0.85 * available_bytes() else f"{4 * items / 2**30:.1f} GiB of memory are not free"

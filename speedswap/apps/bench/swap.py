@@ -1,28 +1,22 @@
-"""The swap in a training step: the time of its parts, and the share of it that lookahead hides behind compute."""
+"""The swap in a training step: the share of it that lookahead hides behind compute."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import speedswap
 from speedswap import kernels
-from speedswap.apps.bench.measure import in_ms, steps_in_turn, synchronize
+from speedswap.apps.bench.measure import in_ms, in_turn, steps_in_turn, synchronize
 from speedswap.apps.bench.trainers import LEARNING_RATE, Ours
-from speedswap.apps.bench.workload import Batch, random_batches
+from speedswap.apps.bench.workload import IdBatch, random_batches
 from speedswap.swapping.lookup import look_up
 
-__all__ = ["overlap", "overlapped", "show", "time_parts"]
-
 _STEPS = 12
-_REPEATS = 5
-_MATRIX = {"cpu": 256, "cuda": 2048}
 
 
 def overlap(device: str, num_rows: int, dim: int, lookups: int, compute: Sequence[float]) -> list[dict[str, Any]]:
@@ -50,23 +44,18 @@ def overlap(device: str, num_rows: int, dim: int, lookups: int, compute: Sequenc
 
 
 def overlapped(
-    trainer: Ours,
-    batches: Sequence[Batch],
-    dim: int,
-    device: str,
-    compute: Sequence[float],
-    *,
-    repeats: int = _REPEATS,
+    trainer: Ours, batches: Sequence[IdBatch], dim: int, device: str, compute: Sequence[float], *, repeats: int = 5
 ) -> list[dict[str, Any]]:
-    """Do the same with a table of one's own and these batches."""
+    """Do the same with the caller's table and batches."""
     found = []
-    with _one_thread(device):
+    threads = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+    try:
         work = _Work(dim, len(batches[0].host), device)
         loops = _loops(trainer, batches, work)
         synchronize()
-        swap, least = (
-            steps_in_turn({name: loops[name]}, steps=_STEPS, repeats=1)[name] for name in ("swap", "compute")
-        )
+        swap, least = (steps_in_turn({one: loops[one]}, steps=_STEPS, repeats=1)[one] for one in ("swap", "compute"))
         one = work.time_matmul()
         for asked in compute:
             work.matmuls = max(0, round((asked * swap - least) / one))
@@ -82,14 +71,16 @@ def overlapped(
                     "lookahead_over_larger": seconds["lookahead"] / larger,
                 }
             )
+    finally:
+        torch.set_num_threads(threads)
     return found
 
 
 class _Work:
-    """The compute of a step beside the embedding's own: products of square matrices."""
+    """The compute of a step besides the embedding's own: products of square matrices."""
 
     def __init__(self, dim: int, lookups: int, device: str) -> None:
-        size = _MATRIX[device]
+        size = 256 if device == "cpu" else 2048
         self.matmuls = 0
         self.grad = torch.randn(lookups, dim, device=device)
         self._matrix = torch.randn(size, size, device=device) / size**0.5
@@ -101,22 +92,17 @@ class _Work:
 
     def time_matmul(self) -> float:
         self.matmuls = 20
-        for _ in range(2):
-            synchronize()
-            begin = time.perf_counter()
-            self.do()
-            synchronize()
-        return (time.perf_counter() - begin) / self.matmuls
+        return in_turn({"matmuls": lambda _: self.do()}, repeats=1, warm_up=0)["matmuls"] / self.matmuls
 
 
-def _loops(trainer: Ours, batches: Sequence[Batch], work: _Work) -> dict[str, Callable[[int], Iterator[None]]]:
+def _loops(trainer: Ours, batches: Sequence[IdBatch], work: _Work) -> dict[str, Callable[[int], Iterator[None]]]:
     rest = itertools.cycle(batches)
 
-    def taken() -> list[Batch]:  # none that another loop has just brought into a cache
-        return list(itertools.islice(rest, _STEPS))
+    def taken() -> Iterator[IdBatch]:  # none that another loop has just brought into a cache
+        return itertools.islice(rest, _STEPS)
 
     def train(depth: int) -> Iterator[None]:
-        prefetched = speedswap.lookahead(taken(), {trainer.embedding: lambda batch: batch.near}, depth=depth)
+        prefetched = speedswap.lookahead([*taken()], {trainer.embedding: lambda batch: batch.near}, depth=depth)
         for batch in prefetched:
             rows = trainer.embedding(batch.near)
             work.do()
@@ -125,37 +111,33 @@ def _loops(trainer: Ours, batches: Sequence[Batch], work: _Work) -> dict[str, Ca
             trainer.optimizer.zero_grad()
             yield
 
+    def swap() -> Iterator[None]:
+        table = trainer.embedding.table
+        for batch in taken():
+            rows, _ = kernels.unique(batch.near)
+            block = table.lease(rows, device=batch.near.device)
+            table.give_back(block, block.columns)
+            yield
+
+    def compute() -> Iterator[None]:
+        """Run the steps of a batch whose rows stay on the device."""
+        rows, local = kernels.unique(batches[0].near)
+        weight = nn.Parameter(trainer.embedding.table.gather(rows, columns=["weight"], device=local.device).weight)
+        optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE["adam"], fused=not weight.is_cuda)
+        for _ in range(_STEPS):
+            found = look_up(weight, local)
+            work.do()
+            found.backward(work.grad)  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+
     return {
-        "swap": lambda repeat: swaps(trainer, taken()),
-        "compute": lambda repeat: _compute(trainer, batches[0], work),
+        "swap": lambda repeat: swap(),
+        "compute": lambda repeat: compute(),
         "plain": lambda repeat: train(0),
         "lookahead": lambda repeat: train(1),
     }
-
-
-def _compute(trainer: Ours, batch: Batch, work: _Work) -> Iterator[None]:
-    """Run the steps of a batch whose rows stay on the device."""
-    rows, local = kernels.unique(batch.near)
-    weight = nn.Parameter(trainer.embedding.table.gather(rows, columns=["weight"], device=local.device).weight)
-    optimizer = torch.optim.Adam([weight], lr=LEARNING_RATE["adam"], fused=not weight.is_cuda)
-    for _ in range(_STEPS):
-        found = look_up(weight, local)
-        work.do()
-        found.backward(work.grad)  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        yield
-
-
-@contextmanager
-def _one_thread(device: str) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if device == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def show(found: list[dict[str, Any]]) -> None:
@@ -167,61 +149,3 @@ def show(found: list[dict[str, Any]]) -> None:
         cells = " ".join(in_ms(entry["seconds"][name]) for name in ("compute", "swap", "plain", "lookahead"))
         over = f"{entry['plain_over_larger']:.2f} plain, {entry['lookahead_over_larger']:.2f} with lookahead"
         print(f"  {cells}   {over}", flush=True)
-
-
-# ---- the parts of a step --------------------------------------------------------------------------------------------
-
-
-def time_parts(trainer: Ours, batches: Sequence[Batch], grad: Tensor) -> dict[str, float]:
-    """Return seconds of a step by part: the median of these steps, after a loop of them to warm up.
-
-    Returns:
-        ``lookup``, ``backward`` and ``optimizer`` (with the scatter) add up to a step. ``unique``, ``gather`` and
-        ``scatter`` are parts of those again, each measured alone on the same ids.
-    """
-    laps: dict[str, list[float]] = {"lookup": [], "backward": [], "optimizer": []}
-    for batch in [*batches, *batches]:
-        begin = _now()
-        found = trainer.embedding(batch.near)
-        looked_up = _now()
-        found.backward(grad)
-        backward = _now()
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        end = _now()
-        del found  # the next lookup gets its memory, as in a loop without clocks
-        for name, took in zip(laps, (looked_up - begin, backward - looked_up, end - backward), strict=True):
-            laps[name].append(took)
-    alone: dict[str, list[float]] = {"unique": [], "gather": [], "scatter": []}
-    for batch in [*batches, *batches]:
-        for name, took in zip(alone, _swap(trainer, batch), strict=True):
-            alone[name].append(took)
-    half = len(batches)
-    return {name: sorted(times[half:])[half // 2] for name, times in {**laps, **alone}.items()}
-
-
-def _swap(trainer: Ours, batch: Batch) -> tuple[float, float, float]:
-    """Time a swap that changes nothing: the gathered rows are scattered."""
-    table = trainer.embedding.table
-    begin = _now()
-    rows, _ = kernels.unique(batch.near)
-    unique = _now()
-    block = table.lease(rows, device=batch.near.device)
-    gathered = _now()
-    table.give_back(block, block.columns)
-    return unique - begin, gathered - unique, _now() - gathered
-
-
-def swaps(trainer: Ours, batches: Sequence[Batch]) -> Iterator[None]:
-    """Run the swaps of these batches alone, yielding after each."""
-    table = trainer.embedding.table
-    for batch in batches:
-        rows, _ = kernels.unique(batch.near)
-        block = table.lease(rows, device=batch.near.device)
-        table.give_back(block, block.columns)
-        yield
-
-
-def _now() -> float:
-    synchronize()
-    return time.perf_counter()

@@ -17,25 +17,8 @@ from torch import Tensor, nn
 import speedswap
 from speedswap._install import pip_install
 from speedswap.apps.bench.measure import Peer, find_peer
-from speedswap.apps.bench.workload import Batch, zipf_batches
+from speedswap.apps.bench.workload import IdBatch, zipf_batches
 from speedswap.apps.errors import WrongResultError
-
-__all__ = [
-    "COLUMNS",
-    "DENSE",
-    "LEARNING_RATE",
-    "OPTIMIZERS",
-    "SPARSE",
-    "Contestant",
-    "Fbgemm",
-    "Ours",
-    "Trainer",
-    "contestants",
-    "has_fused",
-    "step_peers",
-    "trained_by_torch",
-    "verify",
-]
 
 LEARNING_RATE = {"sgd": 0.05, "adagrad": 0.05, "adam": 1e-3}
 OPTIMIZERS = tuple(LEARNING_RATE)
@@ -46,7 +29,7 @@ SPARSE = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.
 class Trainer(Protocol):
     """A table of rows with its optimizer."""
 
-    def steps(self, batches: Sequence[Batch], grad: Tensor) -> Iterator[None]:
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
         """Train on each batch in turn, yielding after each; ``grad`` is the gradient of every lookup's rows."""
 
     def load(self, weights: Tensor) -> None:
@@ -89,7 +72,7 @@ class Ours:
         self._ahead = ahead
         speedswap.attach(self.optimizer, self.embedding)  # so that state gets its place before anything is written
 
-    def steps(self, batches: Sequence[Batch], grad: Tensor) -> Iterator[None]:
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
         depth = 1 if self._ahead else 0
         for batch in speedswap.lookahead(batches, {self.embedding: lambda batch: batch.near}, depth=depth):
             self.embedding(batch.near).backward(grad)
@@ -123,7 +106,7 @@ class Torch:
         self._device = device
         self._home = home
 
-    def steps(self, batches: Sequence[Batch], grad: Tensor) -> Iterator[None]:
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
         for batch in batches:
             ids = batch.near if self._home == self._device else batch.host
             self.embedding(ids).to(self._device).backward(grad)
@@ -173,7 +156,7 @@ class Fbgemm:
         """Return the weights of each table."""
         return [weights.detach() for weights in self.embedding.split_embedding_weights()]
 
-    def steps(self, batches: Sequence[Batch], grad: Tensor) -> Iterator[None]:
+    def steps(self, batches: Sequence[IdBatch], grad: Tensor) -> Iterator[None]:
         offsets = torch.arange(len(grad) + 1, device=grad.device)
         for batch in batches:
             self.embedding(batch.near, offsets).backward(grad)

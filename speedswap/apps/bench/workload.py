@@ -12,29 +12,27 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.apps.bench.measure import cache_bytes
 
-__all__ = ["Batch", "random_batches", "spread_ids", "zipf_batches", "zipf_ranks"]
-
 # Memory is read in whole lines, even for narrower rows.
 _LINE_BYTES = 64
 # Prime, and larger than any table: multiplying by it permutes the rows and leaves no two common ones side by side.
 _SPREAD = 2_654_435_761
 
 
-class Batch(NamedTuple):
+class IdBatch(NamedTuple):
     """The same ids twice: in host memory, where a loader makes them, and on the compute device."""
 
     host: Tensor
     near: Tensor
 
 
-def random_batches(num_rows: int, batch_rows: int, row_bytes: int, device: str, *, seed: int = 0) -> list[Batch]:
+def random_batches(num_rows: int, batch_rows: int, row_bytes: int, device: str, *, seed: int = 0) -> list[IdBatch]:
     """Draw batches of random rows; no row is in two of them.
 
     Args:
         num_rows: rows of the table, at least ``2 * batch_rows``.
         batch_rows: distinct rows in a batch.
         row_bytes: bytes of a row.
-        device: of ``Batch.near``.
+        device: of ``IdBatch.near``.
         seed: of the draw.
 
     Returns:
@@ -51,7 +49,7 @@ def random_batches(num_rows: int, batch_rows: int, row_bytes: int, device: str, 
         ids, _ = kernels.unique(ids)
         ids = ids[torch.randperm(len(ids), generator=generator)]
     hosts = [ids[i * batch_rows : (i + 1) * batch_rows].clone() for i in range(count)]
-    return [Batch(host, host.to(device)) for host in hosts]
+    return [IdBatch(host, host.to(device)) for host in hosts]
 
 
 def zipf_ranks(num_rows: int, count: int, exponent: float, generator: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -102,17 +100,17 @@ def spread_ids(num_rows: int, count: int, exponent: float, generator: np.random.
 
 def zipf_batches(
     num_rows: int, lookups: int, batches: int, device: str, *, exponent: float = 1.05, seed: int = 0
-) -> list[Batch]:
+) -> list[IdBatch]:
     """Draw batches of ids as training looks them up: Zipf's frequencies, the common rows spread over the whole table.
 
     Args:
         num_rows: rows of the table.
         lookups: ids in a batch; common ones occur many times.
         batches: their number.
-        device: of ``Batch.near``.
+        device: of ``IdBatch.near``.
         exponent: Zipf's.
         seed: of the draw; the rank of each row is the same for every seed.
     """
     generator = np.random.default_rng(seed)
     hosts = [spread_ids(num_rows, lookups, exponent, generator) for _ in range(batches)]
-    return [Batch(host, host.to(device)) for host in hosts]
+    return [IdBatch(host, host.to(device)) for host in hosts]

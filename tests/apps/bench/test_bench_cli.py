@@ -17,23 +17,23 @@ from speedswap.apps.bench.trainers import Contestant, contestants
 from speedswap.apps.bench.workload import zipf_batches
 from speedswap.cli import main
 
-SMALL_TRANSFER = transfer.Plan(2**24, 512, 1024, 2, (64, 512), (256,), (2**24, 2**60), 1000, 600.0)
+SWEEPS = {"row_bytes": (64, 512), "batch_rows": (256,), "table_bytes": (2**24, 2**60)}
+SMALL_TRANSFER = transfer.TransferPlan(2**24, 512, 1024, 2, SWEEPS, 1000)
 PEERS = {"FBGEMM": Peer(None, "left out here")}
-SMALL_STEP = step.Plan(2000, 8, 512, 4, 1, {8: (2000, 4000)}, ("sgd",), (1.0,), 600.0)
+SMALL_STEP = step.StepPlan(2000, 8, 512, 4, 1, {8: (2000, 4000)}, ("sgd",), (1.0,))
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Sizes that take a second, and no rests between calls: figures are not looked at."""
     monkeypatch.setattr(measure, "REST_SECONDS", 0.0)
-    monkeypatch.setattr(transfer.Plan, "of", lambda device, quick: SMALL_TRANSFER)
-    monkeypatch.setattr(step.Plan, "of", lambda device, quick: SMALL_STEP)
+    monkeypatch.setattr(transfer.TransferPlan, "of", lambda device, quick: SMALL_TRANSFER)
+    monkeypatch.setattr(step.StepPlan, "of", lambda device, quick: SMALL_STEP)
 
 
 def check_transfer(found):
     assert found["threads"] == torch.get_num_threads()
     assert found["peers"]["torch"] == {"version": torch.__version__, "missing": None}
-    assert found["peers"]["WholeGraph"]["missing"]
     ours = {name for name, store in found["table"]["stores"].items() if store["package"] == "speedswap"}
     assert ours >= {"speedswap, device", "speedswap, pageable", "speedswap, disk"}
     for point in [found["table"], *found["sweeps"]["row_bytes"], *found["sweeps"]["batch_rows"]]:
@@ -42,8 +42,7 @@ def check_transfer(found):
                 assert entry[way]["seconds"] > 0
                 rate = point["payload_bytes"] / entry[way]["seconds"] / 1e9
                 assert entry[way]["gb_per_second"] == pytest.approx(rate)
-            for times in point["times_faster"][way].values():
-                assert {"torch, pageable", "numpy, pageable"} <= set(times)
+        assert {"torch, pageable", "numpy, pageable"} <= set(point["stores"])
     assert [point["row_bytes"] for point in found["sweeps"]["row_bytes"]] == [64, 512]
     fitting, too_large = found["sweeps"]["table_bytes"]
     assert fitting["table_bytes"] == 2**24
@@ -63,11 +62,10 @@ def check_step(found):
         for name, over in result["time_over"].items():
             assert over == pytest.approx({peer: seconds[name] / seconds[peer] for peer in over})
         assert {"speedswap", "speedswap, lookahead"} <= set(result["time_over"])
-        assert set(result["parts"]) == {"lookup", "backward", "optimizer", "unique", "gather", "scatter"}
     (sizes,) = found["sizes"]
     first, last = sizes["tables"]
     assert (first["rows"], last["rows"]) == (2000, 4000)
-    assert sizes["largest_over_first"] == pytest.approx(last["seconds"] / first["seconds"])
+    assert min(first["seconds"], last["seconds"]) > 0
     for entry in found["overlap"]:
         assert set(entry["seconds"]) == {"compute", "swap", "plain", "lookahead"}
         larger = max(entry["seconds"]["compute"], entry["seconds"]["swap"])
@@ -94,7 +92,7 @@ def test_both_benchmarks_write_what_they_print(small, tmp_path, capsys):
     check_transfer(document["results"]["transfer"])
     check_step(document["results"]["step"])
     printed = capsys.readouterr().out
-    for expected in ("speedswap, disk", "torch, pageable", "A step with adam", "WholeGraph: left out, is for a GPU"):
+    for expected in ("speedswap, disk", "torch, pageable", "A step with adam", "speed from device over "):
         assert expected in printed
     check_readme_lines(document["results"])
     for name in ("transfer", "step"):
@@ -120,14 +118,14 @@ def _plot(path):
 
 
 def test_a_wrong_store_ends_the_run_with_one_line_and_no_file(small, monkeypatch, tmp_path, capsys):
-    real = peer_makers("cpu")["torch"][0]
+    real = peer_makers("cpu")["torch"]["pageable"]
 
-    def broken(rows, room, folder):
-        right = real(rows, room, folder)
+    def broken(rows, buffers, folder):
+        right = real(rows, buffers, folder)
         return replace(right, package="broken", gather=lambda batch: right.gather(batch) + 1)
 
-    monkeypatch.setattr(transfer, "peer_makers", lambda device: {"torch": [broken]})
-    monkeypatch.setattr(transfer.Plan, "of", lambda device, quick: replace(SMALL_TRANSFER, memory_rows=0))
+    monkeypatch.setattr(transfer, "peer_makers", lambda device: {"torch": {"pageable": broken}})
+    monkeypatch.setattr(transfer.TransferPlan, "of", lambda device, quick: replace(SMALL_TRANSFER, memory_rows=0))
     assert main(["bench", "transfer", "--device", "cpu", "--json", str(tmp_path / "never.json")]) == 2
     err = capsys.readouterr().err
     assert "broken, pageable gathers row" in err
@@ -136,10 +134,10 @@ def test_a_wrong_store_ends_the_run_with_one_line_and_no_file(small, monkeypatch
 
 
 def test_a_peer_that_cannot_be_made_is_left_out_with_its_reason(monkeypatch, tmp_path):
-    def failing(rows, room, folder):
+    def failing(rows, buffers, folder):
         raise OSError("no such device")
 
-    makers = {**peer_makers("cpu"), "numpy": [failing]}
+    makers = {**peer_makers("cpu"), "numpy": {"memmap": failing}}
     monkeypatch.setattr(transfer, "peer_makers", lambda device: makers)
     found = transfer.run("cpu", folder=tmp_path, plan=replace(SMALL_TRANSFER, memory_rows=0))
     assert found["peers"]["numpy"]["missing"] == "failed: OSError: no such device"
@@ -148,7 +146,8 @@ def test_a_peer_that_cannot_be_made_is_left_out_with_its_reason(monkeypatch, tmp
 
 
 def test_peers_that_are_missing_say_why():
-    assert transfer_peers("cpu")["SpeedTorch's method (CuPy)"] == Peer(None, "is for a GPU")
+    if not torch.cuda.is_available():
+        assert transfer_peers("cuda")["SpeedTorch's method (CuPy)"].missing
     assert find_peer("no_such_library", "none", "pip it") == Peer(None, "not installed: pip it")
     assert find_peer("no_such_library", "none").missing == "not installed: No module named 'no_such_library'"
 
@@ -200,15 +199,9 @@ def test_ratios_that_are_no_numbers(capsys):
 
 def test_sizes_without_room_are_left_out():
     plan = replace(SMALL_STEP, sizes={8: (2000, 10**13)})
-    found = step.over_sizes("sgd", 8, plan.sizes[8], "cpu", plan, float("inf"))
+    found = step.over_sizes("sgd", 8, plan.sizes[8], "cpu", plan)
     assert "seconds" in found["tables"][0]
     assert found["tables"][1]["skipped"] == "298023.2 GiB of memory are not free"
-    assert "largest_over_first" not in found
-
-
-def test_no_table_is_begun_after_the_time():
-    found = step.over_sizes("sgd", 8, (2000, 4000), "cpu", SMALL_STEP, 0.0)
-    assert [entry["skipped"] for entry in found["tables"]] == ["the 600 seconds for this benchmark are over"] * 2
 
 
 def test_the_second_of_two_calls_counts():

@@ -43,13 +43,6 @@ def test_sweep_that_was_left_out_has_no_panel(left_out, tmp_path):
     assert panels(plots.transfer_figure(found), tmp_path) == STORES + kept
 
 
-def test_direction_that_no_store_was_measured_in_has_no_panel(tmp_path):
-    found = result("transfer")
-    for store in found["table"]["stores"].values():
-        del store["from_device"]
-    assert panels(plots.transfer_figure(found), tmp_path) == STORES[:1] + SWEEPS
-
-
 def test_step_without_sizes_overlap_or_an_optimizer_draws_the_rest(tmp_path):
     """Each of them may be left out for want of time or memory."""
     bars, sizes, overlap = (
