@@ -31,8 +31,7 @@ from speedswap.apps.bench.measure import write_json
 from speedswap.apps.dlrm import DLRM, Data, DlrmSettings, GeneratedSamples, Samples, Scores, train_step
 from speedswap.apps.dlrm.checkpoint import make_model
 from speedswap.apps.dlrm.criteo import text_of
-from speedswap.apps.dlrm.embeddings import COLUMNS, INIT_STD
-from speedswap.apps.dlrm.interaction import interact_in_torch
+from speedswap.apps.dlrm.model import COLUMNS, INIT_STD, interact_in_torch
 from speedswap.apps.dlrm.training import POINT_SAMPLES, prefetched
 
 COMPARED_STEPS = 20

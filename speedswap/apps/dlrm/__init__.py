@@ -9,9 +9,9 @@ As a command, ``speedswap dlrm 'day_*.gz' --output DIR``; as a function::
 
 and afterwards ``load(output).predict(samples)``, or ``speedswap predict DIR ROWS``.
 
-A run streams samples from files in Criteo's format (``criteo``, ``parquet``) or makes some up (``generated``), draws
-batches and sets samples apart (``samples``, ``stream``), trains tables and layers (``embeddings``, ``model``,
-``training``, ``course``), predicts the samples set apart (``scores``) and keeps the last and the best state
+A run streams samples from files in Criteo's format (``criteo``) or makes some up (``generated``), draws
+batches and sets samples apart (``samples``, ``stream``), trains tables and layers (``model``, ``training``,
+``course``), predicts the samples set apart (``scores``) and keeps the last and the best state
 (``checkpoint``).
 """
 
@@ -19,9 +19,8 @@ from speedswap.apps.dlrm.checkpoint import load
 from speedswap.apps.dlrm.cli import figures, save
 from speedswap.apps.dlrm.course import DlrmResult, Evaluation, Point
 from speedswap.apps.dlrm.criteo import SampleFiles, find_files
-from speedswap.apps.dlrm.embeddings import Embeddings
 from speedswap.apps.dlrm.generated import GeneratedSamples
-from speedswap.apps.dlrm.model import DLRM
+from speedswap.apps.dlrm.model import DLRM, Embeddings
 from speedswap.apps.dlrm.samples import SamplePosition, Samples
 from speedswap.apps.dlrm.scores import Scores
 from speedswap.apps.dlrm.settings import DlrmSettings

@@ -10,8 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from speedswap.apps.checkpoints import RESTART, Checkpoint, Place, plain_value
-from speedswap.apps.dlrm.embeddings import Embeddings
-from speedswap.apps.dlrm.model import DLRM
+from speedswap.apps.dlrm.model import DLRM, Embeddings
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import CheckpointError
 from speedswap.apps.ranks import Job

@@ -1,7 +1,6 @@
 """Files in Criteo's format: a label, 13 integers and 26 hexadecimal categories, divided by tabs, empty where missing.
 
-Plain and gzip text is read in pieces of 4 MiB, and Parquet in groups of rows that become such text; the numbers of as
-many lines as a batch needs are read by one call of the compiled part.
+Plain and gzip text is read in pieces of 4 MiB, each by one call of the compiled part, and Parquet column by column.
 """
 
 from __future__ import annotations
@@ -13,10 +12,13 @@ import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from speedswap.apps.dlrm.parquet import is_parquet, parquet_pieces
+from speedswap._install import pip_install
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
 from speedswap.apps.errors import CheckpointError, SamplesError
 from speedswap.apps.reading import bytes_on_disk, opened
@@ -26,7 +28,7 @@ __all__ = ["SampleFiles", "find_files", "text_of"]
 
 CHUNK_BYTES = 1 << 22
 LINE_BYTES = 1 << 16
-SKIPPED_AT_ONCE = 1 << 14
+ROWS_AT_ONCE = 1 << 14
 BASES = "b" + INTEGERS * "d" + CATEGORIES * "x"
 EMPTY = (0, *INTEGERS * (0,), *CATEGORIES * (MISSING,))
 FORMS = {
@@ -41,6 +43,12 @@ FORMS = {
     ),
 }
 SHOWN_BYTES = 40
+PARQUET = b"PAR1"
+WEIGHTS = torch.randint(-(2**62), 2**62, (len(NAMES),), generator=torch.Generator().manual_seed(0))
+"""Of the columns in the checksum of samples."""
+
+Pieces = Iterator[tuple[Tensor, int]]
+"""Values of some lines, int64, shape (40 or 39, n), and the bytes read of the file so far, as they are on disk."""
 
 
 def find_files(patterns: Sequence[str | Path]) -> list[Path]:
@@ -93,21 +101,15 @@ class SampleFiles:
         self._sizes = [size_of(path) for path in self._paths]
         self.total = sum(self._sizes)
         """Bytes of all files, as they are on disk."""
-        self._file = self._samples = self._checksum = self._packed = self._start = 0
-        self._line = 1
-        self._text, self._bases = b"", BASES
-        self._pieces: Iterator[tuple[bytes, int]] = iter(())
+        self.position = SamplePosition()
+        """The place reached."""
+        self._piece, self._on_disk = torch.empty(0, 0, dtype=torch.int64), 0
         self._open(0)
 
     @property
     def done(self) -> int:
         """Bytes read, as they are on disk."""
-        return sum(self._sizes[: self._file]) + self._packed
-
-    @property
-    def position(self) -> SamplePosition:
-        """The place reached."""
-        return SamplePosition(self._file, self._samples, self._checksum)
+        return sum(self._sizes[: self.position.file]) + self._on_disk
 
     def read(self, count: int) -> Samples:
         """Return the next samples.
@@ -118,22 +120,19 @@ class SampleFiles:
         Raises:
             SamplesError: a line is malformed, or a file damaged.
         """
-        columns = len(NAMES) if self._labelled else len(NAMES) - 1
-        values = torch.empty(columns, count, dtype=torch.int64)
-        filled = 0
-        while True:
-            before = self._start
-            rows, self._start, lines, wrong = read_lines(
-                self._text, values, bases=self._bases, missing=EMPTY[-columns:], start=before, first=filled
-            )
-            filled, self._samples, self._line = filled + rows, self._samples + rows, self._line + lines
-            self._checksum = zlib.crc32(memoryview(self._text)[before : self._start], self._checksum)
-            if wrong:
-                raise self._malformed()
-            if filled == count or not self._read_on():
-                break
-        values = values[:, :filled]
-        labels = values[0].float() if self._labelled else torch.zeros(0)
+        parts = [torch.empty(len(NAMES) - (self._labelled is False), 0, dtype=torch.int64)]
+        while count and (self._piece.shape[1] or self._read_on()):
+            if len(self._piece) != len(parts[0]):
+                parts = [self._piece[:, :0]]
+            part, self._piece = self._piece[:, :count], self._piece[:, count:]
+            parts.append(part)
+            count -= part.shape[1]
+            file, samples, checksum = self.position
+            places = torch.arange(samples, samples + part.shape[1])
+            checksum += int(((WEIGHTS[-len(part) :] @ part) * (2 * places + 1)).sum())
+            self.position = SamplePosition(file, samples + part.shape[1], checksum % 2**63)
+        values = torch.cat(parts, dim=1)
+        labels = values[0].float() if len(values) == len(NAMES) else torch.zeros(0)
         return Samples(labels, values[-INTEGERS - CATEGORIES : -CATEGORIES], values[-CATEGORIES:])
 
     def seek(self, position: SamplePosition) -> None:
@@ -143,8 +142,8 @@ class SampleFiles:
             CheckpointError: the samples before it are others.
         """
         self._open(min(position.file, len(self._paths)))
-        while self._file == position.file and self._samples < position.samples:
-            if not self.read(min(SKIPPED_AT_ONCE, position.samples - self._samples)).size:
+        while self.position.file == position.file and self.position.samples < position.samples:
+            if not self.read(min(ROWS_AT_ONCE, position.samples - self.position.samples)).size:
                 break
         if self.position != position:
             raise CheckpointError(
@@ -154,53 +153,23 @@ class SampleFiles:
 
     def _open(self, file: int) -> None:
         """Begin with a file, or end after the last one."""
-        self._file, self._line, self._text = file, 1, b""
-        self._samples = self._packed = self._start = 0
-        self._checksum = zlib.crc32(" ".join(map(str, self._sizes[:file])).encode())  # 0 for the first
-        if file == len(self._paths):
-            return
-        path = self._paths[file]
-        if is_parquet(path):
-            self._bases, self._pieces = parquet_pieces(path, labelled=self._labelled)
-        else:
-            self._bases, self._pieces = BASES, text_pieces(path)
-            self._read_on()
-            if self._labelled is None and not self._text.strip(b"\r\n") and file + 1 < len(self._paths):
-                self._open(file + 1)  # an empty file has no first row
-                return
-            if self._labelled is None:
-                self._labelled = self._text.lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(NAMES) - 2
-            self._bases = BASES if self._labelled else BASES[1:]
-        self._labelled = self._bases.startswith("b")
+        self.position = SamplePosition(file, 0, zlib.crc32(" ".join(map(str, self._sizes[:file])).encode()))
+        self._piece, self._on_disk = self._piece[:, :0], 0
+        self._pieces: Pieces = iter(())
+        if file < len(self._paths):
+            path = self._paths[file]
+            self._pieces = (parquet_pieces if is_parquet(path) else text_pieces)(path, self._labelled)
 
     def _read_on(self) -> bool:
-        """Get the next piece of text; return False at the end of the last file."""
-        rest = self._text[self._start :]
-        if len(rest) > LINE_BYTES:
-            raise SamplesError(f"samples {self._paths[self._file]}, line {self._line} has no end: is it text?")
-        piece, self._packed = next(self._pieces, (b"", self._packed))
-        if piece:
-            self._text, self._start = rest + piece, 0
-        elif self._file < len(self._paths):
-            self._open(self._file + 1)
-        return self._file < len(self._paths)
-
-    def _malformed(self) -> SamplesError:
-        """Describe the next line, which could not be read."""
-        line = self._text[self._start : self._text.index(b"\n", self._start)].removesuffix(b"\r")
-        where = f"samples {self._paths[self._file]}, line {self._line}"
-        fields, names = line.split(b"\t"), NAMES[-len(self._bases) :]
-        if len(fields) != len(names):
-            return SamplesError(
-                f"{where} has {len(fields)} columns: give {len(names)}, divided by tabs: "
-                f"{'a label, ' if self._labelled else ''}13 integers and 26 categories, empty where missing"
-            )
-        for number, (field, name, base) in enumerate(zip(fields, names, self._bases, strict=True), 1):
-            form, remedy = FORMS[base]
-            if not form.fullmatch(field):
-                shown = field[:SHOWN_BYTES].decode("utf-8", "replace")
-                return SamplesError(f"{where}, column {number} ({name}) is {shown!r}, {remedy}")
-        raise AssertionError(f"{where} is well formed")
+        """Get the next samples; return False at the end of the last file."""
+        while self.position.file < len(self._paths):
+            for piece, on_disk in self._pieces:
+                self._piece, self._on_disk = piece, on_disk
+                if piece.shape[1]:
+                    self._labelled = len(piece) == len(NAMES)
+                    return True
+            self._open(self.position.file + 1)
+        return False
 
 
 def size_of(path: Path) -> int:
@@ -219,12 +188,43 @@ def size_of(path: Path) -> int:
     return found.st_size
 
 
-def text_pieces(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield a file in pieces, each with the bytes read so far, as they are on disk."""
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def text_pieces(path: Path, labelled: bool | None) -> Pieces:
+    """Read a file of text."""
     with opened(path, "samples", SamplesError) as file:
-        while piece := file.read(CHUNK_BYTES):
-            yield piece, bytes_on_disk(file)
-        yield b"\n", bytes_on_disk(file)  # the last line may lack its own
+        text, line, at_end = b"", 1, False
+        while not at_end:
+            chunk = file.read(CHUNK_BYTES)
+            text, at_end = text + (chunk or b"\n"), not chunk  # the last line may lack its newline
+            if labelled is None and text.strip(b"\r\n"):
+                labelled = text.lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(NAMES) - 2
+            count = len(NAMES) - (labelled is False)
+            values = torch.empty(count, text.count(b"\n"), dtype=torch.int64)
+            rows, used, lines, wrong = read_lines(text, values, bases=BASES[-count:], missing=EMPTY[-count:])
+            text, line = text[used:], line + lines
+            yield values[:, :rows], bytes_on_disk(file)
+            if wrong:
+                raise malformed(text.partition(b"\n")[0].removesuffix(b"\r"), BASES[-count:], f"{path}, line {line}")
+            if len(text) > LINE_BYTES:
+                raise SamplesError(f"samples {path}, line {line} has no end: is it text?")
+
+
+def malformed(line: bytes, bases: str, where: str) -> SamplesError:
+    """Describe a line that could not be read."""
+    fields, names = line.split(b"\t"), NAMES[-len(bases) :]
+    if len(fields) != len(names):
+        return SamplesError(
+            f"samples {where} has {len(fields)} columns: give {len(names)}, divided by tabs: "
+            f"{'a label, ' if len(names) == len(NAMES) else ''}13 integers and 26 categories, empty where missing"
+        )
+    for number, (field, name, base) in enumerate(zip(fields, names, bases, strict=True), 1):
+        form, remedy = FORMS[base]
+        if not form.fullmatch(field):
+            shown = field[:SHOWN_BYTES].decode("utf-8", "replace")
+            return SamplesError(f"samples {where}, column {number} ({name}) is {shown!r}, {remedy}")
+    raise AssertionError(f"{where} is well formed")
 
 
 def text_of(samples: Samples) -> str:
@@ -239,3 +239,106 @@ def text_of(samples: Samples) -> str:
         categories = ("" if each == MISSING else f"{each:08x}" for each in ids)
         lines.append("\t".join([*map(str, [*label, *integers]), *categories]))
     return "\n".join([*lines, ""])
+
+
+# ---- Parquet --------------------------------------------------------------------------------------------------------
+
+
+def is_parquet(path: Path) -> bool:
+    """Tell a Parquet file by its first bytes.
+
+    Raises:
+        SamplesError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(PARQUET)) == PARQUET
+    except OSError as error:
+        raise SamplesError(f"samples {path} cannot be read: {error.strerror}") from error
+
+
+def parquet_pieces(path: Path, labelled: bool | None) -> Pieces:
+    """Read a Parquet file, whose columns are found by their names, or are exactly those of the format in order.
+
+    A category is text of hexadecimal digits, or a whole number.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise SamplesError(f"samples {path} is Parquet: {pip_install('pyarrow', extra='parquet')}") from error
+    try:
+        file = parquet.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise SamplesError(f"samples {path} is not a whole Parquet file ({error}): make it or copy it again") from error
+    found = columns_of(file.schema_arrow.names, path, labelled)
+    rows, size = 0, path.stat().st_size
+    try:
+        for batch in file.iter_batches(ROWS_AT_ONCE, columns=found):
+            bases = BASES[-len(found) :]
+            columns = [
+                whole_numbers(batch.column(name), name, base, f"samples {path}", rows)
+                for name, base in zip(found, bases, strict=True)
+            ]
+            rows += len(batch)
+            yield torch.from_numpy(np.stack(columns)), size * rows // file.metadata.num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise SamplesError(f"samples {path}, after row {rows}: {error}; correct it, or make the file again") from error
+    finally:
+        file.close()
+
+
+def columns_of(names: Sequence[str], path: Path, labelled: bool | None) -> list[str]:
+    """Choose the columns of the label, the integers and the categories."""
+    wanted = NAMES if labelled or (labelled is None and NAMES[0] in names) else NAMES[1:]
+    found = wanted
+    if not {*wanted} <= {*names}:
+        if len(names) not in (len(NAMES), len(NAMES) - 1) or labelled not in (None, len(names) == len(NAMES)):
+            missing = next(name for name in wanted if name not in names)
+            raise SamplesError(
+                f"samples {path} has {len(names)} columns and no {missing!r}: give {', '.join(wanted[:2])}, … and "
+                f"{wanted[-1]}, or these {len(wanted)} in order"
+            )
+        found = tuple(names)
+    for name in found:
+        if names.count(name) > 1:
+            raise SamplesError(f"samples {path} has {names.count(name)} columns {name!r}: give each its own name")
+    return list(found)
+
+
+def whole_numbers(column: Any, name: str, base: str, where: str, rows: int) -> Any:
+    """Return a column as int64, also where it is text.
+
+    Args:
+        column: of pyarrow.
+        name: its name.
+        base: ``b`` for 0 and 1, ``d`` for decimal text, ``x`` for hexadecimal text.
+        where, rows: the file, and the rows before, for messages.
+    """
+    import pyarrow as pa
+    from pyarrow import compute
+
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    written = column
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        column = compute.if_else(compute.equal(column, ""), None, column)
+        written = compute.binary_join_element_wise("0x", column, "") if base == "x" else column
+
+    def wrong(row: int) -> SamplesError:
+        value, remedy = column[row].as_py(), FORMS[base][1].replace("empty", "null")
+        return SamplesError(f"{where}, row {rows + row + 1}, column {name} is {value!r}, {remedy}")
+
+    try:
+        found = written.cast(pa.int64())
+    except pa.ArrowInvalid:
+        for row in range(len(written)):
+            try:
+                written[row : row + 1].cast(pa.int64())
+            except pa.ArrowInvalid:
+                raise wrong(row) from None
+        raise
+    numbers = compute.fill_null(found, MISSING if base in "bx" else 0).to_numpy()
+    if base == "b" and len(odd := np.flatnonzero((numbers != 0) & (numbers != 1))):
+        raise wrong(int(odd[0]))
+    return numbers

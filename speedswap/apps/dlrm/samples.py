@@ -52,7 +52,7 @@ class SamplePosition(NamedTuple):
     samples: int = 0
     """Samples read of the next one."""
     checksum: int = 0
-    """CRC-32 of the sizes of the former and the text of the latter."""
+    """Of the sizes of the former and the values of the latter."""
 
 
 class SampleSource(Protocol):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from speedswap.apps.dlrm import DLRM, Embeddings, Samples
-from speedswap.apps.dlrm.interaction import interact, interact_in_torch
+from speedswap.apps.dlrm.model import interact, interact_in_torch
 
 
 class Given(nn.Module):
