@@ -1,11 +1,9 @@
 """Agreement between the processes of a job: rounds of numbers, votes, one error for all, and sums of gradients."""
 
 from speedswap.collectives.ahead import Ahead, Errand
-from speedswap.collectives.buckets import Buckets
-from speedswap.collectives.group import RankGroup, begin_step, is_distributed, of_all_ranks, surround_forward
-from speedswap.collectives.kinds import ANYTHING, Kind
+from speedswap.collectives.group import Buckets, RankGroup, begin_step, is_distributed, of_all_ranks, surround_forward
 from speedswap.collectives.lane import SPARE_IDS, Lane
-from speedswap.collectives.messages import ROOM, Agreed, Parcel, as_bytes, digest_of, packed, unpacked
+from speedswap.collectives.messages import ANYTHING, ROOM, Agreed, Kind, Parcel, as_bytes, digest_of, packed, unpacked
 from speedswap.collectives.pace import OwnPace
 from speedswap.collectives.task import Difference, PeerOutOfMemory, Task
 

@@ -3,96 +3,65 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import weakref
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 
 from speedswap._threads import EndingThread
-from speedswap.collectives.kinds import ANYTHING, Kind
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.messages import FAILED, OK, Line
+from speedswap.collectives.messages import ANYTHING, FAILED, OK, Kind, Line
 from speedswap.collectives.task import Task
-
-__all__ = ["Ahead", "EndOfErrands", "Errand"]
 
 _PLACES = 1 << 20  # errands between two rounds of the main lane
 _DEPTH_BITS = 10
 _MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 
 
-class EndOfErrands(NamedTuple):
-    """The news that a rank has no more errands.
-
-    Attributes:
-        rank: as torch.distributed numbers it.
-        failed: because of an error.
-    """
-
-    rank: int
-    failed: bool
-
-
-class Errand(ABC):
+class Errand:
     """Work of all ranks that one of their threads does ahead of its time. :meth:`Ahead.announce` starts it.
+
+    This one has nothing to do: it tells that no more comes of what is under way.
 
     Args:
         about: the number of what it is about, the same on all ranks.
 
     Attributes:
+        kind: as lines tell it.
+        failed: no more comes because of an error.
         time: of its announcement, the same on all ranks; greater than 0.
         places: times from this one on that no other errand has.
         is_done: True if all ranks have done it.
         error: what was raised in it.
-        ended: the rank that has announced the end in its place.
+        ended: the rank that has announced the end in its place, as torch.distributed numbers it, and whether it failed.
     """
 
+    kind = Kind.END
+    failed = False
     time = 0
     places = 1
     is_done = False
     error: BaseException | None = None
-    ended: EndOfErrands | None = None
+    ended: tuple[int, bool] | None = None
 
-    def __init__(self, about: int) -> None:
+    def __init__(self, about: int = ANYTHING) -> None:
         self.about = about
         self._is_over = threading.Event()
 
-    @abstractmethod
     def prepare(self) -> list[int]:
         """Do what needs no other rank; return a number for each."""
+        return []
 
-    @abstractmethod
     def run(self, task: Task, counts: list[int]) -> None:
         """Do the rest, in a task of all ranks, with the number that each has for this one."""
 
     def let_go(self) -> None:
         """Let go of what only the work needs, which is over."""
-        return None
 
     def wait(self) -> None:
         """Return when it is done, has failed or will not be done."""
         self._is_over.wait()
-
-
-class _End(Errand):
-    """The announcement that no more comes of what is under way.
-
-    Args:
-        failed: because this rank has failed.
-    """
-
-    def __init__(self, failed: bool) -> None:
-        super().__init__(ANYTHING)
-        self.failed = failed
-
-    def prepare(self) -> list[int]:
-        return []
-
-    def run(self, task: Task, counts: list[int]) -> None:
-        raise AssertionError("an end has nothing to do")
 
 
 class Ahead:
@@ -111,15 +80,12 @@ class Ahead:
     def __init__(self, lane: Lane, main: Lane) -> None:
         self.lane = lane
         self._main = main
-        self._queue: SimpleQueue[tuple[Ahead, Errand] | None] | None = None
+        self._queue: SimpleQueue[tuple[Ahead, Errand] | None] = SimpleQueue()
         self._thread: EndingThread | None = None
         self._time = 0
         self._announced_end = -1
         self._ended = -1  # the rounds of the main lane when an end was announced, by this rank or another
-
-    def __del__(self) -> None:
-        if self._queue is not None:
-            self._queue.put(None)
+        weakref.finalize(self, self._queue.put, None)  # which ends the thread
 
     def end(self) -> None:
         """Let the thread and the lane end, before the process does."""
@@ -136,9 +102,7 @@ class Ahead:
         Raises:
             ValueError: it is not, on all of them.
         """
-        with self._main.task(Kind.BEGIN) as task:
-            notes = task.round(note=self._time << _DEPTH_BITS | min(depth, _MOST_DEPTH)).notes
-            task.finish()
+        notes = self._main.notes(Kind.BEGIN, self._time << _DEPTH_BITS | min(depth, _MOST_DEPTH))
         self._time = max(notes) >> _DEPTH_BITS
         depths = [note & _MOST_DEPTH for note in notes]
         if len({*depths}) > 1:
@@ -148,8 +112,7 @@ class Ahead:
     def announce(self, errand: Errand) -> None:
         """Let an errand be done, after those announced before."""
         self._time = max(self._time + 1, self._main.rounds * _PLACES + 1)
-        if self._queue is None:
-            self._queue = SimpleQueue()
+        if self._thread is None:
             ask = partial(self._queue.put, None)
             self._thread = EndingThread(_do_all, self._queue, name="speedswap-ahead", ask=ask)
             self._thread.start()
@@ -165,7 +128,9 @@ class Ahead:
         """
         if self._announced_end != self._main.rounds:  # else for another table
             self._announced_end = self._main.rounds
-            self.announce(_End(failed))
+            end = Errand()
+            end.failed = failed
+            self.announce(end)
 
     def note_end(self, errand: Errand) -> None:
         """Note that an errand has met the end, after which all ranks count alike again."""
@@ -184,40 +149,33 @@ class Ahead:
             errand._is_over.set()
 
     def _do(self, errand: Errand) -> None:
+        failure: BaseException | None = None
+        counts: list[int] | None = None
         with self.lane.task(Kind.ERRAND, errand.about) as task:
-            failure: BaseException | None = None
-            counts: list[int] | None = None
             try:
                 counts = errand.prepare()
             except BaseException as error:
                 failure = error
-            lines = self._meet(errand, failure is not None, counts or None)
-            if failure is None and lines is not None and self._agree(errand, lines):
+            lines = self._meet(errand, failure is not None or errand.failed, counts or None)
+            if failure is not None:
+                task.finish()  # the others know
+                raise failure
+            for rank, line in zip(self.lane.ranks, lines, strict=False):
+                if line.kind == Kind.END:
+                    self._ended, errand.ended = errand.time // _PLACES, (rank, line.status == FAILED)
+                    return
+            if lines and all(line.status == OK and line.about == errand.about for line in lines):
                 errand.run(task, [line.amount for line in lines])
                 errand.is_done = True
-            task.finish()
-        if failure is not None:
-            raise failure
 
-    def _agree(self, errand: Errand, lines: Sequence[Line]) -> bool:
-        """Return whether all ranks are going to do an errand."""
-        for rank, line in zip(self.lane.ranks, lines, strict=True):
-            if line.kind == Kind.END:
-                self._ended = errand.time // _PLACES
-                errand.ended = EndOfErrands(rank, line.status == FAILED)
-                return False
-        return all(line.status == OK and line.about == errand.about for line in lines)
-
-    def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line] | None:
-        """Exchange lines with ranks that are at this time, too; return None if one has gone past it."""
-        is_end = isinstance(errand, _End)
-        status = FAILED if failed or (isinstance(errand, _End) and errand.failed) else OK
-        line = Line(Kind.END if is_end else Kind.ERRAND, errand.about, 0, 0, status, 0, 0, errand.time, 0)
+    def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line]:
+        """Exchange lines with ranks that are at this time, too; return none if one has gone past it."""
+        line = Line(errand.kind, errand.about, 0, 0, FAILED if failed else OK, 0, 0, errand.time, 0)
         while True:
             lines = self.lane.exchange_lines(line, counts)
             times = [each.note for each in lines]
             if max(times) > errand.time:
-                return None
+                return []
             if min(times) == errand.time:
                 return lines
 

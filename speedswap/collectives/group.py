@@ -1,4 +1,4 @@
-"""The ranks that share tables."""
+"""The ranks that share tables, and sums of dense gradients over them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from speedswap.collectives.ahead import Ahead
-from speedswap.collectives.kinds import Kind
 from speedswap.collectives.lane import Lane
-from speedswap.collectives.messages import digest_of
+from speedswap.collectives.messages import Kind, digest_of
 from speedswap.collectives.pace import OwnPace
 from speedswap.errors import RanksError
 
-__all__ = ["RankGroup", "begin_step", "is_distributed", "of_all_ranks", "surround_forward"]
-
-
+_BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -92,7 +89,6 @@ class RankGroup:
         """
         with self.main.task(Kind.MAKE) as task:
             found = task.difference_of({name: str(value) for name, value in settings.items()})
-            task.finish()
         if found is not None:
             raise ValueError(f"{what} has {found.text()}; give the same on all ranks")
 
@@ -102,10 +98,7 @@ class RankGroup:
 
     def agree_on_seed(self, seed: int) -> int:
         """Return the first rank's seed, on every rank."""
-        with self.main.task(Kind.MAKE) as task:
-            found: int = task.share(seed)[0]
-            task.finish()
-        return found
+        return int(self.main.share(Kind.MAKE, seed)[0])
 
     def require_alike(self, given: object, what: str) -> None:
         """Compare what the ranks were given, of which each keeps its own part; every rank calls this.
@@ -117,9 +110,7 @@ class RankGroup:
         Raises:
             ValueError: it is not the same on all ranks; raised on all of them.
         """
-        with self.main.task(Kind.COMPARE) as task:
-            digests = task.round(note=digest_of(given)).notes
-            task.finish()
+        digests = self.main.notes(Kind.COMPARE, digest_of(given))
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if other is not None:
             one, other = self.ranks[0], self.ranks[other]
@@ -259,3 +250,67 @@ def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | N
             if ranks is None or isinstance(ranks, RankGroup):
                 return ranks
     return None
+
+
+class Buckets:
+    """Flat buffers through which gradients are summed over ranks; allocated once, so that summing allocates nothing.
+
+    Args:
+        parameters: all parameters that may have a gradient, the same on each rank and in the same order.
+        group: the ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._buckets = list(_fill(parameters))
+        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        for bucket in self._buckets:
+            numel = sum(parameter.numel() for parameter in bucket)
+            kind = bucket[0].device, bucket[0].dtype
+            if kind not in self._buffers or self._buffers[kind].numel() < numel:
+                self._buffers[kind] = torch.empty(numel, device=kind[0], dtype=kind[1])
+
+    @torch.no_grad()
+    def add_up(self, used: set[Tensor], divisor: float) -> None:
+        """Sum the dense gradients of the parameters in ``used`` over the ranks, in place: one all-reduce per bucket.
+
+        A bucket has the same members whichever of them are used; unused parameters stay without a gradient.
+
+        Args:
+            used: parameters that have a gradient on at least one rank; a missing one counts as zero.
+            divisor: each sum is divided by it.
+        """
+        for bucket in self._buckets:
+            if used.isdisjoint(bucket):
+                continue
+            flat = self._buffers[bucket[0].device, bucket[0].dtype]
+            sizes = [parameter.numel() for parameter in bucket]
+            whole = flat[: sum(sizes)]
+            parts = torch.split(whole, sizes)
+            for parameter, part in zip(bucket, parts, strict=True):
+                grad = parameter.grad if parameter in used else None
+                part.zero_() if grad is None else part.copy_(grad.reshape(-1))
+            dist.all_reduce(whole, group=self._group)
+            if divisor != 1:
+                whole.div_(divisor)
+            for parameter, part in zip(bucket, parts, strict=True):
+                if parameter in used and parameter.grad is not None:
+                    parameter.grad.copy_(part.view_as(parameter.grad))
+
+
+def _fill(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group parameters of one dtype and device, in order, up to a bucket's size; a larger parameter stands alone."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for members in kinds.values():
+        bucket: list[Tensor] = []
+        taken = 0
+        for parameter in members:
+            size = parameter.numel() * parameter.element_size()
+            if bucket and taken + size > _BUCKET_BYTES:
+                yield bucket
+                bucket, taken = [], 0
+            bucket.append(parameter)
+            taken += size
+        yield bucket

@@ -16,13 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from speedswap.collectives.kinds import ANYTHING, KINDS, Kind
-from speedswap.collectives.messages import Line, Sheet
+from speedswap.collectives.messages import ANYTHING, KINDS, Kind, Line, Sheet
 from speedswap.collectives.task import Pending, Task
 from speedswap.errors import PeerError, RanksError, ThreadError
 from speedswap.kernels import deferred_interrupts
-
-__all__ = ["SPARE_IDS", "Lane", "connect"]
 
 SPARE_IDS = 1 << 20
 
@@ -50,6 +47,7 @@ class Lane:
         tables: what tasks are about, by number; each with its name, for messages.
         payloads, payload_bytes: so far, and what this rank has sent to others in them.
         sheet: the memory of the rounds.
+        spare: memory that every rank has for :data:`SPARE_IDS` ids.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class Lane:
         self.payloads = 0
         self.payload_bytes = 0
         self._timeout = timeout
-        self._group = connect(process_group, name, self.ranks, timeout)
+        self._group: dist.ProcessGroup | None = connect(process_group, name, self.ranks, timeout)
         self._payload = payload
         self._task: Task | None = None
         self._is_in_call = False
@@ -80,7 +78,7 @@ class Lane:
         self._process = os.getpid()
         self.sheet = Sheet(len(self.ranks))
         with torch.inference_mode(False):
-            self._spare = torch.empty(SPARE_IDS, dtype=torch.int64, device="cpu")  # takes no room until it is written
+            self.spare = torch.empty(SPARE_IDS, dtype=torch.int64, device="cpu")  # takes no room until it is written
 
     @contextmanager
     def task(self, kind: Kind, about: int = ANYTHING, *, may_retry: bool = False) -> Iterator[Task]:
@@ -122,6 +120,16 @@ class Lane:
         finally:
             if self._task is task:
                 self._task = None
+
+    def notes(self, kind: Kind, note: int, about: int = ANYTHING) -> list[int]:
+        """Return the note of every rank, in a task of one round; arguments are those of :meth:`task`."""
+        with self.task(kind, about) as task:
+            return task.round(note=note).notes
+
+    def share(self, kind: Kind, data: Any) -> list[Any]:
+        """Return the data of all ranks, as :meth:`Task.share` does, in a task for that alone."""
+        with self.task(kind) as task:
+            return task.share(data)
 
     def place(self, kind: int, about: int) -> str:
         """Return in words what a task does."""
@@ -174,52 +182,38 @@ class Lane:
             counts: for the ranks.
             ids: that go along, so many for each rank as its count.
         """
-        self._require_whole()
         lines = [line] * len(self.ranks) if counts is None else [line._replace(amount=count) for count in counts]
-        if len(lines) == 1:
-            self.rounds += 1
-            return lines
-        agreed = self.sheet.agreed
-        into, out, received, sent = self.sheet.fill(lines, ids)
-        if agreed is not None:
-            self.payload_bytes += (sum(agreed.sent) - agreed.sent[self.rank]) * agreed.row_bytes
         self.rounds += 1
-        try:
-            with deferred_interrupts():
-                self._group.alltoall_base(into, out, received, sent).wait()
-                self.sheet.agreed = None  # not before: a rank that fails until here sends a line of the agreed size
-        except (RuntimeError, ValueError) as error:
-            self._break(error)
-        return self.sheet.lines(agreed)
+        if self._broken is None and len(lines) == 1:
+            return lines
+        if (agreed := self.sheet.agreed) is not None:
+            self.payload_bytes += (sum(agreed.sent) - agreed.sent[self.rank]) * agreed.row_bytes
+        into, out, received, sent = self.sheet.fill(lines, ids)
+        self._exchange(self._group, into, out, received, sent)
+        return self.sheet.lines()
 
-    def spare(self, count: int) -> Tensor:
-        """Return memory that every rank has for up to :data:`SPARE_IDS` ids, until it is next asked for."""
-        return self._spare[:count]
-
-    def staging(self, rows: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensors that :meth:`exchange_rows` sends from and receives in, for rows and those to come."""
-        if not rows.is_cuda or self._payload is not None:
-            return rows, into
-        source, staged = (torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in (rows, into))
-        return source.copy_(rows), staged
+    def is_staged(self, rows: Tensor) -> bool:
+        """Return whether rows go through host memory instead of from GPU to GPU."""
+        return rows.is_cuda and self._payload is None
 
     def exchange_rows(self, into: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
         """Send rows to each rank, and take those of each; both are bytes, shape (n, bytes of a row)."""
-        self._require_whole()
         self.payloads += 1
         self.payload_bytes += (len(rows) - sent[self.rank]) * rows.shape[1]
+        self._exchange(self._payload if rows.is_cuda else self._group, into, rows, list(received), list(sent))
+
+    def _exchange(
+        self, group: dist.ProcessGroup | None, into: Tensor, out: Tensor, received: list[int], sent: list[int]
+    ) -> None:
+        if self._broken is not None or group is None:
+            raise PeerError(self._broken)
         try:
             with deferred_interrupts():
-                self._carrier(rows).alltoall_base(into, rows, list(received), list(sent)).wait()
+                group.alltoall_base(into, out, received, sent).wait()
+                # Not before: a rank that fails until here sends a line of the agreed size.
+                self.sheet.came, self.sheet.agreed = self.sheet.agreed, None
         except (RuntimeError, ValueError) as error:
             self._break(error)
-
-    def _carrier(self, rows: Tensor) -> dist.ProcessGroup:
-        return self._payload if rows.is_cuda and self._payload is not None else self._group
-
-    def _require_whole(self) -> None:
-        if self._broken is not None:
-            raise PeerError(self._broken)
 
     def _break(self, error: Exception) -> None:
         task = self._task
@@ -243,7 +237,7 @@ class Lane:
         """Let every later use of the lane raise, here at once, and on the other ranks when they come."""
         if self._broken is None:
             self._broken = why
-            del self._group  # closes the connections, which the other ranks notice
+            self._group = None  # closes the connections, which the other ranks notice
             self.failures += 1
             if self.pending is not None:
                 self.pending.drop()

@@ -1,7 +1,8 @@
-"""The messages of ranks: lines of numbers, in memory that all know the size of, and letters of rows."""
+"""The messages of ranks: what they do, as lines of numbers tell it, with memory of a size that all know; and rows."""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from collections.abc import Sequence
@@ -13,30 +14,84 @@ from torch import Tensor
 
 from speedswap import kernels
 
-__all__ = [
-    "ANYWHERE",
-    "FAILED",
-    "OK",
-    "ROOM",
-    "TORN",
-    "Agreed",
-    "Letter",
-    "Line",
-    "Parcel",
-    "Round",
-    "Sheet",
-    "as_bytes",
-    "digest_of",
-    "packed",
-    "unpacked",
-]
-
 _PIECE_BYTES = 8 << 20
 _HASHED_BYTES = 1 << 10  # together: the threads of the CPU loops share a piece's parts
 
 ROOM = 2048  # ids of a round, over all ranks
+ANYTHING = -1  # the number of the object of a task that is about neither a table nor a map
 OK, FAILED, TORN = range(3)  # statuses
 ANYWHERE = -1  # the stage of a rank that has failed
+
+_EVALUATION = (
+    "Ranks evaluate together: let the others make the call, too, each with ids of its own or none, such as "
+    "items.read(torch.empty(0, dtype=torch.int64)). "
+)
+_SAVING = (
+    "state_dict() and what saves are calls of all ranks: make them on every rank, and write files of your own on one "
+    "of them. "
+)
+_GRADIENT = "A norm or a sum of a gradient is of all ranks' rows: take it on every rank, and log it on one. "
+_SPLITTING = "Every rank has to call the splitter equally often, in the same order and with the same options. "
+
+
+class Kind(enum.IntEnum):
+    """The kind of a task, the same on all ranks.
+
+    Attributes:
+        text: the same, for messages.
+        remedy: for one rank that is alone there.
+    """
+
+    text: str
+    remedy: str
+
+    def __new__(cls, text: str, remedy: str = "") -> Kind:
+        kind = int.__new__(cls, len(cls.__members__))
+        kind._value_, kind.text, kind.remedy = len(cls.__members__), text, remedy
+        return kind
+
+    CALL = "a call"  # that has failed before it has begun a task
+    # A table's rows
+    LOOK_UP = "a training lookup"
+    GATHER = "a lookup without a gradient", _EVALUATION
+    SCATTER = "a write"
+    RESET = "a reset of rows"
+    READ = "read()", _EVALUATION
+    SCORE = "score()", _EVALUATION
+    MAKE = "the making of a table"
+    COMPARE = "the comparison of given rows"
+    STATE = "state_dict() or load_state_dict()", _SAVING
+    SAVE = "save()", _SAVING
+    ALONE = "the writing of a file by one rank", _SAVING
+    # A training step
+    GRADIENTS = "the exchange of gradients"
+    SHARES = "the exchange of a split batch's gradients"
+    NORM = "a norm or sum of a gradient", _GRADIENT
+    FINITE = "the search for infinite gradients"
+    STEP = "the optimizer's step"
+    # A batch that is split
+    AT_OWN_PACE = "a batch that is split", _SPLITTING
+    BACKWARD = "BatchSplitter.backward()"
+    BACKWARD_COUPLED = "BatchSplitter.backward_coupled()"
+    FORWARD = "BatchSplitter.forward()"
+    BACKWARD_OF_SHARDS = "BatchSplitter.backward() of sharded modules"
+    PASSES = "passes without a gradient", _EVALUATION
+    # A lookahead
+    BEGIN = "the beginning of a lookahead"
+    ERRAND = "a lookup ahead of its step"
+    END = "the end of a lookahead"
+    # Keys
+    KEYS = "a training lookup of keys"
+    KNOWN_KEYS = "a lookup of keys without a gradient", _EVALUATION
+    REOPENED = "the opening of an id map"
+    PARTS = "the saving of an id map", _SAVING
+    # The whole job
+    CHECKPOINT = "save_checkpoint() or load_checkpoint()", _SAVING
+    AGREE = "the agreement on a number"
+
+
+KINDS: tuple[Kind, ...] = (*Kind,)
+"""The kinds by the numbers that lines tell."""
 
 
 class Line(NamedTuple):
@@ -126,25 +181,23 @@ class Sheet:
 
     Attributes:
         room: ids that fit beside a line.
+        line_bytes: of a usual line with its room.
         agreed: rows of the next round, in place of ids; None for the usual room.
+        came: the same of the last round.
     """
 
     def __init__(self, size: int) -> None:
         self.room = ROOM // size
+        self.line_bytes = _LINE_BYTES + 8 * self.room
         self.agreed: Agreed | None = None
+        self.came: Agreed | None = None
         with torch.inference_mode(False):  # which would make tensors that nothing outside of it may change
             self._mine, self._theirs = torch.zeros(2, size, _NUMBERS + self.room, dtype=torch.int64, device="cpu")
             self._rows_out, self._rows_in = torch.empty(2, 0, dtype=torch.uint8, device="cpu")
 
-    @property
-    def line_bytes(self) -> int:
-        """The bytes of a usual line with its room."""
-        return _LINE_BYTES + 8 * self.room
-
     def reserve(self, row_bytes: int) -> None:
         """Make room for as many rows as ids."""
-        size = len(self._mine)
-        wanted = size * (_LINE_BYTES + self.room * row_bytes)
+        wanted = len(self._mine) * (_LINE_BYTES + self.room * row_bytes)
         if wanted > len(self._rows_out):
             with torch.inference_mode(False):
                 self._rows_out, self._rows_in = torch.empty(2, wanted, dtype=torch.uint8, device="cpu")
@@ -162,11 +215,12 @@ class Sheet:
         """
         given = torch.tensor(lines, device="cpu")
         if self.agreed is not None:
-            sent, received = (_sizes(self.agreed.row_bytes, each) for each in (self.agreed.sent, self.agreed.received))
-            out, into = self._rows_out[: sum(sent)], self._rows_in[: sum(received)]
-            for part, line in zip(torch.split(out, sent), given.view(torch.uint8), strict=True):
+            row_bytes, sent, received = self.agreed
+            out, into = _parts(self._rows_out, row_bytes, sent), _parts(self._rows_in, row_bytes, received)
+            for part, line in zip(out, given.view(torch.uint8), strict=True):
                 part[:_LINE_BYTES] = line
-            return into, out, received, sent
+            coming, leaving = list(map(len, into)), list(map(len, out))
+            return self._rows_in[: sum(coming)], self._rows_out[: sum(leaving)], coming, leaving
         self._mine[:, :_NUMBERS] = given
         if ids is not None:
             parts = torch.split(ids, [line.amount for line in lines])
@@ -174,13 +228,11 @@ class Sheet:
                 own[: len(some)] = some[: self.room]
         return self._theirs, self._mine, [], []
 
-    def lines(self, agreed: Agreed | None) -> list[Line]:
-        """Return the lines of a round that was run with or without agreed rows."""
-        if agreed is None:
-            came = self._theirs[:, :_NUMBERS]
-        else:
-            received = _sizes(agreed.row_bytes, agreed.received)
-            parts = torch.split(self._rows_in[: sum(received)], received)
+    def lines(self) -> list[Line]:
+        """Return the lines of the last round."""
+        came = self._theirs[:, :_NUMBERS]
+        if self.came is not None:
+            parts = _parts(self._rows_in, self.came.row_bytes, self.came.received)
             came = torch.stack([part[:_LINE_BYTES] for part in parts]).view(torch.int64)
         return [Line(*each) for each in came.tolist()]
 
@@ -188,44 +240,28 @@ class Sheet:
         """Return the ids of the last round, so many of each rank, those of the first one first."""
         return torch.cat([line[_NUMBERS:][:count] for line, count in zip(self._theirs, counts, strict=True)])
 
-    def rows_out(self, agreed: Agreed) -> list[Tensor]:
-        """Return the room of each rank in the next round, for rows as bytes, shape (n, bytes of a row)."""
-        return _rooms(self._rows_out, agreed.row_bytes, agreed.sent)
+    def put_rows(self, rows: Tensor) -> None:
+        """Let the rows that are agreed on go along with the next round: as bytes, those for the first rank first."""
+        assert self.agreed is not None
+        row_bytes, sent, _ = self.agreed
+        for part, some in zip(_parts(self._rows_out, row_bytes, sent), torch.split(rows, list(sent)), strict=True):
+            part[_LINE_BYTES:].view(-1, row_bytes).copy_(some)
 
-    def rows_that_came(self, agreed: Agreed) -> Tensor:
+    def rows_that_came(self) -> Tensor:
         """Return the rows of the last round as bytes, shape (n, bytes of a row), those of the first rank first."""
-        return torch.cat(_rooms(self._rows_in, agreed.row_bytes, agreed.received))
+        assert self.came is not None
+        row_bytes, _, received = self.came
+        parts = _parts(self._rows_in, row_bytes, received)
+        return torch.cat([part[_LINE_BYTES:].view(-1, row_bytes) for part in parts])
 
 
-def _sizes(row_bytes: int, counts: Sequence[int]) -> list[int]:
-    return [_LINE_BYTES + count * row_bytes for count in counts]
-
-
-def _rooms(memory: Tensor, row_bytes: int, counts: Sequence[int]) -> list[Tensor]:
-    sizes = _sizes(row_bytes, counts)
-    parts = torch.split(memory[: sum(sizes)], sizes)
-    return [part[_LINE_BYTES:].view(-1, row_bytes) for part in parts]
+def _parts(memory: Tensor, row_bytes: int, counts: Sequence[int]) -> Sequence[Tensor]:
+    """Return each rank's message, with rows beside its line."""
+    sizes = [_LINE_BYTES + count * row_bytes for count in counts]
+    return torch.split(memory[: sum(sizes)], sizes)
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
-
-
-class Letter(NamedTuple):
-    """Rows to be sent, with the memory for those that come.
-
-    Attributes:
-        into: the rows that come.
-        source, staged, target: the bytes that are sent, those that come, and those of ``into``.
-        sent: how many go to each rank.
-        received: how many come from each rank.
-    """
-
-    into: Tensor
-    source: Tensor
-    staged: Tensor
-    target: Tensor
-    sent: Sequence[int]
-    received: Sequence[int]
 
 
 def as_bytes(rows: Tensor) -> Tensor:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from speedswap.collectives.kinds import Kind
 from speedswap.collectives.lane import Lane
+from speedswap.collectives.messages import Kind
 from speedswap.collectives.task import PeerOutOfMemory, Task
 from speedswap.errors import PeerError, RanksError
-
-__all__ = ["OwnPace", "Server"]
 
 
 class Server(Protocol):
@@ -88,7 +86,6 @@ class OwnPace:
                 # A note is the number of a table, or that of a meeting, as a negative one.
                 wanted = min(note for note in task.round(note=number).notes if note >= 0)
                 came = self._serve(task, wanted, asked if wanted == number else None)
-                task.finish()
         return came
 
     @contextmanager
@@ -138,7 +135,6 @@ class OwnPace:
                             f"{self.ranks[0]}. {task.kind.remedy.rstrip()}"
                         )
                     each = [] if out else task.numbers_that_came(sent, found.counts)
-                task.finish()
         self._meetings += 1
         if out and not is_out_of_memory:
             raise PeerOutOfMemory(f"rank {out[0]} has run out of memory")
@@ -148,6 +144,5 @@ class OwnPace:
         """Return the maximum of each flag over all ranks, and whether a rank has 0 where another one has more."""
         with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
             theirs = torch.tensor(task.share([*flags]), dtype=torch.int64, device="cpu")
-            task.finish()
         most = theirs.amax(0)
         return most.tolist(), bool(((theirs == 0) & (most > 0)).any())

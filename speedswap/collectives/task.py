@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from speedswap.collectives.kinds import ANYTHING, KINDS, Kind
 from speedswap.collectives.messages import (
+    ANYTHING,
     ANYWHERE,
     FAILED,
+    KINDS,
     OK,
     TORN,
-    Letter,
+    Kind,
     Line,
     Parcel,
     Round,
@@ -31,8 +32,6 @@ from speedswap.kernels import deferred_interrupts
 
 if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane
-
-__all__ = ["Difference", "PeerOutOfMemory", "Pending", "Task"]
 
 _WORD_BYTES = 8
 _DROPS, _MEMORY = 1, 2  # the note of a rank that has failed: it has lost what it had of the step; out of memory
@@ -144,12 +143,12 @@ class Task:
         Returns:
             Rows of the same shape and dtype, on the same device, those of the first rank first.
         """
-        letter = self.letter(rows, sent, received)
+        post = self.prepared(rows, sent, received)
         if len(self.lane.ranks) == 1:
-            return letter.into
+            return post()
         with self.promised():
             self._meet(None, 0)  # everybody has the memory for it
-            return self.post(letter)
+            return post()
 
     def send_parcels(self, parcels: Sequence[Parcel]) -> list[Tensor]:
         """Send the parcels of each kind of device as one, as :meth:`send` does; return what has come for each."""
@@ -203,7 +202,7 @@ class Task:
 
     @contextmanager
     def promised(self) -> Iterator[None]:
-        """Surround a round and the letters that every rank posts after it: what fails in between ends their work."""
+        """Surround a round and the rows that every rank sends after it: what fails in between ends their work."""
         rounds = self.lane.rounds
         with deferred_interrupts():
             try:
@@ -214,28 +213,34 @@ class Task:
                     self.lane.shut(f"rows could not be sent to other ranks ({error!r}); start the ranks again")
                 raise
 
-    def letter(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], into: Tensor | None = None) -> Letter:
-        """Return rows that :meth:`post` can send without a failure, once the other ranks are known to have theirs.
+    def prepared(
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], into: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Return what sends rows as :meth:`send` does, without failing, once the other ranks are known to be ready.
+
+        All ranks call it at once, inside of :meth:`promised`.
 
         Args:
             rows, sent, received: as for :meth:`send`.
             into: contiguous memory for what comes; new one by default.
         """
-        given = rows.detach().contiguous()
-        if len(self.lane.ranks) == 1:
-            return Letter(given, given, given, given, sent, received)
-        if into is None:
-            into = rows.new_empty(sum(received), *rows.shape[1:])
-        target = as_bytes(into)
-        return Letter(into, *self.lane.staging(as_bytes(given), target), target, sent, received)
+        given, lane = rows.detach().contiguous(), self.lane
+        if len(lane.ranks) == 1:
+            return lambda: given
+        found = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+        source, target = as_bytes(given), as_bytes(found)
+        staged = target
+        if lane.is_staged(rows):
+            source, staged = (torch.empty_like(each, device="cpu", pin_memory=True) for each in (source, target))
+            source.copy_(as_bytes(given))
 
-    def post(self, letter: Letter) -> Tensor:
-        """Send a letter, which all ranks do at once, inside of :meth:`promised`; return what has come."""
-        if len(self.lane.ranks) > 1:
-            self.lane.exchange_rows(letter.staged, letter.source, letter.received, letter.sent)
-            if letter.staged is not letter.target:
-                letter.target.copy_(letter.staged, non_blocking=True)
-        return letter.into
+        def post() -> Tensor:
+            lane.exchange_rows(staged, source, received, sent)
+            if staged is not target:
+                target.copy_(staged, non_blocking=True)
+            return found
+
+        return post
 
     @contextmanager
     def inner(self, kind: Kind, about: int) -> Iterator[None]:

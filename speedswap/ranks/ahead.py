@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap._warnings import users_level
-from speedswap.collectives import ANYTHING, Errand, Parcel, RankGroup, Task
+from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task
 from speedswap.errors import PeerError, SpeedswapWarning
 from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
 from speedswap.tables.record import Block
@@ -19,8 +19,6 @@ from speedswap.tables.store import Prefetched
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
-
-__all__ = ["LookupsAhead", "Renewal", "RowsAhead"]
 
 _CPU = torch.device("cpu")
 _DENSE = torch.contiguous_format
@@ -34,8 +32,10 @@ class LookupsAhead(Errand):
         group: the ranks.
     """
 
+    kind = Kind.ERRAND
+
     def __init__(self, group: RankGroup) -> None:
-        super().__init__(ANYTHING)
+        super().__init__()
         self._group = group
         self._lookups: list[RowsAhead] = []
         self.places = 0
@@ -141,10 +141,11 @@ class RowsAhead(Prefetched):
         if self.is_taken or ended is None or self.place:  # one lookup of the batch says so
             return True
         self._store.group.ahead.note_end(self._errand)
-        if ended.failed:
-            raise PeerError(f"rank {ended.rank} failed when it took a batch ahead of its turn; its own error says why")
+        rank, failed = ended
+        if failed:
+            raise PeerError(f"rank {rank} failed when it took a batch ahead of its turn; its own error says why")
         warnings.warn(
-            f"the batches of rank {ended.rank} have come to their end before those of this rank, whose others are left "
+            f"the batches of rank {rank} have come to their end before those of this rank, whose others are left "
             "out; give all ranks equally many, of which some may be empty",
             SpeedswapWarning,
             stacklevel=users_level(),
@@ -193,7 +194,7 @@ class RowsAhead(Prefetched):
                 return None
             if any(note % 2 for note in lines.notes):
                 into = renewal.into[: sum(lines.counts)]
-                came = task.post(task.letter(renewal.rows, renewal.sent, lines.counts, into))
+                came = task.prepared(renewal.rows, renewal.sent, lines.counts, into)()
         if came is not None:
             of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(lines.counts))
             # A single row counts as contiguous beside the rest of its bytes, so contiguous() would not copy it.

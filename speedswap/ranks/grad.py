@@ -22,8 +22,6 @@ from torch import Tensor
 from speedswap.collectives import ANYTHING, Kind, RankGroup
 from speedswap.ranks.joint_gradients import JointGradients
 
-__all__ = ["ShardedGrad", "without_ranks"]
-
 _plain = torch._C.DisableTorchFunctionSubclass
 
 
@@ -194,7 +192,6 @@ def _of_ranks(grad: ShardedGrad, *own: float) -> list[list[float]]:
     """Return the numbers of all ranks, in their order, for each of this rank's."""
     with grad.group.main.task(Kind.NORM) as task:
         found = task.share_numbers(torch.tensor(own, dtype=torch.float64))
-        task.finish()
     return torch.stack(found, dim=1).tolist()
 
 
@@ -221,7 +218,6 @@ def _norms_of_ranks(grads: dict[int, ShardedGrad], table: int, order: float, dty
     own = [(each, _own_norm(grad, order, dtype)) for each, grad in grads.items()]
     with grads[table].group.main.task(Kind.NORM, table) as task:
         found = task.share_numbers(torch.tensor(own, dtype=torch.float64).view(-1))
-        task.finish()
     of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
     for each, grad in grads.items():
         if all(each in norms for norms in of_ranks):  # not freed on one of them
@@ -308,10 +304,7 @@ def _check_finite(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor)
     with _plain():
         torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
     for group in dict.fromkeys(each.group for each in grads if isinstance(each, ShardedGrad)):
-        with group.main.task(Kind.FINITE) as task:
-            found = task.round(note=int(bool(found_inf.item()))).notes
-            task.finish()
-        if any(found):
+        if any(group.main.notes(Kind.FINITE, int(bool(found_inf.item())))):
             found_inf.fill_(1.0)
 
 

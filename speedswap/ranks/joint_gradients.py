@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 from speedswap._warnings import warn_once
 from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import RanksError
-from speedswap.ranks.route import Routes
+from speedswap.ranks.route import ask
 
 if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep
-
-__all__ = ["JointGradients", "Standing"]
 
 _DIGEST = (1 << 60) - 1
 _NOTHING, _NO_MORE = -1, -2  # the note of a rank without a gradient; and where none can come any more
@@ -136,9 +134,7 @@ class JointGradients:
         """
         if number not in self._zeroed:
             mine = [(step.number, step.is_zeroed_here) for step in self.steps() if step.own_grad is not None]
-            with self._group.main.task(Kind.STEP) as task:
-                everyone = [dict(each) for each in task.share(mine)]
-                task.finish()
+            everyone = [dict(each) for each in self._group.main.share(Kind.STEP, mine)]
             # One without rows is zero anyway.
             self._zeroed = {each: all(zeroed.get(each, True) for zeroed in everyone) for each, _ in mine}
         return self._zeroed.pop(number)
@@ -148,7 +144,6 @@ class JointGradients:
         with self.task() as task:
             if not self._exchange_at_once(task):
                 self.finish(task)
-            task.finish()
 
     def _exchange_at_once(self, task: Task) -> bool:
         """Send the gradients of all tables in one message if each has one, of one lookup, on every rank; or none has.
@@ -157,7 +152,7 @@ class JointGradients:
         """
         waiting = {step: step.standing for step in self.steps() if step.is_unsettled}
         parcels: list[Parcel] = []
-        letter, note = None, _NO_MORE if all(step.has_no_more for step in waiting) else _NOTHING
+        post, note = None, _NO_MORE if all(step.has_no_more for step in waiting) else _NOTHING
         if any(own.has_gradient for own in waiting.values()):
             note = 0
             if all(own.has_gradient and own.only >= 0 for own in waiting.values()):
@@ -165,7 +160,7 @@ class JointGradients:
                 outgoing = [step.outgoing([dataclasses.replace(own, has_rows=True)]) for step, own in waiting.items()]
                 parcels = [each.parcel() for each in outgoing]
             if len({parcel.rows.device for parcel in parcels}) == 1:
-                letter = task.letter(*packed(parcels))
+                post = task.prepared(*packed(parcels))
                 tables = tuple((step.number, own.only, own.keeps) for step, own in waiting.items())
                 note = (hash(tables) & _DIGEST | 1) << 1  # the same in every process
                 note |= all(own.has_rows for own in waiting.values())
@@ -176,9 +171,9 @@ class JointGradients:
                     for step in waiting:
                         step.forget_lookups()
                 return True
-            if letter is None or len({note >> 1 for note in notes}) > 1 or not any(note & 1 for note in notes):
+            if post is None or len({note >> 1 for note in notes}) > 1 or not any(note & 1 for note in notes):
                 return False
-            came = task.post(letter)
+            came = post()
         for each, grads in zip(outgoing, unpacked(came, parcels), strict=True):
             each.take(grads)
         return True
@@ -195,7 +190,7 @@ class JointGradients:
             outgoing = [steps[number].outgoing(standings) for number, standings in of_ranks.items()]
             anew = [each for each in outgoing if each.way is None]
             if anew:
-                routes = Routes.ask(task, [(each.step.store.owners, each.wanted) for each in anew]).each
+                routes = ask(task, [(each.step.store.owners, each.wanted) for each in anew])
                 for each, route in zip(anew, routes, strict=True):
                     each.find(route)
             for each, came in zip(outgoing, task.send_parcels([each.parcel() for each in outgoing]), strict=True):
@@ -209,7 +204,6 @@ class JointGradients:
         """
         with self._dropped_on_error(), self._group.main.task(Kind.SHARES) as task:
             self.finish(task, average=average)
-            task.finish()
 
     @contextmanager
     def _dropped_on_error(self) -> Iterator[None]:

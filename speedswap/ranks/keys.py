@@ -25,8 +25,6 @@ from speedswap.tables.table import Table
 if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep
 
-__all__ = ["ShardedIdMap", "ShardedKeys", "part_of", "shares_of"]
-
 _SETTINGS = ("capacity", "keys", "admit_after", "evict")
 _Asked = tuple[Keys, bool, Sequence[int]]  # at own pace: keys, whether they are added, and how many are in each part
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -13,14 +12,12 @@ import torch
 from torch import Tensor
 
 from speedswap import kernels
-from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, packed, unpacked
+from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, digest_of, packed, unpacked
 from speedswap.tables.record import Block
 from speedswap.tables.shards.owners import Owners
 
-__all__ = ["LentRows", "Route", "Routes", "Wanted", "ids_of_tables", "starts_of", "tables_of_ids"]
-
-# A note of a lookup: the number of rows; a digest of their columns, 0 for the weight alone; their bytes; and whether
-# some line has no room for the ids.
+# A note of a lookup, below 0: the number of rows; a digest of their columns; their bytes; and whether some line has no
+# room for the ids.
 _BITS = 32
 _FEW = (1 << _BITS) - 1
 _DIGEST_AT = 14
@@ -142,91 +139,84 @@ class LentRows(NamedTuple):
         return self.route.wanted.rows
 
 
-@dataclass(frozen=True)
-class Routes:
-    """The routes of rows that are asked for at once: of one table, or of several.
+def ask(
+    task: Task,
+    tables: Sequence[tuple[Owners, Wanted]],
+    row_bytes: Sequence[int] = (),
+    columns: Sequence[str] = ("weight",),
+) -> list[Route]:
+    """Ask the owners of rows of one table, or of several, for them at once; every rank calls this.
 
-    Attributes:
-        each: the routes.
-        agreed: rows that go along with the next round; None if they take one of their own.
+    Args:
+        task: the ranks' common one.
+        tables: the owners of a table's rows, and those that this rank wants; of at least one table.
+        row_bytes: of each table's rows that :func:`bring` is called for next, once, in host memory.
+        columns: that are to travel, one after the other.
+
+    Raises:
+        ValueError: another rank has other columns.
     """
-
-    each: list[Route]
-    agreed: Agreed | None
-
-    @classmethod
-    def ask(
-        cls,
-        task: Task,
-        tables: Sequence[tuple[Owners, Wanted]],
-        row_bytes: Sequence[int] = (),
-        columns: Sequence[str] = ("weight",),
-    ) -> Routes:
-        """Ask the owners of rows for them, which every rank does at once.
-
-        Args:
-            task: the ranks' common one.
-            tables: the owners of a table's rows, and those that this rank wants; of at least one table.
-            row_bytes: of each table's rows that :meth:`bring` is called for next, once, in host memory.
-            columns: that are to travel, one after the other.
-
-        Raises:
-            ValueError: another rank has other columns.
-        """
-        lane, agreed = task.lane, None
-        sheet = lane.sheet
-        most_bytes = max(row_bytes, default=0)
-        if most_bytes > _MOST_BYTES:
-            most_bytes = 0
-        sheet.reserve(most_bytes)
-        sent, ids = ids_of_tables([wanted for _, wanted in tables])
-        spills = max(sent) > sheet.room
-        note = -(len(ids) << _BITS | _digest(columns) << _DIGEST_AT | most_bytes << 1 | spills)
-        came: Tensor | None = ids if len(lane.ranks) == 1 else None
-        with task.promised():
+    lane, sheet = task.lane, task.lane.sheet
+    most_bytes = max(row_bytes, default=0)
+    if most_bytes > _MOST_BYTES:
+        most_bytes = 0
+    sheet.reserve(most_bytes)
+    sent, ids = ids_of_tables([wanted for _, wanted in tables])
+    spills = max(sent) > sheet.room
+    digest = digest_of([*columns]) % _DIGESTS
+    note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | most_bytes << 1 | spills))
+    came: Tensor | None = ids if len(lane.ranks) == 1 else None
+    with task.promised():
+        lines = task.round(sent, note=note, ids=ids)
+        if any(note >= 0 for note in lines.notes):  # others had rows that came ahead of their step
             lines = task.round(sent, note=note, ids=ids)
-            if any(note > 0 for note in lines.notes):  # others had rows that came ahead of their step
-                lines = task.round(sent, note=note, ids=ids)
-            counts, has_come = lines.counts, not any(-note & 1 for note in lines.notes)
-            if came is None and has_come:
-                came = sheet.ids_that_came(counts)
-            elif came is None and sum(-note >> _BITS for note in lines.notes) <= SPARE_IDS:  # all have memory for them
-                came = task.post(task.letter(ids, sent, counts, lane.spare(sum(counts))))
-            if has_come and len(lane.ranks) > 1 and most_bytes and len({-note & _FEW for note in lines.notes}) == 1:
-                assert came is not None
-                received, _ = tables_of_ids(came, counts, len(tables))
-                agreed = sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
-        if len({(-note & _FEW) >> _DIGEST_AT for note in lines.notes}) > 1:
-            task.finish()  # the others know
-            raise ValueError(
-                f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
-                "give the same ones"
-            )
-        if came is None:
-            came = task.send(ids, sent, counts)
-        asked = zip(*zip(*tables, strict=True), *tables_of_ids(came, counts, len(tables)), strict=True)
-        return cls([Route.asked(owners, lane.rank, *some) for owners, *some in asked], agreed)
+        counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
+        has_come = not any(each & 1 for each in theirs)
+        if came is None and has_come:
+            came = sheet.ids_that_came(counts)
+        elif came is None and sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all have memory for them
+            came = task.prepared(ids, sent, counts, lane.spare[: sum(counts)])()
+        if (
+            came is not None
+            and has_come
+            and len(lane.ranks) > 1
+            and most_bytes
+            and len({e & _FEW for e in theirs}) == 1
+        ):
+            received, _ = tables_of_ids(came, counts, len(tables))
+            sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
+    if len({(each & _FEW) >> _DIGEST_AT for each in theirs}) > 1:
+        task.finish()  # the others know
+        raise ValueError(
+            f"columns is {', '.join(columns)} here, and another rank has others; every rank of the group has to "
+            "give the same ones"
+        )
+    if came is None:
+        came = task.send(ids, sent, counts)
+    asked = zip(*zip(*tables, strict=True), *tables_of_ids(came, counts, len(tables)), strict=True)
+    return [Route.asked(owners, lane.rank, *some) for owners, *some in asked]
 
-    def bring(self, task: Task, values: Sequence[Tensor]) -> list[Tensor]:
-        """Send the rows that are asked for here, and return those that were asked for from here.
 
-        Args:
-            task: the ranks' common one.
-            values: of each route's union, shape (m, …), on any device.
+def bring(task: Task, routes: Sequence[Route], values: Sequence[Tensor]) -> list[Tensor]:
+    """Send the rows that are asked for here, and return those that were asked for from here.
 
-        Returns:
-            For each table, shape (n, …), in the order of the rows wanted.
-        """
-        parcels = [route.parcel(some) for route, some in zip(self.each, values, strict=True)]
-        if self.agreed is None:
-            return task.send_parcels(parcels)
-        sheet, whole = task.lane.sheet, packed(parcels)
-        rows = torch.split(as_bytes(whole.rows), list(whole.sent))
-        for into, some in zip(sheet.rows_out(self.agreed), rows, strict=True):
-            into.copy_(some)
-        task.round()
-        came = sheet.rows_that_came(self.agreed).view(whole.rows.dtype)
-        return unpacked(came.view(-1, *whole.rows.shape[1:]), parcels)
+    Args:
+        task: the ranks' common one.
+        routes: of each table.
+        values: of each route's union, shape (m, …), on any device.
+
+    Returns:
+        For each table, shape (n, …), in the order of the rows wanted.
+    """
+    parcels = [route.parcel(some) for route, some in zip(routes, values, strict=True)]
+    sheet = task.lane.sheet
+    if sheet.agreed is None:
+        return task.send_parcels(parcels)
+    whole = packed(parcels)
+    sheet.put_rows(as_bytes(whole.rows))
+    task.round()
+    came = sheet.rows_that_came().view(whole.rows.dtype)
+    return unpacked(came.view(-1, *whole.rows.shape[1:]), parcels)
 
 
 def ids_of_tables(tables: Sequence[Wanted]) -> tuple[list[int], Tensor]:
@@ -261,14 +251,6 @@ def _agreed(row_bytes: Sequence[int], *counts: Sequence[Sequence[int]]) -> Agree
         return Agreed(row_bytes[0], *chain(*counts))
     bytes_of = [[sum(map(mul, row_bytes, of_rank)) for of_rank in zip(*each, strict=True)] for each in counts]
     return Agreed(1, *bytes_of)
-
-
-def _digest(columns: Sequence[str]) -> int:
-    """Return a number for some columns, which is 0 for the weight alone."""
-    if list(columns) == ["weight"]:
-        return 0
-    digest = hashlib.blake2b(repr(list(columns)).encode(), digest_size=7).digest()
-    return 1 + int.from_bytes(digest, "little") % (_DIGESTS - 1)
 
 
 def starts_of(counts: Sequence[int]) -> Tensor:

@@ -19,8 +19,6 @@ from speedswap.tables.record import count
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
 
-__all__ = ["top_rows_of_ranks"]
-
 _BYTES = 32 << 20  # of queries, and of results, at a time
 _FOR_ALL = -1
 

@@ -20,7 +20,7 @@ from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import DuplicateIdError, TableFormatError
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
 from speedswap.ranks.keys import ShardedIdMap
-from speedswap.ranks.route import LentRows, Route, Routes, Wanted
+from speedswap.ranks.route import LentRows, Route, Wanted, ask, bring
 from speedswap.ranks.step import ShardedStep
 from speedswap.ranks.whole import alone, read_part, save_shards, write_part
 from speedswap.tables.files.manifest import MANIFEST, shard_name
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
     from speedswap.tables.id_map import IdMap
     from speedswap.tables.store import Checked
-
-__all__ = ["ShardedStore"]
 
 
 class ShardedStore(RowStore, Files, JointRows):
@@ -149,11 +147,9 @@ class ShardedStore(RowStore, Files, JointRows):
                     return weights, local, LentRows(ahead.route, ahead.block, version)
             else:
                 wanted, local = Wanted.found(self.owners, ids_of(), f"table {self.name!r}")
-            routes, version = self.ask(task, wanted, device), self.own.version
-            (route,) = routes.each
+            route, version = self.ask(task, wanted, device), self.own.version
             block = self.own.lease(route.union, columns=None if training else ["weight"], device=device)
-            (weights,) = routes.bring(task, [block.weight])
-            task.finish()
+            (weights,) = bring(task, [route], [block.weight])
         return weights, local, LentRows(route, block, version)
 
     def ask(
@@ -162,7 +158,7 @@ class ShardedStore(RowStore, Files, JointRows):
         wanted: Wanted,
         device: torch.device | None = None,
         columns: Collection[str] = ("weight",),
-    ) -> Routes:
+    ) -> Route:
         """Ask the owners of rows for them; every rank calls this.
 
         Args:
@@ -174,7 +170,7 @@ class ShardedStore(RowStore, Files, JointRows):
         is_host = device is not None and device.type == "cpu"
         row_bytes = [math.prod(self._weight.row_shape) * self._weight.dtype.itemsize] if is_host else []
         names = [name for name in self.columns if name in columns]
-        return Routes.ask(task, [(self.owners, wanted)], row_bytes, names)
+        return ask(task, [(self.owners, wanted)], row_bytes, names)[0]
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
         """Begin to bring a later batch's rows from their owners, with those of other tables; every rank calls this."""
@@ -198,7 +194,6 @@ class ShardedStore(RowStore, Files, JointRows):
             task.round()
             self.own.reset_rows(places)
             self._count_write(places)
-            task.finish()
         return places, every
 
     def _count_write(self, places: Tensor) -> None:
@@ -209,9 +204,9 @@ class ShardedStore(RowStore, Files, JointRows):
     def serve(self, task: Task, rows: Tensor | None) -> Tensor | None:
         asked, device = torch.empty(0, dtype=torch.int64) if rows is None else rows, torch.device("cpu")
         wanted, places = Wanted.of(self.owners, asked)
-        routes = self.ask(task, wanted, device)
-        block = self.own.lease(routes.each[0].union, columns=["weight"], device=device)
-        (came,) = routes.bring(task, [block.weight])
+        route = self.ask(task, wanted, device)
+        block = self.own.lease(route.union, columns=["weight"], device=device)
+        (came,) = bring(task, [route], [block.weight])
         return None if rows is None else came.index_select(0, places)
 
     def map_of(self, id_map: IdMap) -> IdMap:
@@ -232,10 +227,10 @@ class ShardedStore(RowStore, Files, JointRows):
             return Block(rows, {"weight": self.group.own_pace.look_up(self.number, rows).to(device)})
         with self.task(Kind.GATHER) as task:
             wanted, places = Wanted.of(self.owners, rows)
-            routes = self.ask(task, wanted, columns=self.columns if columns is None else columns)
-            block = self.own.lease(routes.each[0].union, columns=columns, device=device)
+            route = self.ask(task, wanted, columns=self.columns if columns is None else columns)
+            block = self.own.lease(route.union, columns=columns, device=device)
             came = {
-                name: routes.bring(task, [block[name]])[0].index_select(0, places.to(device))
+                name: bring(task, [route], [block[name]])[0].index_select(0, places.to(device))
                 for name in self.columns
                 if name in block.columns
             }
@@ -263,13 +258,12 @@ class ShardedStore(RowStore, Files, JointRows):
             came = {name: some.index_select(0, last.to(some.device)) for name, some in came.items()}
             self.own.give_back(Block(route.union, {}), came)
             self._count_write(route.union)
-            task.finish()
         return twice
 
     def _send(self, task: Task, rows: Tensor, values: Mapping[str, Tensor]) -> tuple[Route, dict[str, Tensor]]:
         """Send values of rows to their owners; return the way, and what has come here for the rows of this rank."""
         wanted, places = Wanted.of(self.owners, rows)
-        (route,) = self.ask(task, wanted, columns=values).each
+        route = self.ask(task, wanted, columns=values)
         came: dict[str, Tensor] = {}
         for name, given in ((name, values[name].detach()) for name in self.columns if name in values):
             ordered = torch.empty_like(given).index_copy_(0, places.to(given.device), given)
@@ -339,7 +333,6 @@ class ShardedStore(RowStore, Files, JointRows):
         with self.task(Kind.SCATTER) as task:
             route, came = self._send(task, rows, {column: values})
             self._put(column, route.union[route.positions], came[column])
-            task.finish()
 
     read_part, write_part = read_part, write_part
 
@@ -385,14 +378,10 @@ class ShardedStore(RowStore, Files, JointRows):
                 place.parent.rmdir()
 
     def save(self, path: Path, *, overwrite: bool) -> None:
-        with self.task(Kind.SAVE) as task:
-            is_own = any(task.round(note=int(self.lives_at(path))).notes)
-            task.finish()
-        if is_own:
+        if any(self.group.main.notes(Kind.SAVE, self.lives_at(path), self.number)):
             raise lives_there(path)
         with self.task(Kind.SAVE) as task:
             save_shards(self, task, path, overwrite=overwrite)
-            task.finish()
 
 
 class _OwnRows(WrappedStore):

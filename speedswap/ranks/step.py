@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
     from speedswap.swapping.keyed import KeyedRows
 
-__all__ = ["ShardedStep", "TrainedLookup"]
-
 _tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
 

@@ -36,8 +36,6 @@ from speedswap.tables.storage import Disk, Storage, as_storage
 from speedswap.tables.store import RowStore
 from speedswap.tables.table import Table
 
-__all__ = ["Ranks"]
-
 _REDUCTIONS = ("mean", "sum")
 _CACHE_BYTES = 64 << 20
 
@@ -124,7 +122,6 @@ class Ranks(Storage):
                 except BaseException:
                     Table(made).remove()
                     raise
-            task.finish()
             store = ShardedStore(made, owners, group, name=name, weight=weight, reduction=self.reduction)
             store.torn, store.was_found = torn, was_found
         return store

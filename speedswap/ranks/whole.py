@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from speedswap.ranks.sharded import ShardedStore
 
-__all__ = ["alone", "manifest_of", "read_part", "salt_of", "save_shards", "write_part"]
-
 _PIECE_BYTES = 8 << 20
 _DONE = 0
 
@@ -96,7 +94,6 @@ def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
                 else:
                     joint.gather(torch.empty(0, dtype=torch.int64), [column], torch.device("cpu"))
             yield None
-        task.finish()
 
 
 # ---- a part on each rank
