@@ -319,6 +319,7 @@ class Task:
         except BaseException as error:
             self.is_over = True
             joined.give_up(error)
+            self.lane.pending.drop()
             raise
 
     def _failure(self, lines: Sequence[Line]) -> PeerError | PeerOutOfMemory:

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,14 +127,6 @@ def _is_whole(x: Tensor, dim: Any) -> bool:
     return {each % x.dim() if x.dim() else 0 for each in dims} == {*range(x.dim())}
 
 
-def _vector_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-    with _plain():
-        if not isinstance(x, ShardedGrad) or not _is_whole(x, dim):
-            return torch.linalg.vector_norm(x, ord, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
-        total = _total_norm(x, float(ord), kwargs.get("dtype"))
-        return total.reshape((1,) * x.dim()) if keepdim else total
-
-
 def _own_norm(x: Tensor, order: float, dtype: torch.dtype | None) -> float:
     """Return the norm of this rank's rows."""
     if x.numel():
@@ -142,41 +134,39 @@ def _own_norm(x: Tensor, order: float, dtype: torch.dtype | None) -> float:
     return math.inf if order == -math.inf else 0.0  # torch has none of order infinity
 
 
-def _norm(input: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-    if isinstance(input, ShardedGrad) and _is_whole(input, dim):
-        if p == "nuc":
-            _refuse_of_matrix(p)
-        given = {key: value for key, value in kwargs.items() if key == "dtype"}
-        return _vector_norm(input, 2.0 if p in (None, "fro") else p, dim, keepdim, **given)
-    with _plain():
-        return torch.norm(input, p, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
+def _norm(func: Callable[..., Any], names: str, order: Any, *, of_matrix: bool = False, dim: Any = None) -> Any:
+    """Return a function that takes a norm as ``func`` does; of a whole gradient, that of all ranks.
+
+    Args:
+        func: takes a tensor, the order, dimensions and ``keepdim``.
+        names: of the first two.
+        order, dim: by default.
+        of_matrix: whether orders are those of a matrix, where there are two dimensions.
+    """
+
+    def norm(*args: Any, **kwargs: Any) -> Any:
+        first, second = names.split()
+        given = dict(zip((first, second, "dim", "keepdim"), args, strict=False)) | kwargs
+        x, wanted = given[first], given.get(second, order)
+        with _plain():
+            if not isinstance(x, ShardedGrad) or not _is_whole(x, given.get("dim", dim)):
+                return func(*args, **kwargs)
+            if wanted not in (None, "fro") and (isinstance(wanted, str) or (of_matrix and x.dim() > 1)):
+                raise TypeError(
+                    f"ord is {wanted!r}, a norm of the matrix that all ranks' rows of the gradient make up, which no "
+                    "rank has; take torch.linalg.vector_norm, or the norm of order 'fro'"
+                )
+            total = _total_norm(x, 2.0 if wanted in (None, "fro") else float(wanted), given.get("dtype"))
+            return total.reshape((1,) * x.dim()) if given.get("keepdim") else total
+
+    return norm
 
 
-def _linalg_norm(A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-    if isinstance(A, ShardedGrad) and _is_whole(A, dim):
-        if ord in (None, "fro") or A.dim() == 1:
-            return _vector_norm(A, 2.0 if ord in (None, "fro") else ord, dim, keepdim, **kwargs)
-        _refuse_of_matrix(ord)
-    with _plain():
-        return torch.linalg.norm(A, ord, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
-
-
-def _matrix_norm(A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kwargs: Any) -> Tensor:
-    if isinstance(A, ShardedGrad):
-        return _linalg_norm(A, ord, dim, keepdim, **kwargs)
-    with _plain():
-        return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kwargs)  # type: ignore[no-any-return]
+_vector_norm = _norm(torch.linalg.vector_norm, "x ord", 2)
 
 
 def _dist(input: Tensor, other: Tensor, p: Any = 2) -> Tensor:
-    return _vector_norm(input - other, p)
-
-
-def _refuse_of_matrix(order: Any) -> NoReturn:
-    raise TypeError(
-        f"ord is {order!r}, a norm of the matrix that all ranks' rows of the gradient make up, which no rank has; take "
-        "torch.linalg.vector_norm, or the norm of order 'fro'"
-    )
+    return _vector_norm(input - other, p)  # type: ignore[no-any-return]
 
 
 def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -188,13 +178,6 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
     return [own[place] if place in own else next(norms) for place in range(len(tensors))]
 
 
-def _of_ranks(grad: ShardedGrad, *own: float) -> list[list[float]]:
-    """Return the numbers of all ranks, in their order, for each of this rank's."""
-    with grad.group.main.task(Kind.NORM) as task:
-        found = task.share_numbers(torch.tensor(own, dtype=torch.float64))
-    return torch.stack(found, dim=1).tolist()
-
-
 def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tensor:
     """Return the norm of all ranks' rows of a gradient.
 
@@ -204,25 +187,19 @@ def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tens
     grad = _source_of(x)
     version, total = grad.norms.pop((order, dtype), (-1, 0.0))
     if version != grad._version:
-        current = {step.number: step.own_grad for step in JointGradients.of(x.group).steps()}
-        if x.table is not None and current.get(x.table) is grad:
-            grads = {each: other for each, other in current.items() if isinstance(other, ShardedGrad)}
-            total = _norms_of_ranks(grads, x.table, order, dtype)
-        else:
-            total = _norms_of_ranks({ANYTHING: x}, ANYTHING, order, dtype)
+        grads: dict[int, Tensor | None] = {each.number: each.own_grad for each in JointGradients.of(x.group).steps()}
+        number = ANYTHING if x.table is None or grads.get(x.table) is not grad else x.table
+        ours = {each: other for each, other in grads.items() if isinstance(other, ShardedGrad)}
+        ours = {ANYTHING: x} if number == ANYTHING else ours
+        own = [(each, _own_norm(other, order, dtype)) for each, other in ours.items()]
+        with x.group.main.task(Kind.NORM, number) as task:
+            found = task.share_numbers(torch.tensor(own, dtype=torch.float64).view(-1))
+        of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
+        for each, other in ours.items():
+            if all(each in norms for norms in of_ranks):  # not freed on one of them
+                other.norms[order, dtype] = other._version, _combined([norms[each] for norms in of_ranks], order)
+        _, total = ours[number].norms.pop((order, dtype))
     return x.new_full((), total, dtype=(dtype or x.dtype).to_real())
-
-
-def _norms_of_ranks(grads: dict[int, ShardedGrad], table: int, order: float, dtype: torch.dtype | None) -> float:
-    """Find the norms of all ranks' rows; return that of one table's gradient, and keep the others' with theirs."""
-    own = [(each, _own_norm(grad, order, dtype)) for each, grad in grads.items()]
-    with grads[table].group.main.task(Kind.NORM, table) as task:
-        found = task.share_numbers(torch.tensor(own, dtype=torch.float64).view(-1))
-    of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
-    for each, grad in grads.items():
-        if all(each in norms for norms in of_ranks):  # not freed on one of them
-            grad.norms[order, dtype] = grad._version, _combined([norms[each] for norms in of_ranks], order)
-    return grads[table].norms.pop((order, dtype))[1]
 
 
 def _combined(norms: Sequence[float], order: float) -> float:
@@ -279,7 +256,9 @@ def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float]
                 func(*args, **kwargs) if grad.numel() else func(grad.new_zeros((1,) * grad.dim()), *args[1:], **kwargs)
             )
             count = grad.numel()
-        numbers, counts = _of_ranks(grad, float(own) if count else of_none, count)
+        with grad.group.main.task(Kind.NORM) as task:
+            found = task.share_numbers(torch.tensor([float(own) if count else of_none, count], dtype=torch.float64))
+        numbers, counts = torch.stack(found, dim=1).tolist()
         if not sum(counts):
             with _plain():
                 return func(*args, **kwargs)  # which raises, or returns what is so of no values
@@ -327,19 +306,20 @@ _ALIASES = _functions("data detach")
 _RESHAPING = _functions("flatten mT permute ravel reshape swapaxes T t transpose view")
 
 
+_linalg: Any = torch._C._linalg  # type: ignore[attr-defined]
 _HANDLED: dict[Any, Callable[..., Any]] = {
-    torch.linalg.vector_norm: _vector_norm,
-    torch._C._linalg.linalg_vector_norm: _vector_norm,  # type: ignore[attr-defined]
-    torch.linalg.norm: _linalg_norm,
-    torch._C._linalg.linalg_norm: _linalg_norm,  # type: ignore[attr-defined]
-    torch.linalg.matrix_norm: _matrix_norm,
-    torch._C._linalg.linalg_matrix_norm: _matrix_norm,  # type: ignore[attr-defined]
-    torch.norm: _norm,
-    Tensor.norm: _norm,
-    torch.dist: _dist,
-    Tensor.dist: _dist,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _check_finite,
+    torch.linalg.vector_norm: _vector_norm,
+    _linalg.linalg_vector_norm: _vector_norm,
+    torch.linalg.norm: _norm(torch.linalg.norm, "A ord", None, of_matrix=True),
+    _linalg.linalg_norm: _norm(torch.linalg.norm, "A ord", None, of_matrix=True),
+    torch.linalg.matrix_norm: _norm(torch.linalg.matrix_norm, "A ord", "fro", of_matrix=True, dim=(-2, -1)),
+    _linalg.linalg_matrix_norm: _norm(torch.linalg.matrix_norm, "A ord", "fro", of_matrix=True, dim=(-2, -1)),
+    torch.norm: _norm(torch.norm, "input p", "fro"),
+    Tensor.norm: _norm(torch.norm, "input p", "fro"),
+    torch.dist: _dist,
+    Tensor.dist: _dist,
     **{
         getattr(place, name): _reduction(getattr(place, name), combine, of_none)
         for name, combine, of_none in (

@@ -1,4 +1,4 @@
-"""Gradients of rows that other ranks own, on their way to the owners: of all tables at once, on all ranks at once.
+"""Gradients of rows that other ranks own, on their way to the owners, and the step that follows: of all tables at once.
 
 The ranks exchange them when the first of these is looked at. A rank that is elsewhere by then, as it begins another
 lookup, joins the exchange first: the round in which the ranks meet shows that it has lookups without a gradient.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from torch.optim import Optimizer
 
 from speedswap._warnings import warn_once
-from speedswap.collectives import Kind, Parcel, RankGroup, Task, packed, unpacked
+from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task, packed, unpacked
 from speedswap.errors import RanksError
-from speedswap.ranks.route import ask
+from speedswap.ranks.route import LentRows, ask
+from speedswap.swapping.optimizers import settings_of
 
 if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep
@@ -87,13 +90,14 @@ class JointGradients:
         return sum(step.is_unsettled for step in self.steps())
 
     @contextmanager
-    def task(self) -> Iterator[Task]:
-        """Surround a part of a backward pass, whose failure ends it on all ranks."""
-        with self._dropped_on_error(), self._group.main.task(Kind.GRADIENTS) as task:
+    def task(self, kind: Kind = Kind.GRADIENTS) -> Iterator[Task]:
+        """Surround an exchange, or a part of a backward pass, whose failure drops all gradients on all ranks."""
+        with self._group.main.task(kind) as task:
             try:
                 yield task
             except BaseException as error:
                 task.give_up(error, drops=True)
+                self.drop()
                 raise
 
     def settle(self) -> None:
@@ -175,26 +179,26 @@ class JointGradients:
                 return False
             came = post()
         for each, grads in zip(outgoing, unpacked(came, parcels), strict=True):
-            each.take(grads)
+            each.step.take(each, grads, average=True)
         return True
 
     def finish(self, task: Task, *, average: bool = True) -> None:
-        with self._dropped_on_error():
-            steps = {step.number: step for step in self.steps()}
-            mine = [(each.number, *dataclasses.astuple(each.standing)) for each in steps.values() if each.is_unsettled]
-            everyone = [{number: Standing(*more) for number, *more in each} for each in task.share(mine)]
-            trained = sorted({number for each in everyone for number, own in each.items() if own.has_gradient})
-            if not steps.keys() >= {*trained}:
-                raise RanksError("other ranks train an embedding that is freed on this one; keep its module")
-            of_ranks = {number: [each.get(number, Standing()) for each in everyone] for number in trained}
-            outgoing = [steps[number].outgoing(standings) for number, standings in of_ranks.items()]
-            anew = [each for each in outgoing if each.way is None]
-            if anew:
-                routes = ask(task, [(each.step.store.owners, each.wanted) for each in anew])
-                for each, route in zip(anew, routes, strict=True):
-                    each.find(route)
-            for each, came in zip(outgoing, task.send_parcels([each.parcel() for each in outgoing]), strict=True):
-                each.take(came, average=average)
+        steps = {step.number: step for step in self.steps()}
+        mine = [(each.number, *dataclasses.astuple(each.standing)) for each in steps.values() if each.is_unsettled]
+        everyone = [{number: Standing(*more) for number, *more in each} for each in task.share(mine)]
+        trained = sorted({number for each in everyone for number, own in each.items() if own.has_gradient})
+        if not steps.keys() >= {*trained}:
+            raise RanksError("other ranks train an embedding that is freed on this one; keep its module")
+        of_ranks = {number: [each.get(number, Standing()) for each in everyone] for number in trained}
+        outgoing = [steps[number].outgoing(standings) for number, standings in of_ranks.items()]
+        anew = [each for each in outgoing if each.way is None]
+        if anew:
+            routes = ask(task, [(each.step.store.owners, each.wanted) for each in anew])
+            for each, route in zip(anew, routes, strict=True):
+                table = each.step.table
+                each.way = LentRows(route, table.lease(route.union, device=each.grad.device), table.version)
+        for each, came in zip(outgoing, task.send_parcels([each.parcel() for each in outgoing]), strict=True):
+            each.step.take(each, came, average=average)
 
     def add_up_shares(self, *, average: bool) -> None:
         """Send the gradients of a batch that a splitter has gone through; every rank calls this.
@@ -202,18 +206,76 @@ class JointGradients:
         Args:
             average: divide the sum of the ranks' gradients, as after an ordinary pass.
         """
-        with self._dropped_on_error(), self._group.main.task(Kind.SHARES) as task:
+        with self.task(Kind.SHARES) as task:
             self.finish(task, average=average)
-
-    @contextmanager
-    def _dropped_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.drop()
-            raise
 
     def drop(self) -> None:
         """Drop the gradients of all tables, sent or not: other ranks have dropped theirs."""
         for step in self.steps():
             step.abandon()
+
+
+# ---- the optimizer's step
+
+
+@contextmanager
+def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iterator[Callable[[], None]]:
+    """Surround an optimizer's step of tables that ranks own; see :meth:`RowStep.joint_step`.
+
+    Args:
+        groups: the ranks.
+        optimizer: whose settings all ranks need; None where it has none for the rows.
+    """
+    for group in groups:
+        JointGradients.of(group).begin_step()
+    with ExitStack() as stack:
+        tasks = {group: stack.enter_context(group.main.task(Kind.STEP)) for group in groups}
+        agreed: list[Task] = []
+
+        def agree() -> None:
+            for group, task in tasks.items():
+                settings = {} if optimizer is None else _settings_of(optimizer, group)
+                agreed.append(task)  # before: what fails here after the round, the others have agreed with
+                if (found := task.difference_of(settings)) is not None:
+                    task.finish()  # the others know
+                    _raise_different(found, {step.number: step.name for step in JointGradients.of(group).steps()})
+
+        try:
+            yield agree
+        except BaseException as error:
+            for task in agreed:
+                if not task.is_over:
+                    task.tear(
+                        f"this rank could not write its part of a step that other ranks have written ({error!r}). The "
+                        "ranks cannot go on together: start them again, from the last checkpoint"
+                    )
+            raise
+        for task in agreed:
+            task.finish()
+            task.lane.step += 1
+
+
+def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, str]:
+    """Return an optimizer's settings of each table that ranks of a group own, named with the table's number."""
+    of_weight = {id(step.weight): step.number for step in JointGradients.of(group).steps()}
+    found: dict[int, dict[str, str]] = {}
+    for some in optimizer.param_groups:
+        numbers = [of_weight[id(each)] for each in some["params"] if id(each) in of_weight]
+        if numbers:
+            found |= dict.fromkeys(numbers, settings_of(optimizer, some))
+    return {f"{number} {name}": text for number, each in sorted(found.items()) for name, text in each.items()}
+
+
+def _raise_different(found: Difference, names: dict[int, str]) -> NoReturn:
+    """Raise RanksError for the optimizers' settings of the first table in which ranks step differently."""
+    by_table: dict[int, dict[str, tuple[str, str]]] = {}
+    for name, both in found.values.items():
+        number, setting = name.split(" ", 1)
+        by_table.setdefault(int(number), {})[setting] = both
+    first = min(by_table)
+    values = by_table[first]
+    values = {"optimizer": values["optimizer"]} if "optimizer" in values else values
+    raise RanksError(
+        f"table {names[first]!r} is trained {found._replace(values=values).text('with ')}: owners step in their own "
+        "rows, so all ranks need one optimizer, with the same settings. No table has changed"
+    )

@@ -18,26 +18,25 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from speedswap import kernels
-from speedswap.collectives import Difference, Kind, Parcel, RankGroup, Task
-from speedswap.errors import LostUpdateError, RanksError
+from speedswap.collectives import Kind, Parcel, RankGroup
+from speedswap.errors import LostUpdateError
 from speedswap.ranks.ahead import RowsAhead
 from speedswap.ranks.grad import ShardedGrad, without_ranks
-from speedswap.ranks.joint_gradients import JointGradients, Standing
+from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
 from speedswap.ranks.keys import ShardedKeys
-from speedswap.ranks.route import LentRows, Route, Wanted
+from speedswap.ranks.route import LentRows, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
 from speedswap.swapping.batch_rows import LostUpdates, Padding
 from speedswap.swapping.optimizer_state import OptimizerState
-from speedswap.swapping.optimizers import settings_of
 from speedswap.swapping.prefetched import Request
-from speedswap.swapping.row_step import Leaving, RowStep, drop, every_step, step_of
+from speedswap.swapping.row_step import Leaving, RowStep, drop
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Column, Commit, IdMap, Table
 
@@ -49,28 +48,26 @@ _tensor: Any = Tensor  # its attributes are descriptors here
 _MOST_LOOKUPS = 62  # whose gradients may be missing, a bit of a note for each
 
 
+@dataclass(eq=False)
 class TrainedLookup:
-    """A training lookup: the rows that it has brought here, and those that this rank has lent to others in it.
-
-    Args:
-        rows: the ids that were asked for, unique.
-        way: of the rows, where ranks have met for them.
+    """A training lookup.
 
     Attributes:
+        rows: the ids that were asked for, unique.
+        way: of the rows, and what this rank has lent to others, where ranks have met for them.
         renewals: how often rows had started anew before.
         leaf: the weights that were brought, which their graph keeps alive.
     """
 
-    def __init__(self, rows: Tensor, way: LentRows | None = None) -> None:
-        self.rows = rows
-        self.way = way
-        self.renewals = 0
-        self.leaf: weakref.ref[Tensor] | None = None
+    rows: Tensor
+    way: LentRows | None
+    renewals: int
+    leaf: weakref.ref[Tensor]
 
     @property
     def is_over(self) -> bool:
         """True if its graph is gone: no gradient comes from it any more."""
-        return self.leaf is not None and self.leaf() is None
+        return self.leaf() is None
 
 
 @dataclass
@@ -83,7 +80,7 @@ class TableGradients:
         lookups: that no gradient comes from any more.
         wanted: the rows that this rank sends them for.
         grad: in their order.
-        way: of these rows; None until :meth:`find`.
+        way: of these rows; None until the owners are asked.
     """
 
     step: ShardedStep
@@ -93,23 +90,9 @@ class TableGradients:
     grad: Tensor
     way: LentRows | None
 
-    def find(self, route: Route) -> None:
-        """Gather the rows that the ranks send gradients of here."""
-        table = self.step.table
-        self.way = LentRows(route, table.lease(route.union, device=self.grad.device), table.version)
-
     def parcel(self) -> Parcel:
         assert self.way is not None
         return Parcel(self.grad, self.wanted.sent, self.way.route.received)
-
-    def take(self, came: Tensor, *, average: bool = True) -> None:
-        """Take what the ranks have sent for the rows that this rank owns.
-
-        Args:
-            came: gradients.
-            average: divide their sum as ``reduction`` says; it stays a sum otherwise.
-        """
-        self.step.take(self, came, average=average)
 
 
 class ShardedStep(RowStep):
@@ -122,6 +105,7 @@ class ShardedStep(RowStep):
     """
 
     is_sharded = True
+    group: RankGroup
 
     @classmethod
     def over(
@@ -139,7 +123,7 @@ class ShardedStep(RowStep):
     def __init__(self, state: OptimizerState, padding: Padding, store: ShardedStore) -> None:
         super().__init__(state, padding)
         self.store = store
-        self.group: RankGroup = store.group
+        self.name, self.group = store.name, store.group
         self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent yet, and may still come
         self._asked: tuple[Tensor, Tensor] | None = None  # ids and their gradient, to be sent to the owners
         self._answered: set[TrainedLookup] = set()  # lookups whose gradient is in it
@@ -172,14 +156,15 @@ class ShardedStep(RowStep):
                 asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.store.name!r}")
                 rows, local = kernels.find_rows(asked)
                 came = self.group.own_pace.look_up(self.store.number, rows.cpu())
-                weights, lent = came.to(request.device), TrainedLookup(rows)
+                weights, way, ahead = came.to(request.device), None, None
             else:
                 ahead = self._rows_ahead(request)
                 weights, local, way = self.store.look_up(request.ids_of, request.device, training=True, ahead=ahead)
-                lent = TrainedLookup(way.rows, way)
-                self.lend(lent, is_ahead=ahead is not None)
+                rows = way.rows
             leaf = self._leaf(weights)
-            self.begin(lent, leaf)
+            lent = TrainedLookup(rows, way, self._renewals, weakref.ref(leaf))
+            if task is not None:
+                self._lend(lent, is_ahead=ahead is not None)
         leaf.register_post_accumulate_grad_hook(functools.partial(self.receive_asked, lent))  # type: ignore[no-untyped-call]
         return leaf, local
 
@@ -206,17 +191,13 @@ class ShardedStep(RowStep):
 
     # ------------------------------------------------------------------ forward and backward
 
-    def begin(self, lent: TrainedLookup, leaf: Tensor) -> None:
-        """Note the time of a lookup, and where its gradient comes."""
-        lent.renewals, lent.leaf = self._renewals, weakref.ref(leaf)
-
     def settle_missed(self) -> None:
         """Send gradients that an optimizer has stepped without: there may be none that ever takes them."""
         if self.is_unsettled and self._optimizer_steps != LostUpdates.steps_anywhere:
             self.settle()
             self._optimizer_steps = LostUpdates.steps_anywhere
 
-    def lend(self, lent: TrainedLookup, *, is_ahead: bool) -> None:
+    def _lend(self, lent: TrainedLookup, *, is_ahead: bool) -> None:
         """Note a lookup, whose gradient may come.
 
         Args:
@@ -272,11 +253,6 @@ class ShardedStep(RowStep):
     def forget_passes(self) -> None:
         with self.lock:
             self._asked, self._answered = None, set()
-
-    @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.store.name
 
     def begin_step(self, sign: str) -> None:
         self.group.main.begin_step((sign, self.number))
@@ -361,7 +337,13 @@ class ShardedStep(RowStep):
 
     @torch.no_grad()
     def take(self, outgoing: TableGradients, came: Tensor, *, average: bool) -> None:
-        """Take what the ranks have sent for the rows that this rank owns; see :meth:`TableGradients.take`."""
+        """Take what the ranks have sent for the rows that this rank owns.
+
+        Args:
+            outgoing: what this rank has sent.
+            came: gradients.
+            average: divide their sum as ``reduction`` says; it stays a sum otherwise.
+        """
         assert outgoing.way is not None
         route, block, version = outgoing.way
         total = route.add_up(came)
@@ -371,7 +353,8 @@ class ShardedStep(RowStep):
         self._has_rows = any(standing.has_rows for standing in outgoing.standings) or (keeps and self._has_rows)
         self._lent = [lent for lent in self._lent if lent not in outgoing.lookups]
         self._asked, self._answered = None, set()
-        self._adopt(block, version, total, keeps=keeps)
+        with self.lock:
+            self._take(block, version, total, keeps=keeps)
 
     def _with_zeros(self, others: Iterable[TrainedLookup]) -> tuple[Tensor, Tensor]:
         """Return the ids that have a gradient, and it; with zeros for those of other lookups."""
@@ -384,11 +367,6 @@ class ShardedStep(RowStep):
             return asked
         none = torch.empty(0, self.table.embedding_dim, dtype=self.table.dtype, device=self.weight.device)
         return torch.empty(0, dtype=torch.int64), none
-
-    def _adopt(self, block: Block, version: int, grad: Tensor, *, keeps: bool) -> None:
-        """Take the gradient of rows that this rank owns."""
-        with self.lock:
-            self._take(block, version, grad, keeps=keeps)
 
     def _accept(self) -> None:
         own = self.weight.grad
@@ -407,10 +385,14 @@ class ShardedStep(RowStep):
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
     ) -> AbstractContextManager[Callable[[], None]]:
-        return _joint_step(steps, optimizer)
+        return joint_step(_groups_of(steps), optimizer)
 
-    def call_of_ranks(self, steps: Sequence[RowStep]) -> AbstractContextManager[bool]:
-        return _call_of_ranks(steps)
+    @contextmanager
+    def call_of_ranks(self, steps: Sequence[RowStep]) -> Iterator[bool]:
+        with ExitStack() as stack:
+            for group in _groups_of(steps):
+                stack.enter_context(group.call())
+            yield True
 
     def keyed(self, id_map: IdMap, table: Table, first_row: int = 0) -> KeyedRows:
         return ShardedKeys(id_map, table, self, first_row)
@@ -465,70 +447,3 @@ def _merged(rows: Tensor, grad: Tensor, more: Tensor, more_grad: Tensor) -> tupl
 
 def _groups_of(steps: Iterable[RowStep]) -> list[RankGroup]:
     return [*dict.fromkeys(step.group for step in steps if isinstance(step, ShardedStep))]
-
-
-@contextmanager
-def _call_of_ranks(steps: Iterable[RowStep]) -> Iterator[bool]:
-    with ExitStack() as stack:
-        for group in _groups_of(steps):
-            stack.enter_context(group.call())
-        yield True
-
-
-@contextmanager
-def _joint_step(steps: Sequence[RowStep], optimizer: Optimizer | None) -> Iterator[Callable[[], None]]:
-    groups = _groups_of(steps)
-    for group in groups:
-        JointGradients.of(group).begin_step()
-    with ExitStack() as stack:
-        tasks = {group: stack.enter_context(group.main.task(Kind.STEP)) for group in groups}
-        agreed: list[Task] = []
-
-        def agree() -> None:
-            for group, task in tasks.items():
-                settings = {} if optimizer is None else _settings_of(optimizer, group)
-                agreed.append(task)  # before: what fails here after the round, the others have agreed with
-                if (found := task.difference_of(settings)) is not None:
-                    task.finish()  # the others know
-                    ours = [step for step in every_step() if isinstance(step, ShardedStep) and step.group is group]
-                    _raise_different(found, {step.number: step.table.name for step in ours})
-
-        try:
-            yield agree
-        except BaseException as error:
-            for task in agreed:
-                if not task.is_over:
-                    task.tear(
-                        f"this rank could not write its part of a step that other ranks have written ({error!r}). The "
-                        "ranks cannot go on together: start them again, from the last checkpoint"
-                    )
-            raise
-        for task in agreed:
-            task.finish()
-            task.lane.step += 1
-
-
-def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, str]:
-    """Return an optimizer's settings of each table that ranks of a group own, named with the table's number."""
-    found: dict[int, dict[str, str]] = {}
-    for some in optimizer.param_groups:
-        steps = [step for parameter in some["params"] if isinstance(step := step_of(parameter), ShardedStep)]
-        numbers = [step.number for step in steps if step.group is group]
-        if numbers:
-            found |= dict.fromkeys(numbers, settings_of(optimizer, some))
-    return {f"{number} {name}": text for number, each in sorted(found.items()) for name, text in each.items()}
-
-
-def _raise_different(found: Difference, names: dict[int, str]) -> NoReturn:
-    """Raise RanksError for the optimizers' settings of the first table in which ranks step differently."""
-    by_table: dict[int, dict[str, tuple[str, str]]] = {}
-    for name, both in found.values.items():
-        number, setting = name.split(" ", 1)
-        by_table.setdefault(int(number), {})[setting] = both
-    first = min(by_table)
-    values = by_table[first]
-    values = {"optimizer": values["optimizer"]} if "optimizer" in values else values
-    raise RanksError(
-        f"table {names[first]!r} is trained {found._replace(values=values).text('with ')}: owners step in their own "
-        "rows, so all ranks need one optimizer, with the same settings. No table has changed"
-    )
