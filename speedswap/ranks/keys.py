@@ -14,12 +14,12 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import deferred_interrupts
-from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys, sent_texts
+from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys
 from speedswap.swapping.keyed import KeyedLookup, KeyedRows
 from speedswap.tables.files.damage import require, says_damaged
 from speedswap.tables.files.keys_file import SavedMap, joined, restored, selected
 from speedswap.tables.id_map import AskedAhead, IdMap
-from speedswap.tables.keys import Keys, as_keys, select_texts
+from speedswap.tables.keys import Keys, as_keys
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
@@ -316,28 +316,23 @@ class ShardedIdMap(IdMap):
         self._rows = torch.cat([torch.zeros(1, dtype=torch.int32), saved.own_rows])
         self._used = sum(self._used_by)
 
-    def whole_bytes(self) -> Tensor:
-        """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
+    def _whole(self) -> IdMap:
+        """Return an ordinary map with the keys of all ranks; every rank calls this."""
         mine, size = self.to_bytes(), len(self.group)
         with self.group.main.task(Kind.PARTS, self.number) as task:
             lengths = task.round([len(mine)] * size).counts
             parts = torch.split(task.send(mine.repeat(size), [len(mine)] * size, lengths), lengths)
         whole = IdMap(self.capacity, keys=self.keys, admit_after=self.admit_after, evict=self.evict)
         whole.restore(parts)
-        return whole.to_bytes()
+        return whole
+
+    def whole_bytes(self) -> Tensor:
+        """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
+        return self._whole().to_bytes()
 
     def row_keys(self) -> Tensor | kernels.Texts:
         """Return the keys of all rows, those of all ranks; every rank calls this. As :meth:`IdMap.row_keys`."""
-        with self.group.main.task(Kind.PARTS, self.number) as task, self._unbroken():
-            saved, size = self._map.save(False), len(self.group)
-            places = torch.arange(len(saved.numbers)).repeat(size)
-            sent = [len(saved.numbers)] * size
-            received = task.round(sent).counts
-            order = task.send(self._rows[1:][places], sent, received).argsort()
-            numbers = task.send(saved.numbers[places], sent, received)[order]
-            if saved.texts is None:
-                return numbers
-            return select_texts(sent_texts(task, select_texts(saved.texts, places), sent, received), order)
+        return self._whole().row_keys()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
         raise TypeError("the keys of the id map are owned by ranks, and cannot be copied; save the table")

@@ -156,35 +156,25 @@ def ask(
     Raises:
         ValueError: another rank has other columns.
     """
-    lane, sheet = task.lane, task.lane.sheet
-    most_bytes = max(row_bytes, default=0)
-    if most_bytes > _MOST_BYTES:
-        most_bytes = 0
+    lane, sheet, most_bytes = task.lane, task.lane.sheet, max(row_bytes, default=0)
+    most_bytes *= most_bytes <= _MOST_BYTES
     sheet.reserve(most_bytes)
     sent, ids = ids_of_tables([wanted for _, wanted in tables])
-    spills = max(sent) > sheet.room
     digest = digest_of([*columns]) % _DIGESTS
-    note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | most_bytes << 1 | spills))
-    came: Tensor | None = ids if len(lane.ranks) == 1 else None
+    note = -(1 + (len(ids) << _BITS | digest << _DIGEST_AT | most_bytes << 1 | (max(sent) > sheet.room)))
+    came: Tensor | None = None
     with task.promised():
         lines = task.round(sent, note=note, ids=ids)
         if any(note >= 0 for note in lines.notes):  # others had rows that came ahead of their step
             lines = task.round(sent, note=note, ids=ids)
         counts, theirs = lines.counts, [-note - 1 for note in lines.notes]
-        has_come = not any(each & 1 for each in theirs)
-        if came is None and has_come:
+        if len(lane.ranks) > 1 and not any(each & 1 for each in theirs):
             came = sheet.ids_that_came(counts)
-        elif came is None and sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all have memory for them
+            if most_bytes and len({each & _FEW for each in theirs}) == 1:
+                received, _ = tables_of_ids(came, counts, len(tables))
+                sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
+        elif sum(each >> _BITS for each in theirs) <= SPARE_IDS:  # all have memory for them
             came = task.prepared(ids, sent, counts, lane.spare[: sum(counts)])()
-        if (
-            came is not None
-            and has_come
-            and len(lane.ranks) > 1
-            and most_bytes
-            and len({e & _FEW for e in theirs}) == 1
-        ):
-            received, _ = tables_of_ids(came, counts, len(tables))
-            sheet.agreed = _agreed(row_bytes, received, [wanted.sent for _, wanted in tables])
     if len({(each & _FEW) >> _DIGEST_AT for each in theirs}) > 1:
         task.finish()  # the others know
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -78,11 +78,17 @@ def top_rows_of_ranks(
         whole = Pieces(table.num_embeddings, len(many), table.num_embeddings, max(1, len(many)))
         left_out = exclusions_of(exclude, whole, many.device, padding_idx, table.name)
         own = _RowsInOrder(store, first_row, table.num_embeddings)
-        asked = _Queries.of(task, len(many), k, table)
+        size = len(task.lane.ranks)
+        asked = task.round([len(many)] * size, note=k)
+        most = max(asked.notes)  # that any rank wants
+        bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
+        at_once = max(1, _BYTES // (bytes_each * size))  # queries of a rank
         theirs = _share_exclusions(task, store, own, first_row, left_out)
-        parts = [
-            _one_group(task, own, many, asked, group, theirs, (queries.device, chunk)) for group in range(asked.groups)
-        ]
+        parts = []
+        for first in range(0, max(asked.counts), at_once):
+            sizes = [max(0, min(count - first, at_once)) for count in asked.counts]
+            within = [_within(each, first, count, queries.device) for each, count in zip(theirs, sizes, strict=True)]
+            parts.append(_one_group(task, own, many[first : first + at_once], sizes, most, within, chunk))
     values = torch.cat([part.values[:, :k] for part in parts]) if parts else many.new_empty(0, k)
     ids = torch.cat([part.ids[:, :k] for part in parts]) if parts else torch.empty(0, k, dtype=torch.int64)
     best = Scored(values.to(queries.device), ids.to(queries.device))
@@ -99,64 +105,38 @@ def _joint_store(store: RowStore) -> tuple[ShardedStore, int]:
     return cast("ShardedStore", store.joint), first_row
 
 
-class _Queries(NamedTuple):
-    """The queries of all ranks.
-
-    Attributes:
-        counts: of each rank.
-        k: the most that any of them wants.
-        at_once: queries of a rank in one group.
-    """
-
-    counts: list[int]
-    k: int
-    at_once: int
-
-    @classmethod
-    def of(cls, task: Task, count: int, k: int, table: Table) -> _Queries:
-        size = len(task.lane.ranks)
-        found = task.round([count] * size, note=k)
-        most = max(found.notes)
-        bytes_each = max(table.embedding_dim * table.dtype.itemsize, most * (8 + table.dtype.itemsize))
-        return cls(found.counts, most, max(1, _BYTES // (bytes_each * size)))
-
-    @property
-    def groups(self) -> int:
-        """Groups of queries, of the rank that has most of them."""
-        return -(-max(self.counts) // self.at_once)
-
-    def sizes(self, group: int) -> list[int]:
-        """Return how many queries of each rank are in a group."""
-        return [max(0, min(count - group * self.at_once, self.at_once)) for count in self.counts]
-
-
 def _one_group(
     task: Task,
     own: _RowsInOrder,
-    queries: Tensor,
-    asked: _Queries,
-    group: int,
+    mine: Tensor,
+    sizes: list[int],
+    k: int,
     left_out: Sequence[Exclusions],
-    settings: tuple[torch.device, int | None],
+    chunk: int | None,
 ) -> Scored:
-    """Return the best rows for a group of this rank's queries; find those for the others' among the own rows."""
-    device, chunk = settings
-    size, sizes, first = len(task.lane.ranks), asked.sizes(group), group * asked.at_once
-    mine = queries[first : first + sizes[task.lane.rank]]
+    """Return the best rows for some queries of this rank; find those for the others' among the own rows.
+
+    Args:
+        task: the ranks' common one.
+        own: the rows of this rank.
+        mine: the queries.
+        sizes: how many queries each rank has.
+        k: rows of each.
+        left_out: of each rank's queries, on the device where scores are computed.
+        chunk: rows at a time.
+    """
+    size = len(sizes)
     came = task.send(mine.repeat(size, 1), [len(mine)] * size, sizes)
-    values = torch.full((len(came), asked.k), -math.inf, dtype=came.dtype)
-    ids = torch.full((len(came), asked.k), -1, dtype=torch.int64)
-    most = min(asked.k, own.num_embeddings)
-    if most:
-        rows = Table(own)
-        begin = 0
-        for some, theirs in zip(torch.split(came, sizes), left_out, strict=True):
-            found = best_rows(rows, some.to(device), most, chunk, _within(theirs, first, len(some), device))
-            values[begin : begin + len(some), :most] = found.values.cpu()
-            ids[begin : begin + len(some), :most] = own.rows_of(found.ids.cpu())
-            begin += len(some)
+    values = torch.full((len(came), k), -math.inf, dtype=came.dtype)
+    ids = torch.full((len(came), k), -1, dtype=torch.int64)
+    most, begin = min(k, own.num_embeddings), 0
+    for some, theirs in zip(torch.split(came, sizes) if most else [], left_out, strict=False):
+        found = best_rows(Table(own), some.to(theirs.ids.device), most, chunk, theirs)
+        values[begin : begin + len(some), :most] = found.values.cpu()
+        ids[begin : begin + len(some), :most] = own.rows_of(found.ids.cpu())
+        begin += len(some)
     back = [len(mine)] * size
-    values, ids = (task.send(each, sizes, back).view(size, len(mine), asked.k) for each in (values, ids))
+    values, ids = (task.send(each, sizes, back).view(size, len(mine), k) for each in (values, ids))
     return _merged(values, ids)
 
 
