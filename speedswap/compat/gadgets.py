@@ -19,7 +19,7 @@ from speedswap._warnings import users_level
 from speedswap.compat.views import CupyMethods, NpyStore
 from speedswap.errors import DuplicateRowsWarning, IdError
 from speedswap.swapping.switchers import arrays
-from speedswap.swapping.switchers.files import ColumnArray
+from speedswap.swapping.switchers.arrays import ColumnArray
 from speedswap.tables import Pageable, Table, as_storage
 from speedswap.tables import init as initializers
 

@@ -34,8 +34,6 @@ from speedswap.swapping.prefetched import Announced, Request
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import IdMap, Storage, Table, as_storage, opened_place
 
-__all__ = ["TableCollection"]
-
 Config = TypeVar("Config", bound=EmbeddingConfig)
 _KEPT = ("is_weighted", "device", "local_to_rank")  # settings of a collection that is opened
 _Found = TypeVar("_Found")
@@ -52,21 +50,8 @@ class TableCollection(nn.Module, Generic[Config]):
     module_types: ClassVar[tuple[type[nn.Module], ...]]  # what from_modules takes
     tables_name: ClassVar[str]  # the attribute that has the tables by name, and so their prefix in a state_dict
 
-    def __init__(
-        self,
-        tables: Iterable[Config],
-        *,
-        device: torch.device | str | None = None,
-        storage: Storage | str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        local_to_rank: bool = False,
-        **former: Any,
-    ) -> None:
-        settings = {"device": device, "storage": storage, "path": path, "local_to_rank": local_to_rank, **former}
-        self._build(tables, **settings)
-
     @of_all_ranks
-    def _build(
+    def __init__(
         self,
         tables: Iterable[Config],
         *,
@@ -75,16 +60,10 @@ class TableCollection(nn.Module, Generic[Config]):
         storage: Storage | str = "auto",
         path: str | os.PathLike[str] | None = None,
         local_to_rank: bool = False,
-        existing: Sequence[Group] | None = None,
-        values: Mapping[str, Tensor] | None = None,
+        _existing: Sequence[Group] | None = None,  # all groups, with their tables
+        _values: Mapping[str, Tensor] | None = None,  # rows by table, in place of initial values
         **former: Any,
     ) -> None:
-        """Make the groups and their tables.
-
-        Args:
-            existing: all groups, with their tables.
-            values: rows for some of the tables, by name, in place of initial values.
-        """
         super().__init__()
         place = as_storage(storage, path, former, type(self).__name__)
         configs: tuple[Config, ...] = checked(tables, self.config_type)
@@ -102,9 +81,9 @@ class TableCollection(nn.Module, Generic[Config]):
             described = {key: text for config in self.configs for key, text in described_alike(config).items()}
             settings = {"tables": [config.name for config in self.configs], "is_weighted": is_weighted, **described}
             ranks.require_same_settings(type(self).__name__, settings)
-        parts = grouped(self.configs, place) if existing is None else existing
+        parts = grouped(self.configs, place) if _existing is None else _existing
         with nullcontext() if place.folder is None else unfinished(place.folder, [part.name for part in parts]):
-            groups = groups_of(parts, values, id_maps, device=device, local_to_rank=local_to_rank)
+            groups = groups_of(parts, _values, id_maps, device=device, local_to_rank=local_to_rank)
         self._group_names = [part.name for part in parts]
         self.groups = nn.ModuleList(groups)
         homes = {
@@ -153,9 +132,7 @@ class TableCollection(nn.Module, Generic[Config]):
         configs = [cls._config_of(name, module, names.get(name, ())) for name, module in modules.items()]
         values = {name: _rows_of(module) for name, module in modules.items()}
         settings.setdefault("device", next((module.weight.device for module in modules.values()), None))
-        collection = cls.__new__(cls)
-        collection._build(configs, values=values, **settings)
-        return collection
+        return cls(configs, _values=values, **settings)
 
     @classmethod
     def _config_of(cls, name: str, module: nn.Module, feature_names: Sequence[str]) -> Any:
@@ -240,13 +217,12 @@ class TableCollection(nn.Module, Generic[Config]):
     ) -> _Self:
         """Return a collection over existing tables, by the names of their groups."""
         configs = checked(tables, cls.config_type)
-        collection, existing = cls.__new__(cls), opened(configs, table_of)
+        existing = opened(configs, table_of)
         try:
-            collection._build(configs, existing=existing, **settings)
+            return cls(configs, _existing=existing, **settings)
         except BaseException:
             close_all(existing)
             raise
-        return collection
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write all tables, with the optimizer's state, to a directory that :meth:`open` and :meth:`load` read.

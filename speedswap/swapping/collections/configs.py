@@ -16,8 +16,6 @@ from speedswap.tables import IdMap, Storage, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count, seed_of
 
-__all__ = ["EmbeddingBagConfig", "EmbeddingConfig", "checked", "described_alike", "output_names"]
-
 _POOLINGS = ("sum", "mean", "max")
 _OF_THE_RANK = ("seed", "storage", "id_map")  # which may differ, or is agreed on elsewhere
 Config = TypeVar("Config", bound="EmbeddingConfig")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -16,9 +16,6 @@ from speedswap.swapping.collections.jagged import JaggedTensor, KeyedTensor
 from speedswap.swapping.collections.pooling import PooledColumns
 from speedswap.swapping.graphs import outside_graphs
 from speedswap.swapping.lookup import look_up
-from speedswap.tables import Storage
-
-__all__ = ["EmbeddingBagCollection", "EmbeddingCollection"]
 
 
 class EmbeddingCollection(TableCollection[EmbeddingConfig]):
@@ -170,24 +167,10 @@ class EmbeddingBagCollection(TableCollection[EmbeddingBagConfig]):
     module_types = (nn.EmbeddingBag, nn.Embedding)
     tables_name = "embedding_bags"
 
-    def __init__(
-        self,
-        tables: Iterable[EmbeddingBagConfig],
-        *,
-        is_weighted: bool = False,
-        device: torch.device | str | None = None,
-        storage: Storage | str = "auto",
-        path: str | os.PathLike[str] | None = None,
-        local_to_rank: bool = False,
-        **former: Any,
-    ) -> None:
-        settings = {"device": device, "storage": storage, "path": path, "local_to_rank": local_to_rank, **former}
-        self._build(tables, is_weighted=is_weighted, **settings)
-
-    def _build(self, *args: Any, **settings: Any) -> None:
-        super()._build(*args, **settings)
-        with torch.device("cpu"):
-            self._columns = PooledColumns(self._slots, self.configs)
+    @functools.cached_property
+    def _columns(self) -> PooledColumns:
+        with torch.device("cpu"), torch.inference_mode(False):  # used later in other modes
+            return PooledColumns(self._slots, self.configs)
 
     @outside_graphs
     def forward(self, features: Mapping[str, Any] | Any) -> KeyedTensor:

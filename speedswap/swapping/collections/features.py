@@ -20,19 +20,6 @@ from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
 from speedswap.swapping.graphs import leaving_transforms
 from speedswap.tables import is_single_key
 
-__all__ = [
-    "FeatureBatch",
-    "GivenFeature",
-    "Slots",
-    "given_feature",
-    "has_methods",
-    "near",
-    "read_features",
-    "read_slots",
-    "require_features",
-    "steps",
-]
-
 _INDEX = (torch.int64, torch.int32)
 _KEYED = ("keys", "values", "stride")
 _MOST_ORDERS = 64

@@ -30,8 +30,6 @@ from speedswap.tables.notes import PARTS
 from speedswap.tables.part import PartStore
 from speedswap.tables.table import discard
 
-__all__ = ["TableGroup", "TableInGroup", "TablesByName", "groups_of"]
-
 
 class TableGroup(TableModule):
     """The rows of several tables, one after the other, and their training step; :meth:`of` makes one.

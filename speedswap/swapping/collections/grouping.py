@@ -26,17 +26,6 @@ from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, says_
 from speedswap.tables.files.place import Place
 from speedswap.tables.notes import PARTS
 
-__all__ = [
-    "Group",
-    "GroupKey",
-    "close_all",
-    "contents_of",
-    "grouped",
-    "opened",
-    "require_finished",
-    "unfinished",
-]
-
 _UNFINISHED = ".speedswap-groups"
 _log = logging.getLogger("speedswap")
 

@@ -11,8 +11,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["JaggedTensor", "KeyedJaggedTensor", "KeyedTensor"]
-
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _Self = TypeVar("_Self", bound="_Jagged")
 

@@ -23,8 +23,6 @@ from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor
 from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all
 
-__all__ = ["AskedOfTable", "read"]
-
 
 class AskedOfTable(NamedTuple):
     """The keys of one table that its map was asked for ahead of their turn."""

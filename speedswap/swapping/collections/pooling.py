@@ -14,8 +14,6 @@ from speedswap.swapping.collections.configs import EmbeddingBagConfig
 from speedswap.swapping.collections.features import FeatureBatch, Slots, near
 from speedswap.swapping.lookup import pool
 
-__all__ = ["Pass", "PooledColumns"]
-
 
 class Pass(NamedTuple):
     """Slots of one group whose bags are pooled together: sums and means in one pass, maxima in another.

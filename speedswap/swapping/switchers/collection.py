@@ -18,16 +18,14 @@ from speedswap import kernels
 from speedswap._warnings import users_level
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import DuplicateIdError, DuplicateRowsWarning
-from speedswap.swapping.switchers import arrays, files
-from speedswap.swapping.switchers.files import ColumnArray
+from speedswap.swapping.switchers import arrays
+from speedswap.swapping.switchers.arrays import ColumnArray
 from speedswap.tables import Storage, Table, as_storage
 from speedswap.tables import init as initializers
 from speedswap.tables.init import Initializer
 from speedswap.tables.record import Column
 from speedswap.tables.table import discard
 from speedswap.tables.whole_table import as_numpy
-
-__all__ = ["Collection", "place_of", "warn_of_duplicates"]
 
 
 @dataclass(eq=False, repr=False)
@@ -201,7 +199,9 @@ class Collection:
         The file appears complete or not at all, and replaces one of that name. ``numpy.load`` reads it. Of ranks that
         own the rows together, which all call this, the first one writes it.
         """
-        files.write_npy(files.with_suffix(saveFileName, self.file_suffix), self.column_arrays(self.table)["weight"])
+        array = self.column_arrays(self.table)["weight"]
+        with arrays.written(arrays.with_suffix(saveFileName, self.file_suffix), [array]) as stream:
+            array.write(stream)
 
     @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
@@ -218,10 +218,10 @@ class Collection:
         if path.is_dir():
             self._open(path)
         else:
-            self._read_file(path if path.exists() else files.with_suffix(path, self.file_suffix))
+            self._read_file(path if path.exists() else arrays.with_suffix(path, self.file_suffix))
 
     def _read_file(self, path: Path) -> None:
-        self.fill(lambda table: files.read_npy(path, self.column_arrays(table)["weight"]))
+        self.fill(lambda table: arrays.read_npy(path, self.column_arrays(table)["weight"]))
 
     def fill(self, load: Callable[[Table], Any]) -> None:
         """Fill the table, a new one if there is none yet; a new one is removed if that fails."""

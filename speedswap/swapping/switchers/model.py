@@ -22,8 +22,6 @@ from speedswap.tables import Storage
 from speedswap.tables import init as initializers
 from speedswap.tables.record import count
 
-__all__ = ["ModelFactory", "check_rows"]
-
 
 class _NoFile(str):
     """The default ``diskname``, an object of its own: it names the collection in messages, and no file is made."""

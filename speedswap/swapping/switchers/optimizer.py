@@ -18,7 +18,7 @@ from speedswap.errors import OptimizerError
 from speedswap.swapping.optimizers import holds
 from speedswap.swapping.probe import probe
 from speedswap.swapping.row_step import step_of
-from speedswap.swapping.switchers import files
+from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.arrays import trainable_dtype
 from speedswap.swapping.switchers.collection import Collection, place_of
 from speedswap.swapping.switchers.model import check_rows
@@ -26,8 +26,6 @@ from speedswap.tables import Storage
 from speedswap.tables.init import CopyOf, Initializer
 from speedswap.tables.record import Column, count
 from speedswap.tables.whole_table import as_numpy
-
-__all__ = ["OptimizerFactory"]
 
 
 class OptimizerFactory(Collection):
@@ -214,8 +212,8 @@ class OptimizerFactory(Collection):
         state = self.given_optimizer.state.get(self._weight, {})
         scalars = {key: state[key] for key in self._row_state.scalars if state.get(key) is not None}
         plain = {key: value.item() if isinstance(value, Tensor) else value for key, value in scalars.items()}
-        arrays = self.column_arrays(self.table) if self._stored_as else {}
-        files.write_npz(files.with_suffix(saveFileName, self.file_suffix), arrays, plain)
+        columns = self.column_arrays(self.table) if self._stored_as else {}
+        arrays.write_npz(arrays.with_suffix(saveFileName, self.file_suffix), columns, plain)
 
     @of_all_ranks
     def loadCupy(self, loadFileName: str | os.PathLike[str]) -> None:
@@ -236,9 +234,9 @@ class OptimizerFactory(Collection):
         saved: dict[str, Any] = {}
         scalars = self._row_state.scalars
         if self._stored_as:
-            self.fill(lambda table: saved.update(files.read_npz(path, self.column_arrays(table), scalars)))
+            self.fill(lambda table: saved.update(arrays.read_npz(path, self.column_arrays(table), scalars)))
         else:
-            saved = files.read_npz(path, {}, scalars)
+            saved = arrays.read_npz(path, {}, scalars)
         state = self.given_optimizer.state[self._weight]
         for key, initial in scalars.items():
             if key in saved:
