@@ -132,6 +132,9 @@ class Limits:
     def __len__(self) -> int:
         return len(self._known)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._known
+
     def find(self, key: Hashable, memory: int, grow_after: int | None) -> Limit | None:
         """Return the limit of a situation; with less free memory than ever before, that of the nearest class above."""
         classes = self._known.get(key)

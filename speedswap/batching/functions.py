@@ -5,18 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-import threading
 import types
-import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
 from speedswap._words import a_kind
 from speedswap.errors import BatchError
-
-V = TypeVar("V")
 
 _SETTINGS = (str, bool, int, float)
 
@@ -74,11 +70,11 @@ def named_values(function: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, function.__globals__[name]) for name in code.co_names if name in function.__globals__)
 
 
-def identity(function: Callable[..., Any]) -> Any:
-    """Return what stands for a function: its code, below partials, methods and decorators; else the object itself.
+def key_of(function: Callable[..., Any]) -> Hashable:
+    """Return a function's code as a key, or the name of its type where it has none; keeps nothing alive but code.
 
-    Code is one for all closures that a definition makes, so that a lambda in a loop is the same function each time, and
-    keeps none of them alive. An object without code that cannot be weakly referenced is represented by its type.
+    That is the code below partials, methods and decorators: one for all closures that a definition makes, so that a
+    lambda in a loop is the same function each time.
     """
     seen: set[int] = set()
     while id(function) not in seen:
@@ -89,23 +85,9 @@ def identity(function: Callable[..., Any]) -> Any:
             function = function.__func__
         else:
             function = getattr(function, "__wrapped__", function)
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        return code
-    try:
-        weakref.ref(function)
-    except TypeError:
-        return type(function)
-    return function
-
-
-def key_of(function: Callable[..., Any]) -> Hashable:
-    """Return a function's code as a key, or the name of its type where it has none; keeps nothing alive but code."""
-    found = identity(function)
-    if isinstance(found, types.CodeType):
-        return found
-    kind = found if isinstance(found, type) else type(found)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    code: Hashable = getattr(function, "__code__", None)
+    kind = function if isinstance(function, type) else type(function)
+    return code or f"{kind.__module__}.{kind.__qualname__}"
 
 
 def kind_of(value: Any, depth: int = 3) -> Hashable:
@@ -139,39 +121,6 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # a variable that has no value yet
         return None
-
-
-class Registry(Generic[V]):
-    """One value per function, for as long as the function lives.
-
-    Args:
-        make: makes the value of a function not seen before.
-    """
-
-    def __init__(self, make: Callable[[], V]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._known: dict[int, tuple[weakref.ref[Any], V]] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def of(self, function: Callable[..., Any]) -> V:
-        """Return a function's value; one for all closures of one piece of code, and for all objects of a method."""
-        owner = identity(function)
-        number = id(owner)
-        with self._lock:
-            known = self._known.get(number)
-            if known is not None and known[0]() is owner:
-                return known[1]
-            made = self._make()
-            self._known[number] = weakref.ref(owner, functools.partial(self._drop, number)), made
-            return made
-
-    def _drop(self, number: int, reference: weakref.ref[Any]) -> None:
-        known = self._known.get(number)  # without the lock: a collection may run this anywhere
-        if known is not None and known[0] is reference:
-            del self._known[number]
 
 
 def check_function(function: Any) -> None:

@@ -22,7 +22,7 @@ When one sample does not fit, its error is raised, with those of the larger size
 **Sizes are remembered** for each function, calling line (or ``key``), and class of free memory. The next call begins
 with what fitted, but never with more than its ``initial``, and tries twice as much after ``grow_after`` pieces without
 a failure. All closures of one definition, and a method of all objects, share what they learn; give models of different
-sizes different keys. Functions are not kept alive.
+sizes different keys. A function's code is remembered, and nothing that it refers to.
 
 **Side effects stay.** What a piece did before it ran out of memory is not undone, and is done again. So assign rather
 than add, ``out[start:stop] = f(chunk)`` rather than ``out += f(chunk)``, or return the piece's result and add up
@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from speedswap.batching.attempts import GROW_AFTER, Attempts, Limit, Limits
-from speedswap.batching.functions import Registry, check_function, name_of, require_integer
+from speedswap.batching.functions import check_function, key_of, name_of, require_integer
 from speedswap.batching.memory import is_out_of_memory, memory_class
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError
@@ -97,7 +97,7 @@ class Search(Attempts):
         self._grow_after = grow_after
         self._limit: Limit | None = None
         self._memory: int | None = None
-        if limits:
+        if limits is not None and key in limits:
             self._memory = self.memory_class()
             with _lock:
                 self._limit = limits.find(key, self._memory, grow_after)
@@ -230,7 +230,7 @@ def run_chunks(
 
 Join = Callable[[list[Any]], Any]
 
-_limits = Registry(Limits)
+_limits = Limits()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +270,6 @@ class Retried:
         self._function = function
         self._options = options
         self._name: str = name_of(function)
-        self._limits = _limits.of(function)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Return the method of one object."""
@@ -306,7 +305,9 @@ class Retried:
         if key is None:
             caller = sys._getframe(1).f_back
             key = (caller.f_code.co_filename, caller.f_lineno) if caller is not None else None
-        return Search(self._name, wanted, self._limits, (type(self), key), device, options.grow_after)
+        return Search(
+            self._name, wanted, _limits, (key_of(self._function), type(self), key), device, options.grow_after
+        )
 
 
 class RetriedBatch(Retried):

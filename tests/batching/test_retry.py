@@ -22,7 +22,7 @@ from torch import nn
 
 from speedswap.batching import retry
 from speedswap.batching.attempts import Limit, Limits
-from speedswap.batching.functions import Registry
+from speedswap.batching.functions import key_of
 from speedswap.errors import BatchError
 
 
@@ -436,35 +436,10 @@ def test_closures_of_one_definition_share_what_they_learn_and_are_not_kept():
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_the_memory_of_a_function_ends_with_it():
-    registry = Registry(Limits)
-    scope: dict[str, object] = {}
-    exec("def function(): pass", scope)
-    model = Model(1)
-    first, second = registry.of(scope["function"]), registry.of(model)
-    assert first is registry.of(functools.partial(scope["function"]))
-    assert second is registry.of(model)
-    assert first is not second
-    assert len(registry) == 2
-    del scope, model
-    gc.collect()
-    assert len(registry) == 0
-
-
-def test_equal_code_of_two_files_is_two_functions():
-    registry = Registry(Limits)
-    first, second = ({}, {})
-    exec(compile("def function(): pass", "first.py", "exec"), first)
-    exec(compile("def function(): pass", "second.py", "exec"), second)
-    assert first["function"].__code__ == second["function"].__code__
-    assert registry.of(first["function"]) is not registry.of(second["function"])
-
-
 def test_functions_under_one_decorator_are_told_apart():
-    registry = Registry(Limits)
     first, second = torch.no_grad()(lambda size: 1), torch.no_grad()(lambda size: 2)
     assert first.__code__ is second.__code__
-    assert registry.of(first) is not registry.of(second)
+    assert key_of(first) != key_of(second)
 
 
 def test_less_free_memory_begins_with_what_more_could_do_and_more_begins_anew():
