@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
@@ -321,13 +322,14 @@ class MicroBatchSize:
         self.tell("on_resize", old_size=old, new_size=new)
 
 
+@dataclass(eq=False)
 class BatchAttempts(Attempts):
     """Attempts at one batch with smaller and smaller micro-batches, on all ranks.
 
-    Args:
+    Attributes:
         work: what they do: of work that has fitted at a size, operations are not looked ahead of.
         sizes: what is known of sizes.
-        size: samples in a micro-batch of the first attempt.
+        size: samples in a micro-batch of the next attempt.
         batch_size: samples in the batch.
         changes: restored after each failure.
         ranks: the processes that train together.
@@ -336,46 +338,36 @@ class BatchAttempts(Attempts):
         may_shrink: whether another size than the first one may be tried.
     """
 
-    def __init__(
-        self,
-        work: str,
-        sizes: MicroBatchSize,
-        size: int,
-        batch_size: int,
-        changes: Changes,
-        ranks: TrainingRanks,
-        memory: int | None = None,
-        devices: Collection[torch.device] = (),
-        *,
-        may_shrink: bool = True,
-    ) -> None:
-        super().__init__(size)
-        self._work = work
-        self._memory = memory
-        self._devices = devices
-        self._sizes = sizes
-        self._known = sizes.known
-        self._batch_size = batch_size
-        self._changes = changes
-        self._ranks = ranks
-        self._may_shrink = may_shrink
+    work: str
+    sizes: MicroBatchSize
+    size: int
+    batch_size: int
+    changes: Changes
+    ranks: TrainingRanks
+    memory: int | None = None
+    devices: Collection[torch.device] = ()
+    may_shrink: bool = True
+
+    def __post_init__(self) -> None:
+        super().__init__(self.size)
+        self._known = self.sizes.known
 
     def again(self) -> bool:
         due = super().again()
         if due:
-            self._changes.gradients.put_aside()
+            self.changes.gradients.put_aside()
         return due
 
     def within_memory(self) -> AbstractContextManager[None]:
         """Surround an attempt: what it takes beyond its memory is an out-of-memory error."""
-        if self._memory is None:
+        if self.memory is None:
             return nullcontext()
-        is_new = self.size > self._known.largest.get(self._work, 0)
-        return limited(self._memory, self._devices, taken=self._changes.nbytes, looks_ahead=is_new)
+        is_new = self.size > self._known.largest.get(self.work, 0)
+        return limited(self.memory, self.devices, taken=self.changes.nbytes, looks_ahead=is_new)
 
     def recover(self, failure: BaseException) -> None:
-        self._changes.restore()
-        sizes, known, largest = self._sizes, self._known, self._largest
+        self.changes.restore()
+        sizes, known, largest = self.sizes, self._known, self._largest
         elsewhere = isinstance(failure, PeerOutOfMemory)  # the size fits here; the ranks agree on another one
         try:
             if sizes.is_fixed or (largest < 2 and not elsewhere) or not is_out_of_memory(failure):
@@ -387,7 +379,7 @@ class BatchAttempts(Attempts):
             else:
                 smaller = known.failed(largest) if was_trial else largest // 2
                 known.shrink(smaller, failed=largest)
-            if not self._may_shrink:
+            if not self.may_shrink:
                 raise self._final(failure)
             self.release(failure, largest)
             sizes.look_again()
@@ -406,7 +398,7 @@ class BatchAttempts(Attempts):
     @property
     def _largest(self) -> int:
         """The largest micro-batch that the present size really makes."""
-        return max(self._ranks.sizes(self._batch_size, self.size), default=0)
+        return max(self.ranks.sizes(self.batch_size, self.size), default=0)
 
     def _final(self, failure: BaseException) -> BaseException:
         """Return a failure with those before it as its causes, and the sizes that were tried at their end."""
@@ -417,10 +409,10 @@ class BatchAttempts(Attempts):
 
     def fitted(self, *, count: bool = True) -> None:
         """Record that the last attempt succeeded; without ``count``, it says nothing about larger sizes."""
-        sizes, before = self._sizes, self._known.size
+        sizes, before = self.sizes, self._known.size
         sizes.size = self._largest or sizes.size
-        self._known.largest[self._work] = max(self._known.largest.get(self._work, 0), self.size)
-        if count and not sizes.is_fixed and self._known.fitted(self.size, self._batch_size):
+        self._known.largest[self.work] = max(self._known.largest.get(self.work, 0), self.size)
+        if count and not sizes.is_fixed and self._known.fitted(self.size, self.batch_size):
             assert sizes.size is not None
             assert before is not None
             sizes.report(before, sizes.size, "it fits")
@@ -435,8 +427,8 @@ class BatchAttempts(Attempts):
         Returns:
             Whether it did on any rank.
         """
-        with self._changes.restored_on_error():
-            agreed, somewhere = self._ranks.end(self.size, self._batch_size, gives_aux)
+        with self.changes.restored_on_error():
+            agreed, somewhere = self.ranks.end(self.size, self.batch_size, gives_aux)
         self.fitted(count=count)
-        self._sizes.agree(self.size, agreed)
+        self.sizes.agree(self.size, agreed)
         return somewhere

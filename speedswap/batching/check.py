@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from speedswap.batching.functions import key_of, kind_of, name_of, named_values
 from speedswap.batching.memory import forget, is_out_of_memory, release_cached_memory, storages
 from speedswap.batching.nested import Batch, loss_of_samples, tensors_of
-from speedswap.batching.rollback import ModuleBuffers, RandomState
+from speedswap.batching.rollback import Buffers, RandomState
 from speedswap.errors import BatchError, CoupledLossError, PeerError, SpeedswapError
 
 _log = logging.getLogger("speedswap")
@@ -389,7 +389,7 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_design: whether results depend on the rest of the batch: through batch statistics, or scales taken from it.
     """
 
-    def __init__(self, samples: int, random: RandomState, buffers: ModuleBuffers) -> None:
+    def __init__(self, samples: int, random: RandomState, buffers: Buffers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
         self._random = random
@@ -475,12 +475,12 @@ def no_trace(modules: Sequence[nn.Module], samples: int) -> Iterator[Observed]:
         modules: those whose buffers are copied at once; the buffers of others are copied just before they run.
         samples: number of samples in a call.
     """
-    random, buffers = RandomState(), ModuleBuffers()
+    random, buffers = RandomState(), Buffers()
     for module in modules:
         for part in module.modules():
-            buffers.note(part)
+            buffers.note_module(part)
     observed = Observed(samples, random, buffers)
-    hook = register_module_forward_pre_hook(lambda module, args: buffers.note(module))
+    hook = register_module_forward_pre_hook(lambda module, args: buffers.note_module(module))
     try:
         with torch.no_grad(), _not_compiled(), warnings.catch_warnings(), observed:
             warnings.simplefilter("ignore")  # about so few samples

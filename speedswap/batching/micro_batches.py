@@ -217,11 +217,13 @@ class MicroBatches:
                         with self.ranks.without_effect():
                             auxes[index] = _aux_of(loss_fn, part)
             if not self.ranks.in_step and self._wants_aux(loss_fn, weights, auxes):
-                self._add_missing_aux(loss_fn, parts, sizes, weights, auxes, changes)
-        real = [index for index, size in enumerate(sizes) if size]
-        aux = NO_AUX
-        if any(auxes[index] is not NO_AUX for index in real):
-            aux = joined([auxes[index] for index in real], [sizes[index] for index in real])
+                for index, (part, size, weight) in enumerate(zip(parts, sizes, weights, strict=True)):
+                    if size and not weight:
+                        with self.ranks.micro_batch(), torch.no_grad(), changes.watched():
+                            auxes[index] = _aux_of(loss_fn, part)
+                        if auxes[index] is NO_AUX:
+                            break
+        aux = joined([aux for aux, size in zip(auxes, sizes, strict=True) if size], [size for size in sizes if size])
         if self.reduction == "none":
             return torch.cat(losses) if losses else torch.zeros(0, device=batch.device), aux
         return functools.reduce(torch.add, losses) if losses else torch.zeros((), device=batch.device), aux
@@ -300,23 +302,6 @@ class MicroBatches:
             return not all(weights) and any(aux is not NO_AUX for aux in auxes)
         return self._gives_aux.get(key_of(loss_fn), True)
 
-    def _add_missing_aux(
-        self,
-        loss_fn: Callable[..., Any],
-        parts: Sequence[Arguments],
-        sizes: Sequence[int],
-        weights: Sequence[float],
-        auxes: list[Any],
-        changes: Changes,
-    ) -> None:
-        """Call the loss function, without a graph, for the micro-batches that were left out."""
-        for index, (part, size, weight) in enumerate(zip(parts, sizes, weights, strict=True)):
-            if size and not weight:
-                with self.ranks.micro_batch(), torch.no_grad(), changes.watched():
-                    auxes[index] = _aux_of(loss_fn, part)
-                if auxes[index] is NO_AUX:
-                    return
-
     # ------------------------------------------------------------------ around passes of any kind
 
     def begin(self, batch_size: int, sizes: Sequence[int]) -> dict[str, Any]:
@@ -359,11 +344,9 @@ class MicroBatches:
                 "norm; GroupNorm, LayerNorm, and BatchNorm in eval mode do not depend on the split"
             )
 
-    @contextmanager
-    def offloaded(self, changes: Changes, wanted: bool = True) -> Iterator[None]:
+    def offloaded(self, changes: Changes, wanted: bool = True) -> AbstractContextManager[None]:
         """Surround a forward pass whose activations are saved on the host, where the splitter was asked to."""
-        with activations_on_host(changes.storages()) if self.offload and wanted else nullcontext():
-            yield
+        return activations_on_host(changes.storages()) if self.offload and wanted else nullcontext()
 
 
 def _freed_graph(loss_fn: Callable[..., Any]) -> BatchError:

@@ -422,7 +422,7 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     :class:`Whole`, becomes a list with one item per micro-batch; None stays None.
 
     Args:
-        parts: the micro-batches' aux, detached.
+        parts: the micro-batches' aux, detached; all :data:`NO_AUX` where there is none.
         sizes: samples in each.
 
     Raises:
@@ -431,7 +431,10 @@ def joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     >>> joined([(torch.tensor([1, 2]), 0.5), (torch.tensor([3]), 1.0)], [2, 1])
     (tensor([1, 2, 3]), [0.5, 1.0])
     """
-    if any(part is NO_AUX for part in parts):
+    missing = sum(part is NO_AUX for part in parts)
+    if missing == len(parts):
+        return NO_AUX
+    if missing:
         raise BatchError("loss_fn returned (loss, aux) for one micro-batch and a loss alone for another")
     return _joined(list(parts), sizes, "aux")
 

@@ -219,7 +219,7 @@ def _saved(leaf: Tensor) -> Callable[[], None]:
 
 
 class Buffers:
-    """A copy of buffers such as running statistics.
+    """Buffers such as running statistics, by value and by place: a module may write into one, or assign another tensor.
 
     Args:
         buffers: those to copy.
@@ -231,6 +231,7 @@ class Buffers:
     def __init__(self, buffers: Iterable[Tensor] = ()) -> None:
         self.nbytes = 0
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._places: dict[nn.Module, dict[str, Tensor | None]] = {}
         self.note(buffers)
 
     def note(self, buffers: Iterable[Tensor]) -> None:
@@ -240,54 +241,41 @@ class Buffers:
                 self._before[id(buffer)] = buffer, buffer.detach().clone()
                 self.nbytes += buffer.nbytes
 
+    def note_module(self, module: nn.Module) -> None:
+        """Save the buffers of a module and their places, without those of modules below it, unless noted already."""
+        if module not in self._places:
+            self._places[module] = dict(module._buffers)
+            self.note(buffer for buffer in module._buffers.values() if buffer is not None)
+
     def again(self) -> Buffers:
         """Copy the same buffers as they are now."""
         return Buffers(buffer for buffer, _ in self._before.values())
 
+    def _reassigned(self) -> list[tuple[nn.Module, str, Tensor | None]]:
+        return [
+            (module, name, buffer)
+            for module, before in self._places.items()
+            for name, buffer in before.items()
+            if module._buffers.get(name) is not buffer
+        ]
+
     def have_changed(self) -> bool:
-        """Return whether one differs from its copy; waits for devices other than the CPU."""
-        return not all(torch.equal(buffer, before) for buffer, before in self._before.values())
+        """Return whether a buffer was written or reassigned; waits for devices other than the CPU."""
+        same = not self._reassigned()
+        return not (same and all(torch.equal(buffer, before) for buffer, before in self._before.values()))
 
     def restore(self) -> None:
-        """Restore the copied values.
+        """Restore places and values.
 
-        On the CPU, only those that differ, by value, since BatchNorm's updates do not show in the version of a tensor.
-        On other devices all of them, since a comparison would have to be waited for.
+        On the CPU, only values that differ, since BatchNorm's updates do not show in the version of a tensor. On other
+        devices all of them, since a comparison would have to be waited for.
         """
+        for module, name, buffer in self._reassigned():
+            module._buffers[name] = buffer
         with torch.no_grad():
             for buffer, before in self._before.values():
                 if buffer.device.type != "cpu" or not torch.equal(buffer, before):
                     buffer.copy_(before)
-
-
-class ModuleBuffers:
-    """The buffers of modules, by value and by place: a module may write into one, or assign another tensor."""
-
-    def __init__(self) -> None:
-        self._values = Buffers()
-        self._places: dict[nn.Module, dict[str, Tensor | None]] = {}
-
-    def note(self, module: nn.Module) -> None:
-        """Save the buffers of a module, without those of modules below it, unless they have been noted."""
-        if module not in self._places:
-            self._places[module] = dict(module._buffers)
-            self._values.note(buffer for buffer in module._buffers.values() if buffer is not None)
-
-    def _reassigned(self) -> Iterator[tuple[nn.Module, str, Tensor | None]]:
-        for module, before in self._places.items():
-            for name, buffer in before.items():
-                if module._buffers.get(name) is not buffer:
-                    yield module, name, buffer
-
-    def have_changed(self) -> bool:
-        """Return whether a buffer was written or reassigned; waits for devices other than the CPU."""
-        return next(self._reassigned(), None) is not None or self._values.have_changed()
-
-    def restore(self) -> None:
-        """Restore places and values."""
-        for module, name, buffer in self._reassigned():
-            module._buffers[name] = buffer
-        self._values.restore()
 
 
 class RandomState:

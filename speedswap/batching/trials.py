@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from speedswap._words import a_kind
 from speedswap.batching.micro_batches import activations_on_host
 from speedswap.batching.nested import Batch, tensors_of
-from speedswap.batching.rollback import Float32Sums, Gradients, ModuleBuffers, RandomState, has_memory, leaves_of
+from speedswap.batching.rollback import Buffers, Float32Sums, Gradients, RandomState, has_memory, leaves_of
 from speedswap.errors import BatchError
 
 _MARK = "speedswap.memory: "
@@ -79,7 +79,7 @@ class Trial(nn.Module):
 
     def find_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run forward once to find the modules that only the loss runs; they become part of this one."""
-        known, buffers = set(self.modules()), ModuleBuffers()
+        known, buffers = set(self.modules()), Buffers()
         found: list[nn.Module] = []
 
         def note(module: nn.Module, args: Any) -> None:
@@ -89,7 +89,7 @@ class Trial(nn.Module):
             for part in module.modules():
                 if part not in known:
                     known.add(part)
-                    buffers.note(part)
+                    buffers.note_module(part)
 
         stand_ins = {buffer: buffer.detach().clone() for buffer in self.buffers()}
         hook = register_module_forward_pre_hook(note)
