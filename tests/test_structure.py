@@ -115,7 +115,7 @@ def inherited_underscore_names(package: str) -> set[str]:
 
 
 # As attributes, these are torch's or a named tuple's.
-NOT_OURS = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.Module()), "_replace", "_asdict", "_fields"}
+NOT_OURS = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.Module()), "_replace", "_asdict", "_fields", "_make"}
 UNDERSCORE_NAMES = {package: own_underscore_names(package) for package in BELOW}
 
 

@@ -392,10 +392,6 @@ class Curve:
         per_sample = self.per_sample + self.per_square * (samples - self.other_size)
         return -int(-(self.nbytes + per_sample * (samples - self.size)) // 1)
 
-    def rate(self, samples: int) -> float:
-        """Return the bytes that one more sample takes there."""
-        return self.per_sample + self.per_square * (2 * samples - self.size - self.other_size)
-
 
 @dataclass(frozen=True)
 class Passes:
@@ -404,13 +400,11 @@ class Passes:
     Attributes:
         sizes: numbers of samples that were tried.
         lines: for each neighbouring two of them, the bytes alive at each operation.
-        beyond: the same from the largest of them on.
         holds: bytes left of a pass while the next one runs: the loss, or the outputs.
     """
 
-    sizes: tuple[int, ...]
-    lines: tuple[tuple[Curve, ...], ...]
-    beyond: tuple[Curve, ...]
+    sizes: list[int]
+    lines: list[list[Curve]]
     holds: Curve
 
     def held(self, samples: int) -> int:
@@ -419,12 +413,14 @@ class Passes:
 
     def peak(self, samples: int) -> int:
         """Return the peak; between two tried sizes the larger of both sides' lines, as libraries change algorithms."""
-        if samples > self.sizes[-1]:
-            return max(curve.at(samples) for curve in self.beyond)
         below = sum(size < samples for size in self.sizes)
-        if samples in self.sizes:
-            return max(line.at(samples) for line in self.lines[max(0, below - 1)])
-        return max(line.at(samples) for lines in self.lines[max(0, below - 2) : max(below, 1)] for line in lines)
+        if samples > self.sizes[-1]:
+            sides = self.lines[-1:]
+        elif samples in self.sizes:
+            sides = [self.lines[max(0, below - 1)]]
+        else:
+            sides = self.lines[max(0, below - 2) : max(below, 1)]
+        return max(line.at(samples) for lines in sides for line in lines)
 
 
 def passes(runs: Sequence[TrialPass], at_start: int) -> Passes:
@@ -436,12 +432,7 @@ def passes(runs: Sequence[TrialPass], at_start: int) -> Passes:
     """
     sizes = [run.size for run in runs]
     lines = [_of_operations(runs[: index + 2], at_start) for index in range(len(runs) - 1)]
-    return Passes(
-        tuple(sizes),
-        tuple(_upper(one, least) for one, least in zip(lines, [1, *sizes[1:]], strict=False)),
-        _upper(lines[-1], sizes[-1]),
-        curve(sizes, [run.held for run in runs]),
-    )
+    return Passes(sizes, lines, curve(sizes, [run.held for run in runs]))
 
 
 def curve(sizes: Sequence[int], nbytes: Sequence[int]) -> Curve:
@@ -496,13 +487,3 @@ def _rows(runs: Sequence[TrialPass]) -> list[tuple[int, ...]]:
     if any(one != names[-1] for one in names):
         return [tuple(max(run.timeline.peaks) for run in runs)]
     return list(zip(*peaks, strict=True))
-
-
-def _upper(curves: Iterable[Curve], least: int) -> tuple[Curve, ...]:
-    """Return the curves that no other one is above of, for any number of samples from ``least`` on."""
-    kept: list[tuple[Curve, float, int]] = []
-    ranked = [(one, one.rate(least), one.at(least)) for one in curves]
-    for one, rate, nbytes in sorted(ranked, key=lambda found: (found[0].per_square, *found[1:]), reverse=True):
-        if not any(other_rate >= rate and other_nbytes >= nbytes for _, other_rate, other_nbytes in kept):
-            kept.append((one, rate, nbytes))
-    return tuple(one for one, _, _ in kept)

@@ -289,17 +289,15 @@ def _storage_bytes(tensor: Tensor) -> int:
 def storages(values: Any) -> dict[int, Tensor]:
     """Return a tensor for each piece of memory in nested values."""
     found: dict[int, Tensor] = {}
-    _add_storages(values, found)
+    waiting = [values]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            if value.layout == torch.strided:
+                found[value.untyped_storage()._cdata] = value
+        elif isinstance(value, (tuple, list, dict)):
+            waiting += value.values() if isinstance(value, dict) else value
     return found
-
-
-def _add_storages(values: Any, found: dict[int, Tensor]) -> None:
-    if isinstance(values, Tensor):
-        if values.layout == torch.strided:
-            found[values.untyped_storage()._cdata] = values
-    elif isinstance(values, (tuple, list, dict)):
-        for each in values.values() if isinstance(values, dict) else values:
-            _add_storages(each, found)
 
 
 def _new_storages(made: Any, given: Any) -> dict[int, Tensor]:

@@ -31,44 +31,27 @@ def is_jagged(value: Any) -> bool:
     return is_keyed(value)
 
 
-def samples_between(jagged: Any, start: int, stop: int) -> Any:
-    """Return samples ``start`` to ``stop - 1``, as an object of the same class."""
-    lengths, begins = _lists(jagged)
-    some = lengths[:, start:stop]
-    # A key's lists lie one after the other.
-    return _of_pieces(jagged, begins[:, start], some.sum(1), some)
-
-
-def chosen(jagged: Any, indices: Sequence[int]) -> Any:
+def chosen(jagged: Any, samples: slice | list[int]) -> Any:
     """Return some samples, in this order, as an object of the same class."""
-    lengths, begins = _lists(jagged)
-    some = lengths[:, list(indices)]
-    return _of_pieces(jagged, begins[:, list(indices)].reshape(-1), some.reshape(-1), some)
-
-
-def _lists(jagged: Any) -> tuple[Tensor, Tensor]:
-    """Return the length and the place of each list, shape (keys, samples)."""
     if isinstance(jagged, Tensor):
         offsets = jagged.offsets()  # type: ignore[attr-defined]
-        return offsets.diff().unsqueeze(0), offsets[:-1].unsqueeze(0)
-    lengths = jagged.lengths().reshape(-1).long()
-    shape = (len(jagged.keys()), jagged.stride())
-    return lengths.view(shape), (lengths.cumsum(0) - lengths).view(shape)
-
-
-def _of_pieces(jagged: Any, begins: Tensor, counts: Tensor, lengths: Tensor) -> Any:
-    """Return an object of the same class with the values of some pieces, in lists of these lengths."""
-    moved = (begins - (counts.cumsum(0) - counts)).repeat_interleave(counts)
-    places = moved + torch.arange(len(moved), device=moved.device)
+        lengths, begins = offsets.diff().unsqueeze(0), offsets[:-1].unsqueeze(0)
+    else:  # a key's lists lie one after the other
+        lengths = jagged.lengths().reshape(-1).long()
+        shape = (len(jagged.keys()), jagged.stride())
+        lengths, begins = lengths.view(shape), (lengths.cumsum(0) - lengths).view(shape)
+    counts, begins = lengths[:, samples].reshape(-1), begins[:, samples].reshape(-1)
+    places = (begins - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+    places = places + torch.arange(len(places), device=places.device)
     values = jagged.values()[places]
     if isinstance(jagged, Tensor):
-        return torch.nested.nested_tensor_from_jagged(values, lengths=lengths.reshape(-1))
+        return torch.nested.nested_tensor_from_jagged(values, lengths=counts)
     weights = jagged.weights_or_none()
     return type(jagged)(
         keys=list(jagged.keys()),
         values=values,
         weights=None if weights is None else weights[places],
-        lengths=lengths.reshape(-1).to(jagged.lengths().dtype),
+        lengths=counts.to(jagged.lengths().dtype),
     )
 
 
@@ -152,7 +135,7 @@ class Batch:
         def cut(value: Any) -> Any:
             if start == 0 and stop == self.size:
                 return value
-            return samples_between(value, start, stop) if is_jagged(value) else value[start:stop]
+            return chosen(value, slice(start, stop)) if is_jagged(value) else value[start:stop]
 
         return self._cut(cut)
 
@@ -165,7 +148,7 @@ class Batch:
 
         def cut(value: Any) -> Any:
             if is_jagged(value):
-                return chosen(value, indices)
+                return chosen(value, list(indices))
             return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value[list(indices)]
 
         return self._cut(cut)
