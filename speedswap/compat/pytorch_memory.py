@@ -19,19 +19,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speedswap._words import a_kind
-from speedswap.batching import Feed, estimate_memory, feed
+from speedswap.batching import estimate_memory, feed
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import RandomState
 from speedswap.errors import BatchError, MemoryBudgetError
 from speedswap.monitor.parameters import modes_kept
+from speedswap.swapping.switchers.arrays import as_dtype
 
 __all__ = [
     "Batch",
@@ -56,14 +56,23 @@ __all__ = [
 ]
 
 
+class _Layer(NamedTuple):
+    """A module that has run: the shapes of its first input and output, and its outputs' elements with gradients."""
+
+    module: nn.Module
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    variables: int
+
+
 def get_variable_count(model_class: Callable[[], nn.Module] | nn.Module, input_shape: Sequence[int]) -> int:
     """Count the elements of all modules' outputs for one sample, twice if they get a gradient."""
-    return layers_of(built(model_class), input_shape).variable_count
+    return _variables(*_run(_built(model_class), input_shape))
 
 
 def get_parameter_count(model_class: Callable[[], nn.Module] | nn.Module) -> int:
     """Count the elements of all parameters, each once."""
-    return sum(parameter.numel() for parameter in built(model_class).parameters())
+    return sum(parameter.numel() for parameter in _built(model_class).parameters())
 
 
 def summary_of_network(
@@ -78,8 +87,8 @@ def summary_of_network(
     >>> summary_of_network(nn.Sequential(nn.Linear(3, 2)), (3,))[0]
     {'input_shape': (3,), 'output_shape': (2,), 'parameter_count': 8, 'layer_type_name': 'Linear'}
     """
-    layers = layers_of(built(model_class), input_shape)
-    first = 0 if layers.samples == 1 else 1
+    (samples, *_), layers = _run(_built(model_class), input_shape)
+    first = 0 if samples == 1 else 1
     return [
         {
             "input_shape": layer.input_shape[first:],
@@ -87,7 +96,7 @@ def summary_of_network(
             "parameter_count": get_parameter_count(layer.module),
             "layer_type_name": type(layer.module).__name__,
         }
-        for layer in layers.finished
+        for layer in layers
     ]
 
 
@@ -107,7 +116,7 @@ class InspectNetwork:
         return get_variable_count(self.network, self.input_shape)
 
 
-def built(model_class: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+def _built(model_class: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     """Return the network, which is made if need be, without changing the state of random numbers."""
     if isinstance(model_class, nn.Module):
         return model_class
@@ -115,78 +124,44 @@ def built(model_class: Callable[[], nn.Module] | nn.Module) -> nn.Module:
         return model_class()
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A module that has run: the shapes of its first input and output, and its outputs' elements with gradients."""
-
-    module: nn.Module
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    variables: int
+def _variables(batch_shape: tuple[int, ...], layers: list[_Layer]) -> int:
+    return sum(layer.variables for layer in layers) // batch_shape[0]
 
 
-@dataclass(frozen=True)
-class Layers:
-    """A forward pass.
+def _run(network: nn.Module, input_shape: Sequence[int]) -> tuple[tuple[int, ...], list[_Layer]]:
+    """Run a network's forward pass once, on zeros, in evaluation mode, and restore every module's mode.
 
-    Attributes:
-        batch_shape: shape of the batch that the network took.
-        finished: its modules, in the order in which they finished.
+    Returns:
+        The batch's shape, of two samples; or of one, if ``input_shape`` has the batch dimension already and the network
+        does not take another. The modules, in the order in which they finished.
     """
-
-    batch_shape: tuple[int, ...]
-    finished: list[_Layer]
-
-    @property
-    def samples(self) -> int:
-        """Samples in the batch."""
-        return self.batch_shape[0]
-
-    @property
-    def variable_count(self) -> int:
-        """Elements of all outputs for one sample, with those of their gradients."""
-        return sum(layer.variables for layer in self.finished) // self.samples
-
-
-def layers_of(network: nn.Module, input_shape: Sequence[int]) -> Layers:
-    """Run a network once, on zeros, in evaluation mode.
-
-    The batch has two samples; or one, if ``input_shape`` has the batch dimension already and the network does not take
-    another.
-    """
-    shape = (2, *input_shape)
-    try:
-        return Layers(shape, _run(network, shape))
-    except (RuntimeError, ValueError, TypeError, IndexError):
-        if len(input_shape) < 2 or input_shape[0] != 1:
-            raise
-    shape = tuple(input_shape)
-    return Layers(shape, _run(network, shape))
-
-
-def _run(network: nn.Module, shape: tuple[int, ...]) -> list[_Layer]:
-    """Run forward on zeros, and restore every module's mode."""
-    finished: list[_Layer] = []
+    layers: list[_Layer] = []
 
     def add(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        taken, given = (tuple(next(tensors_of(value), torch.empty(0)).shape) for value in (inputs, outputs))
         variables = sum(one.numel() * (2 if one.requires_grad else 1) for one in tensors_of(outputs))
-        finished.append(_Layer(module, _first_shape(inputs), _first_shape(outputs), variables))
+        layers.append(_Layer(module, taken, given, variables))
 
+    shape = (2, *input_shape)
     handles = [module.register_forward_hook(add) for module in network.modules()]
     try:
         with RandomState(), torch.enable_grad(), modes_kept([network]):
-            network.eval()(zeros_for(network, shape))
+            network.eval()
+            try:
+                network(_zeros_for(network, shape))
+            except (RuntimeError, ValueError, TypeError, IndexError):
+                if len(input_shape) < 2 or input_shape[0] != 1:
+                    raise
+                layers.clear()
+                shape = tuple(input_shape)
+                network(_zeros_for(network, shape))
     finally:
         for handle in handles:
             handle.remove()
-    return finished
+    return shape, layers
 
 
-def _first_shape(value: Any) -> tuple[int, ...]:
-    return tuple(next(tensors_of(value), torch.empty(0)).shape)
-
-
-def zeros_for(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
+def _zeros_for(network: nn.Module, shape: tuple[int, ...]) -> Tensor:
     """Return zeros for the network's first layer: indices for an embedding."""
     first = next((module for module in network.modules() if not list(module.children())), network)
     if isinstance(first, (nn.Embedding, nn.EmbeddingBag)):
@@ -291,14 +266,14 @@ class Config:
         self.input_dtype = input_dtype
         self.output_dtype = output_dtype
         self.one_read_count = one_read_count
-        self.input_item_size = _torch_dtype(input_dtype).itemsize
-        self.output_item_size = _torch_dtype(output_dtype).itemsize
+        self.input_item_size = as_dtype(input_dtype).itemsize
+        self.output_item_size = as_dtype(output_dtype).itemsize
         read_bytes = self.sample_size * one_read_count
         if read_bytes > cpu_memory_limit:
             raise MemoryBudgetError(
                 f"cpu_memory_limit is {cpu_memory_limit}, but the samples of one read take {read_bytes}; give more"
             )
-        network = built(model_class)
+        network = _built(model_class)
         self.parameter_count = get_parameter_count(network)
         self.model_memory_usage = sum(parameter.nbytes for parameter in network.parameters())
         if self.model_memory_usage >= gpu_memory_limit:
@@ -306,16 +281,16 @@ class Config:
                 f"gpu_memory_limit is {gpu_memory_limit}, but the model's parameters alone take "
                 f"{self.model_memory_usage}; give more, or make the model smaller"
             )
-        layers = layers_of(network, input_shape)
-        self.total_intermediate_variable_count = layers.variable_count
-        self._capacity = self._most_samples(network, layers.batch_shape, optimizer)
+        batch_shape, layers = _run(network, input_shape)
+        self.total_intermediate_variable_count = _variables(batch_shape, layers)
+        self._capacity = self._most_samples(network, batch_shape, optimizer)
         self.preferred_batch_size = preferred_batch_size or self._capacity
 
     def _most_samples(self, network: nn.Module, batch_shape: tuple[int, ...], optimizer: Any) -> int:
         """Return the number of samples that fits on the device, by trial."""
-        like = zeros_for(network, (0, *batch_shape[1:]))
-        inputs = torch.zeros((1, *batch_shape[1:]), dtype=_torch_dtype(self.input_dtype), device=like.device)
-        targets = torch.zeros((1, *self.output_shape), dtype=_torch_dtype(self.output_dtype), device=like.device)
+        like = _zeros_for(network, (0, *batch_shape[1:]))
+        inputs = torch.zeros((1, *batch_shape[1:]), dtype=as_dtype(self.input_dtype), device=like.device)
+        targets = torch.zeros((1, *self.output_shape), dtype=as_dtype(self.output_dtype), device=like.device)
 
         def loss_fn(given: Tensor, _: Tensor) -> Tensor:
             outputs = [one for one in tensors_of(network(given.to(like.dtype))) if one.requires_grad]
@@ -393,15 +368,6 @@ class Config:
         return self.allowed_sample_count // self.sample_count_in_single_batch
 
 
-def _torch_dtype(dtype: Any) -> torch.dtype:
-    """Return torch's dtype for any spelling of one."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if isinstance(dtype, str) and isinstance(getattr(torch, dtype, None), torch.dtype):
-        return getattr(torch, dtype)  # type: ignore[no-any-return]
-    return torch.from_numpy(np.empty(0, dtype)).dtype
-
-
 Item = TypeVar("Item")
 
 Sample = np.ndarray | Tensor
@@ -411,46 +377,6 @@ Epoch = Iterable[tuple[Batch, Batch]]
 
 Reader = Callable[[Any], Iterable[Any]]
 Apply = Callable[[Iterable[Any]], Any]
-
-
-def _feed(
-    configs: Config,
-    input_list: Sequence[Any],
-    output_list: Sequence[Any],
-    read_input: Reader,
-    get_output: Reader,
-    apply_on_input_batch: Apply | None,
-    apply_on_output_batch: Apply | None,
-    *,
-    drop_last: bool,
-    shuffle: bool,
-) -> Feed[Any]:
-    if len(input_list) != len(output_list):
-        raise BatchError(f"output_list has {len(output_list)} items, but input_list has {len(input_list)}")
-    apply_input = apply_on_input_batch or _stacked
-    apply_output = apply_on_output_batch or _stacked
-
-    def apply(samples: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-        return apply_input(one for one, _ in samples), apply_output(one for _, one in samples)
-
-    own = apply_on_input_batch is not None or apply_on_output_batch is not None
-    input_dtype = None if apply_on_input_batch else configs.input_dtype
-    output_dtype = None if apply_on_output_batch else configs.output_dtype
-    batch_bytes = configs.sample_batch_memory_footprint
-    least = (2 * batch_bytes if own else batch_bytes) + configs.one_read_count * configs.sample_size
-    return feed(
-        input_list[: configs.total_sample_count],
-        _counted("read_input", read_input, configs.one_read_count, input_dtype),
-        configs.batch_size,
-        budget_bytes=max(configs.cpu_memory_limit, least),
-        epochs=None,
-        targets=output_list[: configs.total_sample_count],
-        read_target=_counted("get_output", get_output, configs.one_read_count, output_dtype),
-        variants=configs.one_read_count,
-        shuffle=shuffle,
-        drop_last=drop_last,
-        collate=apply if own else None,
-    )
 
 
 def _counted(name: str, read: Reader, wanted: int, dtype: Any) -> Reader:
@@ -495,11 +421,13 @@ class Feeder:
         get_output: the same for targets.
         apply_on_input_batch: makes a batch of an iterable of samples; an array of ``input_dtype`` by default.
         apply_on_output_batch: the same for targets.
-        shuffle: give each epoch an order of its own.
+        shuffle: give each epoch a different order.
 
     Raises:
         BatchError: the lists differ in length.
     """
+
+    _drop_last = True
 
     def __init__(
         self,
@@ -513,9 +441,33 @@ class Feeder:
         *,
         shuffle: bool = False,
     ) -> None:
+        if len(input_list) != len(output_list):
+            raise BatchError(f"output_list has {len(output_list)} items, but input_list has {len(input_list)}")
+        apply_input, apply_output = apply_on_input_batch or _stacked, apply_on_output_batch or _stacked
+
+        def apply(samples: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+            return apply_input(one for one, _ in samples), apply_output(one for _, one in samples)
+
+        own = apply_on_input_batch is not None or apply_on_output_batch is not None
+        input_dtype = None if apply_on_input_batch else configs.input_dtype
+        output_dtype = None if apply_on_output_batch else configs.output_dtype
+        reads = configs.one_read_count
+        least = configs.sample_batch_memory_footprint * (2 if own else 1) + reads * configs.sample_size
         self.configs = configs
-        lists = (input_list, output_list, read_input, get_output, apply_on_input_batch, apply_on_output_batch)
-        self._feed = _feed(configs, *lists, drop_last=True, shuffle=shuffle)
+        self._feed = feed(
+            input_list[: configs.total_sample_count],
+            _counted("read_input", read_input, reads, input_dtype),
+            configs.batch_size,
+            budget_bytes=max(configs.cpu_memory_limit, least),
+            epochs=None,
+            targets=output_list[: configs.total_sample_count],
+            read_target=_counted("get_output", get_output, reads, output_dtype),
+            variants=reads,
+            shuffle=shuffle,
+            drop_last=self._drop_last,
+            collate=apply if own else None,
+        )
+        self._count = 0
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Iterator[tuple[Any, Any]]]:
         """Yield epochs, each of which reads all samples again and drops the rest that does not fill a batch."""
@@ -523,38 +475,23 @@ class Feeder:
             yield self._feed.epoch(index)
 
 
-class _Epoch:
-    """An epoch that can be iterated over any number of times, and is read again each time."""
+class generate_epoch(Feeder):
+    """One epoch, with the arguments of :class:`Feeder`; the last batch may be smaller than the others.
 
-    def __init__(self, source: Feed[Any]) -> None:
-        self._source = source
-        self._count = 0
-        self._current: Iterator[tuple[Any, Any]] | None = None
+    It can be iterated over any number of times, and is read again each time.
+    """
+
+    _drop_last = False
+    _current: Iterator[tuple[Any, Any]] | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         self._count += 1
-        return self._source.epoch(self._count - 1)
+        return self._feed.epoch(self._count - 1)
 
     def __next__(self) -> tuple[Any, Any]:
         if self._current is None:
             self._current = iter(self)
         return next(self._current)
-
-
-def generate_epoch(
-    configs: Config,
-    input_list: Sequence[Any],
-    output_list: Sequence[Any],
-    read_input: Reader,
-    get_output: Reader,
-    apply_on_input_batch: Apply | None = None,
-    apply_on_output_batch: Apply | None = None,
-    *,
-    shuffle: bool = False,
-) -> _Epoch:
-    """Return one epoch, with the arguments of :class:`Feeder`; the last batch may be smaller than the others."""
-    lists = (input_list, output_list, read_input, get_output, apply_on_input_batch, apply_on_output_batch)
-    return _Epoch(_feed(configs, *lists, drop_last=False, shuffle=shuffle))
 
 
 def multiply_epochs(epoch_generator: Iterable[Any], epoch_count: int = 2) -> Iterator[Iterator[Any]]:
@@ -567,7 +504,7 @@ def multiply_epochs(epoch_generator: Iterable[Any], epoch_count: int = 2) -> Ite
     Raises:
         BatchError: it is a generator or another iterator, which can be iterated over only once.
     """
-    if epoch_count > 1 and not isinstance(epoch_generator, _Epoch) and iter(epoch_generator) is epoch_generator:
+    if epoch_count > 1 and not isinstance(epoch_generator, generate_epoch) and iter(epoch_generator) is epoch_generator:
         raise BatchError(
             f"epoch_generator is {a_kind(epoch_generator)}, which yields its batches once; to yield them "
             "again they would all have to be kept: pass the result of generate_epoch, or a list"
