@@ -33,28 +33,6 @@ from speedswap.errors import BatchError, MemoryBudgetError
 from speedswap.monitor.parameters import modes_kept
 from speedswap.swapping.switchers.arrays import as_dtype
 
-__all__ = [
-    "Batch",
-    "Config",
-    "Epoch",
-    "Feeder",
-    "GiB",
-    "InspectNetwork",
-    "KiB",
-    "MemorySamples",
-    "MiB",
-    "NotEnoughGPURam",
-    "Sample",
-    "generate_epoch",
-    "generator_with_stop_iteration",
-    "get_parameter_count",
-    "get_variable_count",
-    "i_arr_mul",
-    "multiply_epochs",
-    "round_to",
-    "summary_of_network",
-]
-
 
 class _Layer(NamedTuple):
     """A module that has run: the shapes of its first input and output, and its outputs' elements with gradients."""

@@ -18,21 +18,6 @@ from speedswap.batching.functions import require_integer
 from speedswap.compat.aikit import elastic
 from speedswap.errors import OptimizerError
 
-__all__ = [
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "Flush",
-    "Model",
-    "Nadam",
-    "Optimizer",
-    "RMSprop",
-    "flush",
-    "init",
-]
-
 
 def _import_keras() -> Any:
     remedy = pip_install("keras", extra="keras")

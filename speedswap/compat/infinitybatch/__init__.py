@@ -22,8 +22,8 @@ unchanged, its custom loop with ``ib.batch_()`` included. Differences:
 
 from speedswap.compat.infinitybatch import tools
 from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError, InfinityBatchWarning
-from speedswap.compat.infinitybatch.containers import DiskStorage, HostStorage, RunningStatistics, Storage
-from speedswap.compat.infinitybatch.losses import Step
+from speedswap.compat.infinitybatch.containers import ContainerStorage, DiskStorage, HostStorage, RunningStatistics
+from speedswap.compat.infinitybatch.losses import TrainingStep
 from speedswap.compat.infinitybatch.trainer import InfinityBatch
 
 __all__ = [
@@ -38,3 +38,5 @@ __all__ = [
     "Storage",
     "tools",
 ]
+
+Step, Storage = TrainingStep, ContainerStorage

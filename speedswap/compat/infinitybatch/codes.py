@@ -9,8 +9,6 @@ from speedswap.errors import SpeedswapError
 from speedswap.monitor import CODES as MONITOR_CODES
 from speedswap.monitor import Code, MonitorWarning
 
-__all__ = ["CODES", "InfinityBatchError", "InfinityBatchWarning"]
-
 
 class InfinityBatchError(SpeedswapError):
     """A component that training needs is missing or does not fit."""

@@ -5,9 +5,9 @@ With the changes of the first three, and the form of the loader's batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,6 @@ from speedswap._words import a_kind
 from speedswap.batching.nested import replace_tensors
 from speedswap.compat.infinitybatch.codes import CODES, InfinityBatchError
 from speedswap.monitor import Level, WarningPolicy, as_policy, count_parameters
-
-__all__ = [
-    "ChangeObserver",
-    "Components",
-    "as_list",
-    "call",
-    "moved",
-    "samples_first",
-    "unpack",
-]
-
 
 _TARGET_KEYS = ("targets", "target", "labels", "label", "y")
 
@@ -76,16 +65,11 @@ def moved(value: Any, device: torch.device | None) -> Any:
     return replace_tensors(value, lambda tensor: tensor.to(device, non_blocking=not waits))
 
 
-def normalized(device: torch.device) -> torch.device:
-    """Return a device with its index; ``cuda`` is the current one."""
-    if device.index is None and device.type == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device.type, device.index or 0)
-
-
 def devices_equal(one: torch.device, other: torch.device) -> bool:
-    """Return whether two names mean the same device."""
-    return normalized(one) == normalized(other)
+    """Return whether two names mean the same device; one without an index is the current one."""
+    here = torch.cuda.current_device() if torch.cuda.is_available() else 0
+    ours, theirs = (here if device.index is None else device.index for device in (one, other))
+    return one.type == other.type and ours == theirs
 
 
 def samples_first(outputs: Any, size: int) -> Any:
@@ -93,12 +77,6 @@ def samples_first(outputs: Any, size: int) -> Any:
     if size > 1:
         return outputs
     return replace_tensors(outputs, lambda tensor: tensor.reshape(1) if tensor.dim() == 0 else tensor)
-
-
-def trainable_device(models: list[nn.Module]) -> torch.device | None:
-    """Return the device of the first parameter that requires a gradient."""
-    parameters = (parameter for model in models for parameter in model.parameters() if parameter.requires_grad)
-    return next((parameter.device for parameter in parameters), None)
 
 
 class WatchedLoader:
@@ -128,9 +106,7 @@ class WatchedLoader:
         return self.loader[index]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            other is self or other is self.loader or (isinstance(other, WatchedLoader) and other.loader is self.loader)
-        )
+        return self.loader is (other.loader if isinstance(other, WatchedLoader) else other)
 
     def __hash__(self) -> int:
         return hash(id(self.loader))
@@ -140,14 +116,7 @@ class WatchedLoader:
 
 
 Kind = Literal["replaced", "device", "parameter_groups", "hyperparameters", "trainable", "dtype"]
-_CODES: dict[str, str] = {
-    "replaced": "SW201",
-    "device": "SW202",
-    "parameter_groups": "SW203",
-    "hyperparameters": "SW204",
-    "trainable": "SW205",
-    "dtype": "SW206",
-}
+_CODES = {kind: f"SW20{number}" for number, kind in enumerate(get_args(Kind), 1)}
 
 
 @dataclass(frozen=True)
@@ -207,7 +176,6 @@ class ChangeObserver:
             The change, if there was one.
         """
         before = self._observed.pop(name, None)
-        self._traits.pop(name, None)
         if value is not None:
             self._observed[name] = value
             self._traits[name] = _traits(value)
@@ -220,9 +188,9 @@ class ChangeObserver:
         changes = []
         for name, value in self._observed.items():
             before, self._traits[name] = self._traits[name], _traits(value)
-            for kind, trait in self._traits[name].items():
-                if trait.value != before[kind].value:
-                    changes.append(Change(name, kind, before[kind].shown, trait.shown))
+            for kind, (compared, shown) in self._traits[name].items():
+                if compared != before[kind][0]:
+                    changes.append(Change(name, kind, before[kind][1], shown))
         return self._report(changes)
 
     def _report(self, changes: list[Change]) -> list[Change]:
@@ -233,36 +201,35 @@ class ChangeObserver:
         return changes
 
 
-@dataclass(frozen=True)
-class _Trait:
-    """One respect of an object: the value that is compared, and its form in messages."""
-
-    value: Any
-    shown: Any
+_Trait = tuple[Any, Any]
+"""One respect of an object: the value that is compared, and its form in messages."""
 
 
 def _traits(value: Any) -> dict[Kind, _Trait]:
     """Return the respects in which an object can change without being replaced."""
-    traits: dict[Kind, _Trait] = {}
     if isinstance(value, nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         trainable = [name for name, parameter in value.named_parameters() if parameter.requires_grad]
-        traits["device"] = _set(tensor.device for tensor in tensors)
-        traits["dtype"] = _set(tensor.dtype for tensor in tensors if tensor.is_floating_point())
-        traits["trainable"] = _Trait(trainable, f"{len(trainable)} parameters")
-    elif isinstance(value, Optimizer):
+        return {
+            "device": _set(tensor.device for tensor in tensors),
+            "dtype": _set(tensor.dtype for tensor in tensors if tensor.is_floating_point()),
+            "trainable": (trainable, f"{len(trainable)} parameters"),
+        }
+    if isinstance(value, Optimizer):
         groups = [[id(parameter) for parameter in group["params"]] for group in value.param_groups]
         settings = [{k: _number(v) for k, v in group.items() if k != "params"} for group in value.param_groups]
         shown = f"{len(groups)} group(s) with {[len(group) for group in groups]} parameters"
-        traits["parameter_groups"] = _Trait(groups, shown)
-        traits["device"] = _set(parameter.device for group in value.param_groups for parameter in group["params"])
-        traits["hyperparameters"] = _Trait(settings, settings)
-    return traits
+        return {
+            "parameter_groups": (groups, shown),
+            "device": _set(parameter.device for group in value.param_groups for parameter in group["params"]),
+            "hyperparameters": (settings, settings),
+        }
+    return {}
 
 
-def _set(values: Any) -> _Trait:
+def _set(values: Iterable[object]) -> _Trait:
     names = sorted({str(value) for value in values})
-    return _Trait(names, ", ".join(names))
+    return names, ", ".join(names)
 
 
 def _number(value: Any) -> Any:
@@ -322,7 +289,7 @@ class Components:
         self._criterion: Any = None
         self._loader: Any = None
         self._forward_device: torch.device | None = None
-        self._backward_device = _device(backward_device)
+        self._backward_device = torch.device("cpu" if backward_device is None else backward_device)
 
     def _replaced(self, name: str) -> None:
         """Discard everything derived from the replaced component."""
@@ -391,7 +358,7 @@ class Components:
 
     @backward_device.setter
     def backward_device(self, device: torch.device | str | int | None) -> None:
-        self._backward_device = _device(device)
+        self._backward_device = torch.device("cpu" if device is None else device)
         self.checkdevices_()
 
     @property
@@ -411,7 +378,8 @@ class Components:
 
     def updateforwarddevice(self) -> None:
         """Find the model's device."""
-        self._forward_device = trainable_device(self._models())
+        parameters = (parameter for model in self._models() for parameter in model.parameters())
+        self._forward_device = next((parameter.device for parameter in parameters if parameter.requires_grad), None)
         if self._model is not None and self._forward_device is None:
             self.policy.warn("SW905", "the model has no parameters that require a gradient; nothing can be trained")
         self.checkdevices_()
@@ -422,7 +390,3 @@ class Components:
             self.policy.warn(
                 "SW902", f"forward and backward devices are both {self._forward_device}: outputs stay where they are"
             )
-
-
-def _device(device: torch.device | str | int | None) -> torch.device:
-    return torch.device("cpu" if device is None else device)

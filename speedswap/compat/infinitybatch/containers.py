@@ -6,6 +6,7 @@ import math
 import tempfile
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,6 @@ from torch import Tensor
 
 from speedswap.batching.nested import replace_tensors, tensors_of
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
-
-__all__ = [
-    "Containers",
-    "DiskStorage",
-    "HostStorage",
-    "LastStorage",
-    "NoStorage",
-    "RunningStatistics",
-    "StatisticsStorage",
-    "Storage",
-    "Strategies",
-    "make_storage",
-]
 
 
 class RunningStatistics:
@@ -97,7 +85,7 @@ class RunningStatistics:
         return {name: getattr(self, name) for name in names}
 
 
-class Storage(Sequence[Any]):
+class ContainerStorage(Sequence[Any]):
     """The kept values of a stream: numbers, tensors, or nested values of them, detached from their graphs."""
 
     @abstractmethod
@@ -120,7 +108,7 @@ class Storage(Sequence[Any]):
         return self._get(position)
 
 
-class HostStorage(Storage):
+class HostStorage(ContainerStorage):
     """Copies in host memory.
 
     Args:
@@ -128,14 +116,11 @@ class HostStorage(Storage):
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
-        self._values: list[Any] = []
+        self._values: deque[Any] = deque(maxlen=limit)
 
     def append(self, value: Any) -> None:
         """Keep a copy."""
         self._values.append(replace_tensors(value, _host_copy))
-        if self._limit is not None:
-            del self._values[: max(0, len(self._values) - self._limit)]
 
     def __len__(self) -> int:
         return len(self._values)
@@ -148,19 +133,15 @@ class HostStorage(Storage):
         self._values.clear()
 
 
-class NoStorage(HostStorage):
-    """A storage that keeps nothing."""
-
-    def append(self, value: Any) -> None:
-        """Drop the value."""
-
-
 class LastStorage(HostStorage):
     """The last value, detached, on its device."""
 
+    def __init__(self) -> None:
+        super().__init__(limit=1)
+
     def append(self, value: Any) -> None:
         """Keep the value in place of the previous one."""
-        self._values = [replace_tensors(value, Tensor.detach)]
+        self._values.append(replace_tensors(value, Tensor.detach))
 
 
 class StatisticsStorage(HostStorage):
@@ -170,10 +151,11 @@ class StatisticsStorage(HostStorage):
         """Add the value's numbers."""
         statistics = self._values[0] if self._values else RunningStatistics()
         statistics.add(value)
-        self._values = [statistics] if statistics.count else []
+        if statistics.count and not self._values:
+            self._values.append(statistics)
 
 
-class DiskStorage(Storage):
+class DiskStorage(ContainerStorage):
     """One file per value, written with ``torch.save`` and read with ``weights_only=True``.
 
     Args:
@@ -211,8 +193,8 @@ class DiskStorage(Storage):
         self._count = 0
 
 
-_STRATEGIES: dict[str, Callable[[], Storage]] = {
-    "none": NoStorage,
+_STRATEGIES: dict[str, Callable[[], ContainerStorage]] = {
+    "none": lambda: HostStorage(limit=0),
     "last": LastStorage,
     "host": HostStorage,
     "statistics": StatisticsStorage,
@@ -220,8 +202,8 @@ _STRATEGIES: dict[str, Callable[[], Storage]] = {
 }
 
 
-def make_storage(strategy: str) -> Storage:
-    """Return a new storage by its strategy's name: ``none``, ``last``, ``host``, ``statistics`` or ``disk``.
+def make_storage(strategy: Strategy) -> ContainerStorage:
+    """Return a new storage by its strategy: ``none``, ``last``, ``host``, ``statistics``, ``disk``, or a function.
 
     Raises:
         ValueError: there is no such strategy.
@@ -231,8 +213,12 @@ def make_storage(strategy: str) -> Storage:
     >>> losses[0].mean
     3.0
     """
+    if callable(strategy):
+        return strategy()
     if strategy not in _STRATEGIES:
-        raise ValueError(f"strategy is {strategy!r}; it must be one of {', '.join(_STRATEGIES)}, or make a Storage")
+        raise ValueError(
+            f"strategy is {strategy!r}; it must be one of {', '.join(_STRATEGIES)}, or a function that makes a storage"
+        )
     return _STRATEGIES[strategy]()
 
 
@@ -242,7 +228,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 
 STREAMS = ("inputs", "outputs", "targets")
-Strategy = str | Callable[[], Storage]
+Strategy = str | Callable[[], ContainerStorage]
 Strategies = Strategy | Mapping[str, Strategy]
 
 
@@ -264,8 +250,8 @@ class Containers:
         if unknown := set(given) - set(STREAMS):
             raise InfinityBatchError(f"containers has {', '.join(sorted(unknown))}; it may have {', '.join(STREAMS)}")
         self._strategies: dict[str, Strategy] = {name: given.get(name, "none") for name in STREAMS}
-        for name in STREAMS:
-            self._make(name)  # so that an unknown strategy is an error now
+        for strategy in self._strategies.values():
+            make_storage(strategy)  # so that an unknown one is an error now
         self.clearcontainers_()
 
     inputs = _stream("inputs", "Inputs by epoch and batch, as far as ``containers`` keeps them.")
@@ -280,7 +266,7 @@ class Containers:
     def clearcontainers_(self) -> None:
         """Release all kept values."""
         self._losses: list[list[tuple[Any, int]]] = []
-        self._streams: dict[str, list[Storage]] = {name: [] for name in STREAMS}
+        self._streams: dict[str, list[ContainerStorage]] = {name: [] for name in STREAMS}
 
     def epochstart_(self) -> None:
         """Begin an epoch in each container."""
@@ -288,15 +274,11 @@ class Containers:
         for name, epochs in self._streams.items():
             if epochs and self._strategies[name] == "last":  # the last value of all, not one per epoch
                 epochs[-1].clear()
-            epochs.append(self._make(name))
+            epochs.append(make_storage(self._strategies[name]))
 
     def _keeps(self, name: str) -> bool:
-        return bool(self._streams[name]) and not isinstance(self._streams[name][-1], NoStorage)
+        return bool(self._streams[name]) and self._strategies[name] != "none"
 
     def _keep(self, name: str, value: Any) -> None:
         if self._keeps(name):
             self._streams[name][-1].append(value)
-
-    def _make(self, name: str) -> Storage:
-        strategy = self._strategies[name]
-        return strategy() if callable(strategy) else make_storage(strategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from speedswap.batching.nested import Batch
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
 from speedswap.compat.infinitybatch.components import moved
 
-__all__ = ["Reduction", "Step", "means", "reduction_of"]
-
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class TrainingStep:
     """One of the steps on each batch, for training several models, criteria or optimizers.
 
     Attributes:
@@ -37,18 +35,6 @@ class Step:
     normalizer: Callable[[Any, Any], Tensor | float] | None = None
 
 
-class Reduction(NamedTuple):
-    """The reduction of a loss, for a splitter.
-
-    Attributes:
-        reduction: as for :class:`speedswap.BatchSplitter`.
-        normalizer: likewise; called with inputs and targets.
-    """
-
-    reduction: Literal["mean", "sum"]
-    normalizer: Callable[[Any, Any], Tensor | float] | None = None
-
-
 # Their means are over elements, and each sample has equally many.
 _OVER_ELEMENTS = (
     nn.MSELoss,
@@ -63,33 +49,34 @@ _OVER_ELEMENTS = (
 _OVER_TARGETS = (nn.CrossEntropyLoss, nn.NLLLoss)
 _ELEMENT_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits)
 _TARGET_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+Normalizer = Callable[[Any, Any], Tensor | float]
+Reduction = tuple[Literal["mean", "sum"], Normalizer | None]
+"""The reduction of a loss and its normalizer, as for :class:`speedswap.BatchSplitter`."""
 
 
 def reduction_of(criterion: Any) -> Reduction | None:
     """Return the reduction of one of torch's criteria; None for others, and if it depends on more than samples.
 
-    >>> reduction_of(nn.MSELoss(reduction="sum")).reduction
-    'sum'
+    >>> reduction_of(nn.MSELoss(reduction="sum"))
+    ('sum', None)
     >>> reduction_of(lambda outputs, targets: outputs.std()) is None
     True
     """
     kind = type(criterion)
     if kind in _OVER_ELEMENTS or kind in _OVER_TARGETS:
-        if criterion.reduction == "sum":
-            return Reduction("sum")
-        if criterion.reduction == "none":
-            return None
+        if criterion.reduction != "mean":
+            return ("sum", None) if criterion.reduction == "sum" else None
         if kind in _OVER_TARGETS:
-            return Reduction("mean", _targets_counter(criterion.weight, criterion.ignore_index))
-        return None if getattr(criterion, "weight", None) is not None else Reduction("mean")
+            return "mean", _targets_counter(criterion.weight, criterion.ignore_index)
+        return None if getattr(criterion, "weight", None) is not None else ("mean", None)
     if any(criterion is function for function in _ELEMENT_FUNCTIONS):
-        return Reduction("mean")
+        return "mean", None
     if any(criterion is function for function in _TARGET_FUNCTIONS):
-        return Reduction("mean", _targets_counter(None, -100))
+        return "mean", _targets_counter(None, -100)
     return None
 
 
-def _targets_counter(weight: Tensor | None, ignored: int) -> Callable[[Any, Tensor], Tensor | float]:
+def _targets_counter(weight: Tensor | None, ignored: int) -> Normalizer:
     """Return a function that counts the targets that are not ignored, by the weights of their classes."""
 
     def count(inputs: Any, targets: Tensor) -> Tensor | float:
@@ -124,11 +111,11 @@ def means(
         outputs, targets = outputs_of(inputs), moved(targets, device)
         size = float(Batch((inputs,)).size)
         for name, metric in metrics.items():
-            known, value = reductions[name], float(metric(outputs, targets))
-            weight = size if known is None or known.normalizer is None else float(known.normalizer(inputs, targets))
+            kind, normalizer = reductions[name] or ("mean", None)
+            value = float(metric(outputs, targets))
+            weight = size if normalizer is None else float(normalizer(inputs, targets))
             if weight:
-                is_sum = known is not None and known.reduction == "sum"
-                sums[name] += value if is_sum else value * weight
+                sums[name] += value if kind == "sum" else value * weight
                 weights[name] += weight
     if not any(weights.values()):
         raise InfinityBatchError("the data loader gave no batches to evaluate")

@@ -19,16 +19,6 @@ from torch import Tensor, nn
 
 from speedswap.monitor import MemorySnapshot, memory_snapshot
 
-__all__ = [
-    "ERROR_TOLERANCE",
-    "CudaHistory",
-    "CudaMemorySnapShot",
-    "compare_with_error_",
-    "determinize",
-    "is_equal_network",
-    "is_equal_with_error",
-]
-
 Device = torch.device | str | int | None
 
 # The largest difference that counts as equal; read at each comparison, so that it can be changed.

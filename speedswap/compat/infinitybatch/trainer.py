@@ -17,19 +17,13 @@ from speedswap.batching.nested import Batch, concatenate, replace_tensors
 from speedswap.compat.infinitybatch.codes import InfinityBatchError
 from speedswap.compat.infinitybatch.components import Components, as_list, call, moved, samples_first, unpack
 from speedswap.compat.infinitybatch.containers import Containers, Strategies
-from speedswap.compat.infinitybatch.losses import Step, means, reduction_of
+from speedswap.compat.infinitybatch.losses import TrainingStep, means, reduction_of
 from speedswap.monitor import EventMonitor, Level, WarningPolicy
 from speedswap.monitor.parameters import modes_kept
 
-__all__ = ["InfinityBatch"]
-
 
 class _Bridge(Callback):
-    """A splitter's callback that passes on its events.
-
-    Args:
-        tell: called with the name and the event of each call.
-    """
+    """A splitter's callback that calls ``tell`` with the name and the event of each call."""
 
     def __init__(self, tell: Callable[[str, Event], None]) -> None:
         for moment in vars(Callback):
@@ -102,7 +96,7 @@ class InfinityBatch(Components, Containers):
         scheduler: Any = None,
         callbacks: Iterable[Callback] = (),
         containers: Strategies = "none",
-        steps: Iterable[Step] = (),
+        steps: Iterable[TrainingStep] = (),
         unpack: Callable[[Any], tuple[Any, Any]] = unpack,
         printer: Callable[[str], object] = print,
         warn: Level | WarningPolicy = "user",
@@ -120,7 +114,7 @@ class InfinityBatch(Components, Containers):
         self._steps = list(steps)
         self._unpack = unpack
         self._bridge = _Bridge(self._tell)
-        self._splitters: dict[Step | None, BatchSplitter] = {}
+        self._splitters: dict[TrainingStep | None, BatchSplitter] = {}
         self._events: EventMonitor | None = None
         self._epoch = self._batch = -1
         self._current: tuple[Any, Any] | None = None
@@ -201,7 +195,7 @@ class InfinityBatch(Components, Containers):
         assert self._current is not None
         inputs, targets = self._current
         losses = []
-        steps: list[Step | None] = [*self._steps] or [None]
+        steps: list[TrainingStep | None] = [*self._steps] or [None]
         for step in steps:
             loss = (
                 self._differentiate(step, inputs, targets) if step else self._differentiate_criterion(inputs, targets)
@@ -218,7 +212,7 @@ class InfinityBatch(Components, Containers):
             self._keep("outputs", concatenate(self._collected))
             self._collected = []
 
-    def _differentiate(self, step: Step, inputs: Any, targets: Any) -> Tensor:
+    def _differentiate(self, step: TrainingStep, inputs: Any, targets: Any) -> Tensor:
         def loss_fn(inputs: Any, targets: Any) -> Tensor:
             with self._precision():
                 device = self._forward_device
@@ -264,15 +258,16 @@ class InfinityBatch(Components, Containers):
     def _device_type(self) -> str:
         return "cpu" if self._forward_device is None else self._forward_device.type
 
-    def _splitter(self, step: Step | None) -> BatchSplitter:
+    def _splitter(self, step: TrainingStep | None) -> BatchSplitter:
         """Return the splitter of a step's batches; None stands for the criterion."""
         if step not in self._splitters:
-            known = step or reduction_of(self._criterion)
+            own = (step.reduction, step.normalizer) if step else reduction_of(self._criterion)
+            reduction, normalizer = own or ("mean", None)
             self._splitters[step] = BatchSplitter(
                 self._models(),
                 micro_batch_size=self._micro_batch_size,
-                reduction=known.reduction if known else "mean",
-                normalizer=known.normalizer if known else None,
+                reduction=reduction,
+                normalizer=normalizer,
                 batch_norm=self._batch_norm,
                 offload_activations=self._offload,
                 check=step is not None,  # the reductions of torch's own criteria are known
