@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from typing import Any, ClassVar, NamedTuple, cast
@@ -53,9 +53,14 @@ class Initializer:
         return into
 
     @property
+    def parts(self) -> Sequence[Initializer]:
+        """The initializers that this one consists of, if it does."""
+        return []
+
+    @property
     def is_function_of_row(self) -> bool:
         """True if the values of a row can be computed again at any time."""
-        return True
+        return all(each.is_function_of_row for each in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the initializer as plain data, for a table's manifest."""
@@ -64,16 +69,16 @@ class Initializer:
     @property
     def is_zero(self) -> bool:
         """True if fresh memory, which is zero, needs no writing."""
-        return False
+        return bool(self.parts) and all(each.is_zero for each in self.parts)
 
     @property
     def is_given(self) -> bool:
         """True if the values are copied once, while the table is created, and cannot be computed again."""
-        return False
+        return any(each.is_given for each in self.parts)
 
     def given(self) -> list[Tensor]:
         """Return the rows that are copied."""
-        return []
+        return [rows for each in self.parts for rows in each.given()]
 
 
 class ColumnSpec(NamedTuple):

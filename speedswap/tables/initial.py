@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -45,26 +45,6 @@ def origins_of(columns: Mapping[str, Column]) -> dict[str, Origin]:
     for name, column in columns.items():
         found[name] = Origin.of(column, found)
     return found
-
-
-def starts_of(
-    columns: Mapping[str, Column],
-    origins: Mapping[str, Origin],
-    seen_as: Callable[[Column], Column] = lambda each: each,
-) -> dict[str, list[tuple[object, ...]]]:
-    """Return all that the values of untouched rows depend on, but for the table's seed, by column.
-
-    Args:
-        columns, origins: the table's.
-        seen_as: returns the column of the whole table, given one of a part.
-    """
-    return {
-        name: [
-            (each.name, each.init.to_json(), each.zero_row, each.row_shape, each.dtype, each.stored_dtype)
-            for each in map(seen_as, (origin.start, *origin.through, columns[name]))
-        ]
-        for name, origin in origins.items()
-    }
 
 
 def is_lazy(column: Column) -> bool:
@@ -212,19 +192,8 @@ class InRanges(Initializer):
         return self._firsts[-1]
 
     @property
-    def is_given(self) -> bool:
-        return any(each.init.is_given for each in self.ranges)
-
-    @property
-    def is_zero(self) -> bool:
-        return all(each.init.is_zero for each in self.ranges)
-
-    @property
-    def is_function_of_row(self) -> bool:
-        return all(each.init.is_function_of_row for each in self.ranges)
-
-    def given(self) -> list[Tensor]:
-        return [rows for each in self.ranges for rows in each.init.given()]
+    def parts(self) -> Sequence[Initializer]:
+        return [each.init for each in self.ranges]
 
     def at(self, first_row: int) -> Range | None:
         """Return the range that begins at a row; None if none does."""

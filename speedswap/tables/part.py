@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from torch import Tensor
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
 from speedswap.tables.initial import InRanges, initial_chunk
 from speedswap.tables.record import Block, Column
-from speedswap.tables.store import Files, RowStore, WrappedStore
+from speedswap.tables.store import RowStore, WrappedStore
 
 if TYPE_CHECKING:
     from speedswap.kernels import Transfers
-    from speedswap.tables.store import Checked
 
 
 class PartStore(WrappedStore):
@@ -76,11 +74,6 @@ class PartStore(WrappedStore):
     @property
     def closed(self) -> bool:
         return self._closed or self.inner.closed
-
-    @property
-    def files(self) -> Files | None:
-        whole = self.inner.files
-        return None if whole is None else _FilesOfPart(whole, self.name)
 
     def note_change(self, rows: Tensor | range | None) -> None:
         if isinstance(rows, Tensor):
@@ -147,34 +140,3 @@ class PartStore(WrappedStore):
         if not self.closed:
             self.inner.flush()
         self._closed = True
-
-
-class _FilesOfPart(Files):
-    """The files of a store that a part of it lies in.
-
-    Args:
-        whole: the files.
-        name: the part's, for messages.
-    """
-
-    def __init__(self, whole: Files, name: str) -> None:
-        self._whole, self._name = whole, name
-        self.was_found = whole.was_found
-
-    def facts(self) -> dict[str, Any]:
-        return self._whole.facts()
-
-    def lives_at(self, path: str | os.PathLike[str]) -> bool:
-        return self._whole.lives_at(path)
-
-    def verify(self, advance: Callable[[float], object]) -> Checked:
-        return self._whole.verify(advance)
-
-    def reserve(self, columns: Collection[str]) -> None:
-        self._whole.reserve(columns)
-
-    def reserve_rows(self, rows: int) -> None:
-        self._whole.reserve_rows(rows)
-
-    def remove(self) -> None:
-        raise TypeError(f"table {self._name!r} lies in a store with others and has no files of its own to remove")

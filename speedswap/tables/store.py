@@ -382,12 +382,8 @@ class Files(ABC):
             advance: called with the number of rows read since the last call; parts of one if it is read in parts.
         """
 
-    def reserve(self, columns: Collection[str]) -> None:
-        """Make sure that writing every row of some columns, one after the other, cannot fail for want of room."""
-        return None
-
-    def reserve_rows(self, rows: int) -> None:
-        """Make sure that a scatter of so many rows cannot fail for want of room."""
+    def reserve(self, rows: int, times: int = 1) -> None:
+        """Make sure that scatters of n rows, one after the other, cannot fail for want of room."""
         return None
 
     def remove(self) -> None:
@@ -560,3 +556,30 @@ class JointRows(ABC):
     @abstractmethod
     def saving(self) -> AbstractContextManager[bool]:
         """Surround the writing of a file about the rows; provide whether this rank is the one that writes it."""
+
+
+def begin_alike(
+    one: RowStore,
+    other: RowStore,
+    columns: Collection[str],
+    seen_as: Callable[[Column], Column] = lambda each: each,
+) -> bool:
+    """Return whether the rows of two stores that were never written have the same bits in some columns.
+
+    Args:
+        one, other: the stores.
+        columns: names.
+        seen_as: returns the column of the whole table, given one of a part.
+    """
+
+    def start(store: RowStore, name: str) -> list[tuple[object, ...]] | None:
+        """Return all that the values depend on, but for the table's seed."""
+        if name not in store.columns:
+            return None
+        origin = store.origins[name]
+        return [
+            (each.name, each.init.to_json(), each.zero_row, each.row_shape, each.dtype, each.stored_dtype)
+            for each in map(seen_as, (origin.start, *origin.through, store.columns[name]))
+        ]
+
+    return one.seed == other.seed and all(start(one, name) == start(other, name) for name in columns)

@@ -318,7 +318,8 @@ class Table:
     @property
     def path(self) -> Path | None:
         """The directory of a table on disk."""
-        return None if self.store.files is None else self.store.files.path
+        is_part = bool(self.store.part_name)  # of a table that these files hold
+        return None if self.store.files is None or is_part else self.store.files.path
 
     @property
     def was_found(self) -> bool:
@@ -594,7 +595,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             if self.store.files is not None:
-                self.store.files.reserve_rows(rows)
+                self.store.files.reserve(rows)
 
     def drain(self) -> None:
         """Return when every pending write of this process has arrived."""
@@ -756,7 +757,7 @@ class Table:
         with self.lock:
             self.check_open(writing=True)
             if self.store.files is not None:
-                self.store.files.reserve(columns)
+                self.store.files.reserve(self.num_embeddings, len(columns))
 
     __array__ = whole_table.to_numpy
     __dlpack__ = whole_table.to_dlpack
@@ -868,6 +869,8 @@ class Table:
 
     def remove(self) -> None:
         """Close the table and remove its files."""
+        if self.store.part_name:
+            raise TypeError(f"table {self.name!r} lies in a store with others and has no files of its own to remove")
         try:
             self.close()
         finally:

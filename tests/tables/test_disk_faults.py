@@ -227,7 +227,7 @@ def test_room_that_a_commit_made_before_it_was_looked_for_is_used(
     """A commit under way frees room between the error of a write and the look at what can be freed."""
     table = Table.create(20_000, 64, storage=speedswap.Disk(tmp_path / "t", commit_every=1, cache_bytes=2**20))
     table.write(0, torch.ones(20_000, 64))
-    table.store.files.reserve_rows(14_000)
+    table.store.files.reserve(14_000)
     table.flush()
     free_room, looks = LogCommits.free_room, list[bool]()
 

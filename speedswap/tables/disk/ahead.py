@@ -35,8 +35,7 @@ class _Brought(NamedTuple):
 
     rows: Tensor
     local: Tensor
-    bringing: kernels.Bringing | None
-    places: Tensor | None
+    held: HeldRows | None
 
 
 class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
@@ -63,8 +62,8 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
 
         def finish() -> _Brought:
             # Rows without values get them here: others that bring them wait for that.
-            places = None if bringing is None else self._cache.settled(bringing)
-            return _Brought(rows, local, bringing, places)
+            held = None if bringing is None else HeldRows(bringing, self._cache.settled(bringing))
+            return _Brought(rows, local, held)
 
         return finish
 
@@ -81,13 +80,12 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
             name: kernels.empty((len(found.rows), *field.row_shape), field.dtype, self._on)
             for name, field in fields.items()
         }
-        if found.bringing is None or found.places is None:
-            held = None
+        if found.held is None:
             self._cache.gather(found.rows.to(_CPU), fields, blocks)
         else:
-            self._cache.gather_places(found.places, fields, blocks)
-            held = self._held.keep(found.bringing, found.places)
-        return Block(found.rows, blocks, held), found.local
+            self._cache.gather_places(found.held.places, fields, blocks)
+            self._held.keep(found.held)
+        return Block(found.rows, blocks, found.held), found.local
 
     def abandon(self) -> None:
         """Let the rows be asked for again, and leave the cache."""
@@ -95,8 +93,8 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
             self.is_stale = True
             with suppress(Exception):  # the next gather of these rows raises it again
                 found = self.result()
-                if found is not None and found.bringing is not None:
-                    found.bringing.release()
+                if found is not None and found.held is not None:
+                    found.held.bringing.release()
 
 
 class RowsHeld:
@@ -106,12 +104,11 @@ class RowsHeld:
         self._waiting: list[weakref.ref[RowsAheadOfStep]] = []
         self._last: HeldRows | None = None
 
-    def keep(self, bringing: kernels.Bringing, places: Tensor) -> HeldRows:
+    def keep(self, held: HeldRows) -> HeldRows:
         """Hold the rows that a step has gathered, which it can be expected to scatter, instead of the last ones."""
-        last, self._last = self._last, HeldRows(bringing, places)
-        if last is not None:
-            last.bringing.release()
-        return self._last
+        self.taken(None)
+        self._last = held
+        return held
 
     def taken(self, place: HeldRows | None) -> HeldRows | None:
         """Return a block's rows if they are still held; nothing is held here any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,15 +14,15 @@ from torch import Tensor
 from speedswap import kernels
 from speedswap.errors import TableBusyError, TableFullError
 from speedswap.kernels import Lookup, Transfers, deferred_interrupts
-from speedswap.tables.disk.ahead import RowsAheadOfStep
+from speedswap.tables.disk.ahead import HeldRows, RowsAheadOfStep
 from speedswap.tables.disk.cache import DiskOptions
 from speedswap.tables.disk.columns import LogColumns, new_log
 from speedswap.tables.disk.layout import LogLayout
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest
-from speedswap.tables.initial import is_lazy, starts_of
+from speedswap.tables.initial import is_lazy
 from speedswap.tables.record import Block, Column
-from speedswap.tables.store import Commits, RowStore
+from speedswap.tables.store import Commits, RowStore, begin_alike
 
 _CPU = torch.device("cpu")
 _TRIES = 8
@@ -55,9 +55,9 @@ class LogStore(LogColumns, Commits):
         } | dict(out or {})
         here = kernels.as_ids(rows.to(_CPU))
         if columns is None and not self._reads and self._cache.is_one_piece(here):  # as a step does
-            bringing, places = self._cache.bring(here)
-            self._cache.gather_places(places, fields, blocks)
-            held = self._held.keep(bringing, places)
+            held = HeldRows(*self._cache.bring(here))
+            self._cache.gather_places(held.places, fields, blocks)
+            self._held.keep(held)
         else:
             held = None
             self._cache.gather(here, fields, blocks)
@@ -216,15 +216,11 @@ class LogStore(LogColumns, Commits):
 
     def _begins_as(self, source: RowStore) -> bool:
         """Return whether rows that were never written are equal here and in another store, bit by bit."""
-        ours, theirs = (starts_of(store.columns, store.origins) for store in (self, source))
-        return self.seed == source.seed and all(theirs.get(name) == start for name, start in ours.items())
+        return begin_alike(self, source, self.columns)
 
-    def reserve(self, columns: Collection[str]) -> None:
-        self._cache.reserve(self.num_embeddings * len(columns))
-
-    def reserve_rows(self, rows: int) -> None:
+    def reserve(self, rows: int, times: int = 1) -> None:
         manifest = self._cache.manifest
-        self._cache.reserve(min(rows, manifest.num_groups) * manifest.group_rows)  # each in a group of its own
+        self._cache.reserve(min(rows, manifest.num_groups) * manifest.group_rows * times)  # each in a separate group
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         self._held.stop()

@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,7 +21,7 @@ from speedswap._words import a_kind
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Texts
 from speedswap.tables.disk.store import LogStore
-from speedswap.tables.files.whole import open_regular, write_whole
+from speedswap.tables.files.whole import open_regular
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.keys import Keys
 from speedswap.tables.memory import available_bytes
@@ -173,16 +173,6 @@ class KeySink:
             self._vocabulary.write(b"".join(line + b"\n" for line in lines))
 
 
-@contextmanager
-def vocabulary_file(path: Path | None) -> Iterator[BinaryIO | None]:
-    """Open a vocabulary that takes its name when the block ends without an error; None for none."""
-    if path is None:
-        yield None
-    else:
-        with write_whole(path) as file:
-            yield file
-
-
 def as_texts(keys: Tensor | Texts) -> Texts:
     """Return keys as texts, numbers in decimal."""
     return kernels.texts_of([*map(str, keys.tolist())]) if isinstance(keys, Tensor) else keys
@@ -255,39 +245,28 @@ class Outgoing:
     def __init__(self, store: RowStore, columns: Sequence[str], keys: RowKeys | None) -> None:
         self.keys = keys
         self.rows = range(store.num_embeddings) if keys is None else keys.rows
-        self.columns: dict[str, Column] = {name: store.columns[name] for name in columns}
+        self._columns = {name: store.columns[name] for name in columns}
+        self.forms = {name: ColumnForm(each.dtype, each.row_shape) for name, each in self._columns.items()}
         self._store = store
-
-    @property
-    def forms(self) -> dict[str, ColumnForm]:
-        """The columns' forms, by name."""
-        return {name: ColumnForm(column.dtype, column.row_shape) for name, column in self.columns.items()}
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def pieces(self) -> Iterator[FilePiece]:
         """Yield the rows in order, numbered from 0 on."""
-        start = 0
-        for values in self._values(rows_in_piece([*self.forms.values()])):
-            piece = FilePiece(start, values)
-            keys = None if self.keys is None else self.keys.take(start, start + len(piece))
-            yield replace(piece, keys=keys)
-            start += len(piece)
-
-    def _values(self, step: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the columns of ``step`` rows at a time."""
-        names = [*self.columns]
-        most = _window_rows(self._store, names, self.rows)
-        if most is None:
-            for start in range(0, len(self), step):
-                rows = self.rows[start : start + step]
-                yield {name: self._store.read(name, rows.start, rows.stop).cpu().contiguous() for name in names}
-            return
-        assert isinstance(self._store, LogStore)
-        for window in _windows(self._store, names, self.rows, most):
-            for start in range(0, len(window.rows), step):
-                yield {name: values[start : start + step] for name, values in window.values.items()}
+        step = rows_in_piece([*self.forms.values()])
+        most = _window_rows(self._store, [*self.forms], self.rows)
+        for begin in range(0, len(self), most or step):
+            rows = self.rows[begin : begin + (most or step)]
+            if most is None:
+                read = self._store.read
+                values = {name: read(name, rows.start, rows.stop).cpu().contiguous() for name in self.forms}
+            else:
+                values = _window(self._store, self._columns, rows)
+            for start in range(0, len(rows), step):
+                first, last = begin + start, begin + min(start + step, len(rows))
+                keys = None if self.keys is None else self.keys.take(first, last)
+                yield FilePiece(first, {name: each[start : start + step] for name, each in values.items()}, keys)
 
 
 class Incoming(ABC):
@@ -324,18 +303,6 @@ class Incoming(ABC):
         """
 
 
-class _Window(NamedTuple):
-    """Consecutive rows.
-
-    Attributes:
-        rows: their numbers.
-        values: by column, in ordinary memory.
-    """
-
-    rows: range
-    values: dict[str, Tensor]
-
-
 def _window_rows(store: RowStore, columns: Sequence[str], rows: range) -> int | None:
     """Return the rows that a window has; None if rows are better read one by one.
 
@@ -349,29 +316,26 @@ def _window_rows(store: RowStore, columns: Sequence[str], rows: range) -> int | 
     return most if walks * store.log.stats()["record_bytes"] <= _BYTES_FOR_A_READ else None
 
 
-def _windows(store: LogStore, columns: Sequence[str], rows: range, most: int) -> Iterator[_Window]:
-    """Yield rows in order, ``most`` of them at a time."""
-    chosen = {name: store.columns[name] for name in columns}
-    for start in range(0, len(rows), most):
-        window = rows[start : start + most]
-        values = {name: torch.empty(len(window), *each.row_shape, dtype=each.dtype) for name, each in chosen.items()}
-        missing = torch.ones(len(window), dtype=torch.bool)
-        try:
-            for found, held in store.written_rows():
-                inside = (found >= window.start) & (found < window.stop)
-                places = found[inside] - window.start
-                for name, column in chosen.items():
-                    values[name][places] = _decoded(held[name][inside], column)
-                missing[places] = False
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # another process has written over some of them
-                raise
-            missing[:] = True
-        for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):
-            block = store.gather(places + window.start, columns, torch.device("cpu"))
-            for name in chosen:
-                values[name][places] = block.columns[name]
-        yield _Window(window, values)
+def _window(store: RowStore, columns: Mapping[str, Column], rows: range) -> dict[str, Tensor]:
+    """Return rows by column, in ordinary memory."""
+    values = {name: torch.empty(len(rows), *each.row_shape, dtype=each.dtype) for name, each in columns.items()}
+    missing = torch.ones(len(rows), dtype=torch.bool)
+    try:
+        for found, held in store.written_rows():
+            inside = (found >= rows.start) & (found < rows.stop)
+            places = found[inside] - rows.start
+            for name, column in columns.items():
+                values[name][places] = _decoded(held[name][inside], column)
+            missing[places] = False
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # another process has written over some of them
+            raise
+        missing[:] = True
+    for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):
+        block = store.gather(places + rows.start, [*columns], torch.device("cpu"))
+        for name in columns:
+            values[name][places] = block.columns[name]
+    return values
 
 
 def _decoded(held: Tensor, column: Column) -> Tensor:

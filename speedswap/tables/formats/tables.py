@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -20,7 +23,6 @@ from speedswap.tables.files.place import rename_anew
 from speedswap.tables.files.whole import fresh_folder, open_regular, remove_leftovers, write_whole
 from speedswap.tables.formats import arrays, parquet, word2vec
 from speedswap.tables.formats.pieces import (
-    ColumnForm,
     Incoming,
     KeySink,
     KeySource,
@@ -28,7 +30,6 @@ from speedswap.tables.formats.pieces import (
     RowKeys,
     keys_of_map,
     opened_keys,
-    vocabulary_file,
 )
 from speedswap.tables.id_map import IdMap
 from speedswap.tables.record import Column
@@ -59,31 +60,30 @@ class Format(NamedTuple):
     item_bytes: Callable[[torch.dtype], float]
 
 
-def _in_numpy(dtype: torch.dtype) -> int:
-    return dtype.itemsize if numpy_dtype(dtype) is not None else torch.float32.itemsize
+_in_torch = operator.attrgetter("itemsize")
 
 
 def _in_parquet(dtype: torch.dtype) -> float:
     return 1 / 8 if dtype == torch.bool else _in_numpy(dtype)
 
 
-def _as_text(dtype: torch.dtype) -> int:
-    return len(" 0")
+def _in_numpy(dtype: torch.dtype) -> int:
+    return dtype.itemsize if numpy_dtype(dtype) is not None else torch.float32.itemsize
 
 
 FORMATS = {
     "npy": Format((".npy",), arrays.write_npy, arrays.read_npy, False, "never", _in_numpy),
     "safetensors": Format(
-        (".safetensors",),
-        arrays.write_safetensors,
-        arrays.read_safetensors,
-        True,
-        "never",
-        lambda dtype: dtype.itemsize,
+        (".safetensors",), arrays.write_safetensors, arrays.read_safetensors, True, "never", _in_torch
     ),
-    "word2vec": Format((".txt", ".vec"), word2vec.write, word2vec.read, False, "always", _as_text),
+    "word2vec": Format((".txt", ".vec"), word2vec.write, word2vec.read, False, "always", lambda _: len(" 0")),
     "word2vec-binary": Format(
-        (".bin",), word2vec.write_binary, word2vec.read_binary, False, "always", lambda dtype: torch.float32.itemsize
+        (".bin",),
+        partial(word2vec.write, binary=True),
+        partial(word2vec.read, binary=True),
+        False,
+        "always",
+        lambda _: 4,
     ),
     "parquet": Format((".parquet", ".pq"), parquet.write, parquet.read, True, "maybe", _in_parquet),
 }
@@ -219,25 +219,31 @@ def import_table(
     **options: Any,
 ) -> Table:
     """Make a table of a file's rows; see :meth:`speedswap.Table.from_file`."""
-    source = Path(file)
+    source, what = Path(file), os.fspath(file)
     name = format_of(source, format)
-    with ExitStack() as held:
-        handle = held.enter_context(open_regular(source))
-        rows = FORMATS[name].read(handle, str(source))
+    with open_regular(source) as handle:
+        rows = FORMATS[name].read(handle, what)
         if keys != "drop":
             rows.require_readable_keys(columns or ())
-        wanted = _chosen(rows, columns, str(source))
+        wanted = _chosen(rows, columns, what)
         rows.choose(wanted)
-        vocabulary = None if keys in _KEYS else Path(keys)
+        vocabulary, has_keys = None if keys in _KEYS else Path(keys), rows.key_kind is not None and keys != "drop"
         if vocabulary is not None and rows.key_kind is None:
             raise ValueError(f"keys is {os.fspath(keys)!r}, but the rows of {source} have no keys; leave it out")
-        filling = _Filling(rows, wanted, str(source), allow_nan=allow_nan, keeps_map=keys == "map")
+        first_row = 1 if has_keys and keys == "map" else 0  # row 0 is that of keys that have none
+        weight = rows.columns[wanted[0]]
 
         def filled(at: Storage) -> Table:
-            with vocabulary_file(vocabulary) as lines:
-                has_keys = rows.key_kind is not None and keys != "drop"
-                sink = KeySink(str(rows.key_kind), rows.num_rows, lines, str(source)) if has_keys else None
-                return filling.fill(_new(make, filling, at, dtype, options), sink)
+            with nullcontext() if vocabulary is None else write_whole(vocabulary) as lines:
+                sink = KeySink(str(rows.key_kind), rows.num_rows, lines, what) if has_keys else None
+                dim = math.prod(weight.row_shape)
+                table = make.create(rows.num_rows + first_row, dim, dtype=dtype or weight.dtype, storage=at, **options)
+                try:
+                    _fill(table, rows, wanted, first_row, sink, "" if allow_nan else what)
+                except BaseException:
+                    table.remove()
+                    raise
+                return table
 
         if place.folder is None:
             return filled(place)
@@ -255,88 +261,53 @@ def import_table(
 
 
 def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[str]:
-    """Return the file's columns to read: the ones given, the weight or the only one."""
+    """Return the file's columns to read: the ones given, the weight or the only one. The first becomes the weight."""
     known = [*rows.columns]
-    if columns is None:
-        if "weight" in known or len(known) == 1:
-            return ["weight" if "weight" in known else known[0]]
+    if columns is None and "weight" not in known and len(known) > 1:
         raise ValueError(f"{what} has columns {', '.join(known)}; say which is the weight with columns=[...]")
+    if columns is None:
+        columns = ["weight" if "weight" in known else known[0]]
     missing = [name for name in columns if name not in known]
     if missing or isinstance(columns, str) or not columns or len({*columns}) < len(columns):
         raise ValueError(f"columns is {columns!r}; {what} has {', '.join(known)}: give a list of some of them")
+    if "weight" in columns[1:]:
+        raise ValueError(f"columns is {columns!r}; the first becomes the weight, so 'weight' cannot follow it")
+    if len(shape := rows.columns[columns[0]].row_shape) > 1:
+        raise TableFormatError(f"{what} has rows of shape {shape}; save a matrix, a vector per row")
     return list(columns)
 
 
-class _Filling:
-    """The way of a file's rows into a new table.
+def _fill(table: Table, rows: Incoming, columns: list[str], first_row: int, sink: KeySink | None, finite: str) -> None:
+    """Write all rows of a file to a new table, from ``first_row`` on.
 
     Args:
-        rows: of the file.
-        columns: names there; the first becomes the weight.
-        what: the file, for messages.
-        allow_nan: True for rows that are not finite.
-        keeps_map: True if keys are mapped to rows, so that row 0 is that of keys that have none.
+        columns: names in the file; the first becomes the weight.
+        sink: takes the rows' keys.
+        finite: the file, for messages, if values have to be finite.
     """
+    names = dict(zip(columns, ["weight", *columns[1:]], strict=True))
+    forms = {name: rows.columns[name] for name in columns[1:]}
+    table.add_columns([Column(name, form.row_shape, form.dtype, init.zeros()) for name, form in forms.items()])
+    table.reserve(["weight"])  # every row is written
+    for piece in rows.pieces(columns):
+        for column, values in piece.values.items():
+            found = table.columns[names[column]]
+            values = values.to(found.dtype).reshape(-1, *found.row_shape)
+            if finite:
+                _check_finite(values, column, piece.start, finite)
+            table.write(first_row + piece.start, values, column=found.name)
+        if sink is not None:
+            assert piece.keys is not None
+            sink.add(piece.start, piece.keys)
+    if first_row and sink is not None:
+        table.set_id_map(sink.id_map)
 
-    def __init__(self, rows: Incoming, columns: list[str], what: str, *, allow_nan: bool, keeps_map: bool) -> None:
-        self.first_row = 1 if keeps_map and rows.key_kind is not None else 0
-        self.num_rows = rows.num_rows + self.first_row
-        self._rows, self._columns, self._what, self._allow_nan = rows, columns, what, allow_nan
-        self._names = {name: "weight" if place == 0 else name for place, name in enumerate(columns)}
-        if "weight" in columns[1:]:
-            raise ValueError(f"columns is {columns!r}; the first becomes the weight, so 'weight' cannot follow it")
-        (self.dim, *more) = self.forms["weight"].row_shape or (1,)
-        if more:
-            raise TableFormatError(f"{what} has rows of shape {(self.dim, *more)}; save a matrix, a vector per row")
 
-    @property
-    def forms(self) -> dict[str, ColumnForm]:
-        """The columns' forms in the file, by their names in the table."""
-        return {name: self._rows.columns[column] for column, name in self._names.items()}
-
-    def fill(self, table: Table, sink: KeySink | None) -> Table:
-        """Write all rows to a table, which is removed if that fails."""
-        try:
-            table.reserve(["weight"])  # every row is written
-            for piece in self._rows.pieces(self._columns):
-                for column, values in piece.values.items():
-                    name = self._names[column]
-                    found = table.columns[name]
-                    values = values.to(found.dtype).reshape(-1, *found.row_shape)
-                    self._check_finite(values, column, piece.start)
-                    table.write(self.first_row + piece.start, values, column=name)
-                if sink is not None:
-                    assert piece.keys is not None
-                    sink.add(piece.start, piece.keys)
-            if self.first_row:
-                assert sink is not None
-                table.set_id_map(sink.id_map)
-        except BaseException:
-            table.remove()
-            raise
-        return table
-
-    def _check_finite(self, values: Tensor, column: str, start: int) -> None:
-        if self._allow_nan or not (values.is_floating_point() or values.is_complex()):
-            return
+def _check_finite(values: Tensor, column: str, start: int, what: str) -> None:
+    if values.is_floating_point() or values.is_complex():
         wrong = (~values.isfinite().reshape(len(values), -1).all(1)).nonzero()
         if len(wrong):
-            place = int(wrong[0])
             raise TableFormatError(
-                f"{self._what}, row {start + place}: {column!r} has a value that is not finite, as {values.dtype}; "
+                f"{what}, row {start + int(wrong[0])}: {column!r} has a value that is not finite, as {values.dtype}; "
                 "correct it, or give allow_nan=True (--allow-nan)"
             )
-
-
-def _new(make: type[Table], filling: _Filling, place: Storage, dtype: torch.dtype | None, options: Any) -> Table:
-    """Make the table, filled with zeros."""
-    forms = filling.forms
-    table = make.create(filling.num_rows, filling.dim, dtype=dtype or forms["weight"].dtype, storage=place, **options)
-    try:
-        table.add_columns(
-            [Column(name, form.row_shape, form.dtype, init.zeros()) for name, form in forms.items() if name != "weight"]
-        )
-    except BaseException:
-        table.remove()
-        raise
-    return table

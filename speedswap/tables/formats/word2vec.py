@@ -37,17 +37,11 @@ _FAULTS = {
 }
 
 
-def write(file: BinaryIO, rows: Outgoing) -> None:
-    """Write text: each value the shortest that reads back to its bits. Dtypes narrower than float32 are as float32."""
-    _write(file, rows, binary=False)
+def write(file: BinaryIO, rows: Outgoing, *, binary: bool = False) -> None:
+    """Write text, each value the shortest that reads back to its bits; or the binary format, which has float32 alone.
 
-
-def write_binary(file: BinaryIO, rows: Outgoing) -> None:
-    """Write the binary format, which has float32 alone."""
-    _write(file, rows, binary=True)
-
-
-def _write(file: BinaryIO, rows: Outgoing, *, binary: bool) -> None:
+    Dtypes narrower than float32 are written as float32.
+    """
     ((name, form),) = rows.forms.items()
     is_double = form.dtype == torch.float64
     if not form.dtype.is_floating_point or (binary and is_double):
@@ -60,22 +54,13 @@ def _write(file: BinaryIO, rows: Outgoing, *, binary: bool) -> None:
         file.write(kernels.write_vectors(as_texts(piece.keys), values if is_double else values.float(), binary=binary))
 
 
-def read(file: BinaryIO, what: str) -> Incoming:
-    """Check the head of a text file.
+def read(file: BinaryIO, what: str, *, binary: bool = False) -> Incoming:
+    """Check the head of a file.
 
     Raises:
-        TableFormatError: it is not one, or is too short for the rows it declares.
+        TableFormatError: it is of another format, or is too short for the rows it declares.
     """
-    return _Vectors(file, what, binary=False)
-
-
-def read_binary(file: BinaryIO, what: str) -> Incoming:
-    """Check the head of a binary file.
-
-    Raises:
-        TableFormatError: it is not one, or is too short for the rows it declares.
-    """
-    return _Vectors(file, what, binary=True)
+    return _Vectors(file, what, binary=binary)
 
 
 class _Vectors(Incoming):

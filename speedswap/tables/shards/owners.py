@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -201,16 +201,8 @@ class OwnedRows(Initializer):
     kind: ClassVar[str] = "owned"
 
     @property
-    def is_zero(self) -> bool:
-        return self.init.is_zero
-
-    @property
-    def is_given(self) -> bool:
-        return self.init.is_given
-
-    @property
-    def is_function_of_row(self) -> bool:
-        return self.init.is_function_of_row
+    def parts(self) -> Sequence[Initializer]:
+        return [self.init]
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         ids, order = self.owners.ids(ids_of(rows), self.rank).sort()

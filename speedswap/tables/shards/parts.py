@@ -18,12 +18,11 @@ from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import SHARD, ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.place import Place
 from speedswap.tables.id_map import IdMap
-from speedswap.tables.initial import starts_of
 from speedswap.tables.notes import Notes
 from speedswap.tables.record import Block, Column
 from speedswap.tables.shards.owners import InOrder, Owners, whole_column, whole_columns
 from speedswap.tables.storage import open_store
-from speedswap.tables.store import Checked, Files, RowStore
+from speedswap.tables.store import Checked, Files, RowStore, begin_alike
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
@@ -312,15 +311,9 @@ def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[Te
 
 def _begins_as(target: Shard, source: Shard, columns: Sequence[str]) -> bool:
     """Return whether rows that were never written are equal in two shards, and none was written in the target."""
-    stores, files = [shard.table.store for shard in (target, source)], target.table.store.files
-    ours, theirs = (starts_of(store.columns, store.origins, whole_column) for store in stores)
-    return (
-        files is not None
-        and files.is_untouched
-        and target.table.seed == source.table.seed
-        and {*columns} == {*ours}
-        and all(ours[name] == theirs[name] for name in columns)
-    )
+    ours, theirs, files = target.table.store, source.table.store, target.table.store.files
+    is_untouched = files is not None and files.is_untouched
+    return is_untouched and {*columns} == {*ours.columns} and begin_alike(ours, theirs, columns, whole_column)
 
 
 def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool]) -> None:
