@@ -60,7 +60,11 @@ class Format(NamedTuple):
     item_bytes: Callable[[torch.dtype], float]
 
 
-_in_torch = operator.attrgetter("itemsize")
+def _as_float(dtype: torch.dtype) -> int:
+    return torch.float32.itemsize
+
+
+_exact = operator.attrgetter("itemsize")
 
 
 def _in_parquet(dtype: torch.dtype) -> float:
@@ -73,9 +77,7 @@ def _in_numpy(dtype: torch.dtype) -> int:
 
 FORMATS = {
     "npy": Format((".npy",), arrays.write_npy, arrays.read_npy, False, "never", _in_numpy),
-    "safetensors": Format(
-        (".safetensors",), arrays.write_safetensors, arrays.read_safetensors, True, "never", _in_torch
-    ),
+    "safetensors": Format((".safetensors",), arrays.write_safetensors, arrays.read_safetensors, True, "never", _exact),
     "word2vec": Format((".txt", ".vec"), word2vec.write, word2vec.read, False, "always", lambda _: len(" 0")),
     "word2vec-binary": Format(
         (".bin",),
