@@ -277,18 +277,6 @@ class RowStore(ABC):
                 {name: column.encode(self.read(name, start, stop)) for name, column in self.columns.items()},
             )
 
-    def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
-        """Replace columns of every row by those of another store with as many rows.
-
-        Args:
-            source: the other store.
-            columns: names of columns that both have, of one dtype and row shape.
-        """
-        for start in range(0, self.num_embeddings, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, self.num_embeddings)
-            for name in columns:
-                self.write(name, start, source.read(name, start, stop))
-
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
         """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None.
 
@@ -381,6 +369,18 @@ class Files(ABC):
         Args:
             advance: called with the number of rows read since the last call; parts of one if it is read in parts.
         """
+
+    def take_rows(self, source: RowStore, columns: Sequence[str]) -> bool:
+        """Replace columns of every row by those of another store with as many rows, if these files have a way for it.
+
+        Args:
+            source: the other store.
+            columns: names of columns that both have, of one dtype and row shape.
+
+        Returns:
+            False if the rows have to be read and written.
+        """
+        return False
 
     def reserve(self, rows: int, times: int = 1) -> None:
         """Make sure that scatters of n rows, one after the other, cannot fail for want of room."""
@@ -482,9 +482,6 @@ class WrappedStore(RowStore):
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         return self.inner.written_rows()
-
-    def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
-        self.inner.take_rows(source, columns)
 
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
         return self.inner.alone(outer or self)

@@ -16,6 +16,7 @@ from speedswap.tables import Column, Table
 from speedswap.tables import init as initializers
 from speedswap.tables.files import manifest as manifests
 from speedswap.tables.files.directory import TableDirectory
+from speedswap.tables.files.open_directory import OpenDirectory
 
 ROWS, WRITTEN = 60, torch.tensor([3, 5, 17, 59])
 
@@ -219,13 +220,14 @@ def test_a_log_that_cannot_be_written_anew_leaves_the_one_before(
         write(table, 0, "weight")
     ours.flush()
     with monkeypatch.context() as patched:
-        whole, calls = getattr(TableDirectory, where), []
+        owner = OpenDirectory if where == "sync" else TableDirectory
+        whole, calls = getattr(owner, where), []
 
         def once(self: Any, *args: Any, **options: Any) -> Any:
             calls.append(args)
             return failing() if len(calls) == 1 else whole(self, *args, **options)
 
-        patched.setattr(TableDirectory, where, once)
+        patched.setattr(owner, where, once)
         with pytest.raises(OSError, match=r"No space left|no room"):
             ours.add_columns([Column("wide", (1024,), torch.float32, initializers.zeros())])
     assert_same_wherever_it_is_read(ours, other, tmp_path)

@@ -479,9 +479,8 @@ class Loading:
         """Write columns of the rows to another table."""
         table.check_open(writing=True)
         table.store.note_change(None)
-        if self._is_as_saved:
-            table.store.take_rows(self._sources[0].shard.table.store, names)
-        else:
+        files, found = table.store.files, self._sources[0].shard.table.store
+        if not (self._is_as_saved and files is not None and files.take_rows(found, names)):
             take_shards(self._target, [source.shard for source in self._sources], names)
         for source in self._sources:
             for delta in source.saved.deltas:

@@ -30,7 +30,7 @@ def new_log(directory: TableDirectory, manifest: LogManifest) -> LogFiles:
     head = LogHead(0, 0, {}, {}).encode(manifest.name)
     with says_if_full(directory.files.path / "HEAD"):
         kernels.RowLog.create(files.rows.fd, files.head.fd, salt=manifest.salt, head=head)
-    directory.sync()
+    directory.files.sync()
     return files
 
 

@@ -174,11 +174,11 @@ class LogStore(LogColumns, Commits):
                 rows = torch.arange(start + piece.start, start + piece.stop)
                 self._cache.scatter(rows, fields, {column: kernels.as_read(values[piece].detach()).to(_CPU)}, room)
 
-    def take_rows(self, source: RowStore, columns: Sequence[str]) -> None:
+    def take_rows(self, source: RowStore, columns: Sequence[str]) -> bool:
         self._held.stop()
         if isinstance(source, LogStore) and self._has_files_of(source) and self._begins_as(source):
             self._take_former(source, columns)
-            return
+            return True
         as_written = not self.log.touched and self._begins_as(source) and {*columns} == {*self.columns}
         num_rows = self.num_embeddings
         if as_written and isinstance(source, LogStore):
@@ -188,7 +188,7 @@ class LogStore(LogColumns, Commits):
             if as_written:
                 for rows, held in source.written_rows():  # the others have the same initial values in both
                     self.put(rows, {name: held[name] for name in columns})
-                return
+                return True
             fields = self._cache.fields(tuple(columns))
             for piece in self._cache.pieces(num_rows):
                 rows = torch.arange(piece.start, piece.stop)
@@ -196,6 +196,7 @@ class LogStore(LogColumns, Commits):
                 self._cache.scatter(rows, fields, blocks)
         finally:
             self._cache.give_up_room()
+        return True
 
     def _has_files_of(self, source: LogStore) -> bool:
         ours, theirs = self._files.rows.fd, source._files.rows.fd
@@ -291,7 +292,7 @@ class LogStore(LogColumns, Commits):
 
     def flush_at_end(self) -> None:
         # A directory that was removed meanwhile stays removed.
-        if not self._closed and os.getpid() == self._owner_pid and self._directory.exists:
+        if not self._closed and os.getpid() == self._owner_pid and self._directory.files.exists:
             if self._options.scratch:
                 self._directory.remove()
             else:

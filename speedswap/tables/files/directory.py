@@ -271,7 +271,7 @@ class TableDirectory(Locked):
         used = log_names(manifest.log) if isinstance(manifest, LogManifest) else ()
         strays = [name for name in self.files.names() if _is_stray(name, used) and is_ours(self.files, name)]
         if strays:
-            self.sync()  # the writer of the manifest may not have got that far
+            self.files.sync()  # the writer of the manifest may not have got that far
             for name in strays:
                 self.files.remove(name)
             _log.warning("removed %s from %s, left behind by a process that was killed", ", ".join(strays), self.path)
@@ -391,10 +391,6 @@ class TableDirectory(Locked):
                 self.files.remove(name)
         return removed
 
-    def sync(self) -> None:
-        """Make the names of new files durable, before a manifest refers to them."""
-        self.files.sync()
-
     def write_manifest(self, manifest: AnyManifest) -> None:
         """Replace the manifest, durably, unless it is the same already."""
         body = manifest.encode()
@@ -414,11 +410,6 @@ class TableDirectory(Locked):
         """Return whether a path leads to this directory now."""
         return self.files.is_at(Path(os.path.realpath(path)))
 
-    @property
-    def exists(self) -> bool:
-        """True until the directory is removed."""
-        return self.files.exists
-
     def release(self) -> None:
         """Release the lock; harmless if it is not held."""
         if self._writer_lock is not None:
@@ -427,7 +418,7 @@ class TableDirectory(Locked):
     def remove(self) -> None:
         """Remove the directory with the table in it, and the directories made above it; harmless if it is gone."""
         try:
-            if not self.exists:
+            if not self.files.exists:
                 return
             if self._writer_lock is None or not self._writer_lock.is_held:
                 self._writer_lock = WriterLock(self.files, say=False)

@@ -251,16 +251,11 @@ class LogManifest:
             }
             for layout in self.layouts
         ]
+        named = ("name", "num_embeddings", "seed", "group_rows", "segment_bytes", "salt", "scratch")
         data = {
             "format": FORMAT,
             "version": 4,
-            "name": self.name,
-            "num_embeddings": self.num_embeddings,
-            "seed": self.seed,
-            "group_rows": self.group_rows,
-            "segment_bytes": self.segment_bytes,
-            "salt": self.salt,
-            "scratch": self.scratch,
+            **{name: getattr(self, name) for name in named},
             **({"log": self.log} if self.log else {}),
             "columns": [json.loads(column) for column in columns],
             "layouts": layouts,
@@ -283,12 +278,9 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
     num_embeddings, seed, name = data["num_embeddings"], data["seed"], data["name"]
     require_table(num_embeddings, seed, name)
     rows, segment, salt, scratch = data["group_rows"], data["segment_bytes"], data["salt"], data["scratch"]
-    for what, number, least, most in (
-        ("group_rows", rows, 1, _MAX_GROUP_ROWS),
-        ("segment_bytes", segment, 2**16, _MAX_SEGMENT_BYTES),
-    ):
-        is_power = is_int(number, least, most) and number & (number - 1) == 0
-        require(is_power, f"{what} is {number!r}")
+    for what, least, most in (("group_rows", 1, _MAX_GROUP_ROWS), ("segment_bytes", 2**16, _MAX_SEGMENT_BYTES)):
+        is_power = is_int(data[what], least, most) and data[what] & (data[what] - 1) == 0
+        require(is_power, f"{what} is {data[what]!r}")
     require(-(-num_embeddings // rows) <= _MAX_GROUPS, f"{num_embeddings} rows in groups of {rows} are too many")
     require(is_int(salt, 0, 2**64 - 1) and isinstance(scratch, bool), f"salt is {salt!r}, scratch is {scratch!r}")
     require(isinstance(data["columns"], list) and isinstance(data["layouts"], list), "its columns are not a list")
@@ -516,19 +508,14 @@ def parse(directory: Path, raw: bytes) -> AnyManifest:
         TableFormatError: it is damaged.
     """
     with says_damaged(f"the {MANIFEST} of {directory}"):
-        manifest = _checked(raw)
+        require(len(raw) <= MAX_BYTES + _CHECKSUM_BYTES, f"it is longer than {MAX_BYTES + _CHECKSUM_BYTES} bytes")
+        checksum, newline, body = raw.partition(b"\n")
+        require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
+        data = json.loads(body)
+        require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
+        version = data["version"]
+        known = " and ".join(map(str, _PARSERS))
+        is_known = is_int(version, min(_PARSERS), max(_PARSERS))
+        require(is_known, f"its version is {version!r}; this speedswap reads {known}")
+        manifest = _PARSERS[version](data)
     return manifest
-
-
-def _checked(raw: bytes) -> AnyManifest:
-    require(len(raw) <= MAX_BYTES + _CHECKSUM_BYTES, f"it is longer than {MAX_BYTES + _CHECKSUM_BYTES} bytes")
-    checksum, newline, body = raw.partition(b"\n")
-    require(newline == b"\n" and checksum == b"%08x" % zlib.crc32(body), "its checksum does not match")
-    data = json.loads(body)
-    require(isinstance(data, dict) and data.get("format") == FORMAT, "it does not describe a table")
-    version = data["version"]
-    require(
-        is_int(version, min(_PARSERS), max(_PARSERS)),
-        f"its version is {version!r}; this speedswap reads {' and '.join(map(str, _PARSERS))}",
-    )
-    return _PARSERS[version](data)

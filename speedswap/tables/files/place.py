@@ -40,6 +40,7 @@ class Place:
     Attributes:
         shown: that path, absolute, so that a later ``chdir`` does not lead elsewhere; for messages.
         path: the same without links.
+        hidden: the directory in which a table for this place is made.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,13 +48,8 @@ class Place:
         self.path = Path(os.path.realpath(path))
         if not self.path.name:
             raise TableFormatError(f"path is {str(path)!r}, the root directory and no table; give another path")
-        self._new, self._old = _hidden(self.path, "new"), _hidden(self.path, "old")
+        self.hidden, self._old = _hidden(self.path, "new"), _hidden(self.path, "old")
         self._made: list[Path] = []  # directories above, made for this table
-
-    @property
-    def hidden(self) -> Path:
-        """The directory in which a table for this place is made."""
-        return self._new
 
     def open(self) -> OpenDirectory:
         """Open the directory at this place.
@@ -107,22 +103,22 @@ class Place:
     def _try_to_begin(self) -> tuple[OpenDirectory, WriterLock] | None:
         try:
             with says_if_full(self.path):
-                os.mkdir(self._new)
+                os.mkdir(self.hidden)
         except FileExistsError:
-            self._discard_leftover(self._new)
+            self._discard_leftover(self.hidden)
             return None
         try:
-            directory = OpenDirectory(self._new, follow=False, shown=self.shown)
+            directory = OpenDirectory(self.hidden, follow=False, shown=self.shown)
             lock = WriterLock(directory)
         except (FileNotFoundError, TableBusyError):
             return None  # another process took it for a leftover before it was locked
         except BaseException:
             for name in ("OWNER", "LOCK"):
                 with contextlib.suppress(OSError):
-                    os.unlink(self._new / name)
-            _remove_empty(self._new)
+                    os.unlink(self.hidden / name)
+            _remove_empty(self.hidden)
             raise
-        if directory.is_at(self._new):
+        if directory.is_at(self.hidden):
             return directory, lock
         lock.release()
         return None
@@ -135,7 +131,7 @@ class Place:
         """
         self.refuse_existing()
         try:
-            rename_anew(self._new, self.path)
+            rename_anew(self.hidden, self.path)
         except FileExistsError:
             self.refuse_existing()
             raise
@@ -144,17 +140,17 @@ class Place:
 
     def replace(self) -> None:
         """Let the finished table and the one at the path exchange names, durably: there is a table at every instant."""
-        if not exchange(self._new, self.path):
+        if not exchange(self.hidden, self.path):
             # This file system cannot: one after the other. A process killed in between leaves what recover() finds.
             self._discard_leftover(self._old)  # of a process killed after the second; this path's owner is here
             try:
                 os.rename(self.path, self._old)
-                os.rename(self._new, self.path)
+                os.rename(self.hidden, self.path)
             except BaseException:
                 if not os.path.lexists(self.path):
                     os.rename(self._old, self.path)
                 raise
-            os.rename(self._old, self._new)
+            os.rename(self._old, self.hidden)
         sync_names(self.path.parent)
 
     # ------------------------------------------------------------------ after a process that was killed
@@ -189,7 +185,7 @@ class Place:
 
     def clear(self) -> None:
         """Remove what killed processes have left beside the table."""
-        for leftover in (self._new, self._old):
+        for leftover in (self.hidden, self._old):
             if os.path.lexists(leftover):
                 try:
                     self._discard_leftover(leftover)
@@ -239,11 +235,11 @@ class Place:
     def discard(self, directory: OpenDirectory) -> None:
         """Remove a table's directory, whose lock is held, from the path or from where it is hidden."""
         if directory.is_at(self.path):  # out of sight first, so that no process finds half of it
-            if os.path.lexists(self._new):
-                self._discard_leftover(self._new)
-            os.rename(self.path, self._new)
-        if directory.is_at(self._new):
-            _discard(directory, self._new)
+            if os.path.lexists(self.hidden):
+                self._discard_leftover(self.hidden)
+            os.rename(self.path, self.hidden)
+        if directory.is_at(self.hidden):
+            _discard(directory, self.hidden)
 
     # ------------------------------------------------------------------ directories above
 
