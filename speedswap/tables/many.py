@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Literal
 
 import torch
@@ -66,9 +65,7 @@ class Commit:
     def __enter__(self) -> Commit:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         try:
             if self._transfers is not None:
                 self._transfers.start()

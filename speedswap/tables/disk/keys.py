@@ -21,7 +21,7 @@ from speedswap.tables.files.manifest import (
     MAX_BYTES,
     is_keys_name,
 )
-from speedswap.tables.files.open_directory import OpenFile, says_if_full
+from speedswap.tables.files.open_directory import OpenFile, says_if_full, write_all
 from speedswap.tables.id_map import IdMap
 
 HEAD_BYTES = 65_000  # of a commit's head, at most; more goes to a file that it names
@@ -299,7 +299,9 @@ class LogKeys:
             if len(saving.writes) < _most_open():
                 saving.writes.append((file, begin, raw))
             else:
-                _write(file, begin, raw)
+                write_all(file.fd, raw.numpy().data, begin)
+                os.fsync(file.fd)
+                file.close()
         files = (*files[:-1], (files[-1][0], end))
         if sweep.is_complete:
             saving.files[name] = files[first:]
@@ -318,13 +320,3 @@ class LogKeys:
 def _most_open() -> int:
     """Return the files that the background may hold open: a share of what the process may."""
     return max(_LEAST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _OPEN_SHARE)
-
-
-def _write(file: OpenFile, begin: int, raw: Tensor) -> None:
-    """Write bytes to a file, durably, and close it."""
-    rest = raw.numpy().data
-    while rest:
-        written = os.pwrite(file.fd, rest, begin)
-        rest, begin = rest[written:], begin + written
-    os.fsync(file.fd)
-    file.close()

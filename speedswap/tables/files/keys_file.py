@@ -21,7 +21,7 @@ from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.kernels import Cursor, KeyMap, SavedKeys, Texts, hash_texts
 from speedswap.tables.files.damage import is_int, mended_text, ranges_of, require, says_damaged
-from speedswap.tables.keys import select_texts
+from speedswap.tables.keys import KINDS, select_texts
 
 _MAGIC = b"speedswap-keys 1 "
 _ALIGNMENT = 8
@@ -213,23 +213,20 @@ def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
 
 
 def _settings(header: dict[str, Any]) -> dict[str, Any]:
-    settings = {name: header[name] for name in ("capacity", "keys", "admit_after", "evict")}
-    require(is_int(settings["capacity"], 1, _MOST_ROWS), f"capacity is {settings['capacity']!r}")
-    require(is_int(settings["admit_after"], 1, _MOST_ROWS), f"admit_after is {settings['admit_after']!r}")
-    require(settings["keys"] in ("int64", "hashed", "exact"), f"keys is {settings['keys']!r}")
-    require(settings["evict"] in (None, "lru", "lfu"), f"evict is {settings['evict']!r}")
-    return settings
+    for name in ("capacity", "admit_after"):
+        require(is_int(header[name], 1, _MOST_ROWS), f"{name} is {header[name]!r}")
+    require(header["keys"] in KINDS, f"keys is {header['keys']!r}")
+    require(header["evict"] in (None, "lru", "lfu"), f"evict is {header['evict']!r}")
+    return {name: header[name] for name in ("capacity", "keys", "admit_after", "evict")}
 
 
 def _cursor(header: dict[str, Any]) -> Cursor:
-    cursor = Cursor(header["used"], header["clock"], header["probation_used"], header["last_place"])
-    capacity = header["capacity"]
-    require(is_int(cursor.used, 0, capacity), f"used is {cursor.used!r}")
-    require(is_int(cursor.clock, 0, 2**32 - 1), f"clock is {cursor.clock!r}")
-    most = capacity if header["admit_after"] > 1 else 0
-    require(is_int(cursor.probation_used, 0, most), f"probation_used is {cursor.probation_used!r}")
-    require(is_int(cursor.last_place, 0, cursor.probation_used), f"last_place is {cursor.last_place!r}")
-    return cursor
+    most = header["capacity"] if header["admit_after"] > 1 else 0
+    limits = {"used": header["capacity"], "clock": 2**32 - 1, "probation_used": most}
+    limits["last_place"] = header["probation_used"]
+    for name, limit in limits.items():
+        require(is_int(header[name], 0, limit), f"{name} is {header[name]!r}")
+    return Cursor(*(header[name] for name in limits))
 
 
 class _Arrays:

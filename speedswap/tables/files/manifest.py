@@ -18,7 +18,7 @@ import torch
 from speedswap.errors import TableFormatError, TableTooLargeError
 from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, collapsed, least_group
 from speedswap.tables.files.damage import is_int, require, says_damaged
-from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity
+from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
 from speedswap.tables.init import CopyOf, Unknown, from_json
 from speedswap.tables.initial import InRanges
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
@@ -487,9 +487,7 @@ class ManifestFile(NamedTuple):
         temporary = f"{MANIFEST}.{secrets.token_hex(8)}.tmp"
         written = OpenFile(directory.create(temporary))
         try:
-            rest = memoryview(b"%08x\n" % zlib.crc32(body) + body)
-            while rest:
-                rest = rest[os.write(written.fd, rest) :]
+            write_all(written.fd, b"%08x\n" % zlib.crc32(body) + body, 0)
             os.fsync(written.fd)
             file = OpenFile(directory.open(temporary))  # to be read: the file system may be made read-only meanwhile
             written.close()

@@ -171,6 +171,14 @@ def identity(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write bytes to a file from an offset on, whatever number of them a call takes."""
+    rest = memoryview(data)
+    while rest:
+        count = os.pwrite(fd, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
 def sync_names(directory: Path) -> None:
     """Make the names in a directory durable, if it may be read."""
     try:

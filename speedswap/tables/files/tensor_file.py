@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap.errors import TableFormatError
-from speedswap.tables.files.open_directory import OpenFile
+from speedswap.tables.files.open_directory import OpenFile, write_all
 
 DTYPES = {
     torch.float64: "F64",
@@ -88,7 +88,7 @@ class TensorWriter:
         self.places = {name: place._replace(start=place.start + first) for name, place in places.items()}
         self.nbytes = first + end
         os.ftruncate(file.fd, self.nbytes)
-        _write(file.fd, memoryview(len(header).to_bytes(8, "little") + header), 0)
+        write_all(file.fd, (len(header).to_bytes(8, "little") + header), 0)
 
     def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
         """Write a tensor, or some rows of it, on any device, from ``first_row`` on."""
@@ -97,7 +97,7 @@ class TensorWriter:
             place = place.rows(first_row, first_row + len(values))
         assert (values.dtype, tuple(values.shape)) == (place.dtype, place.shape)
         raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        _write(self._file.fd, raw.numpy().data, place.start)
+        write_all(self._file.fd, raw.numpy().data, place.start)
 
 
 class TensorReader:
@@ -163,9 +163,3 @@ def _place(name: str, entry: Any, first: int) -> TensorPlace:
     if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63 for size in sizes):
         raise ValueError(f"tensor {name[:100]!r} has no proper sizes")
     return TensorPlace(_OF_NAME[dtype], tuple(shape), first + begin)
-
-
-def _write(fd: int, rest: memoryview, offset: int) -> None:
-    while rest:
-        count = os.pwrite(fd, rest, offset)
-        rest, offset = rest[count:], offset + count
