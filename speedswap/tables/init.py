@@ -91,6 +91,12 @@ class ColumnSpec(NamedTuple):
     key: int
 
 
+def chunks_of(num_rows: int) -> Iterator[range]:
+    """Yield all rows of a table, ``CHUNK_ROWS`` at a time."""
+    for start in range(0, num_rows, CHUNK_ROWS):
+        yield range(start, min(start + CHUNK_ROWS, num_rows))
+
+
 def ids_of(rows: range | Tensor) -> Tensor:
     """Return rows as int64, shape (n,), in host memory."""
     return torch.arange(rows.start, rows.stop, device=_CPU) if isinstance(rows, range) else rows

@@ -117,19 +117,6 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
     return {name: of(name) for name in columns}
 
 
-def initial_chunk(column: Column, start: int, count: int, num_embeddings: int, seed: int) -> Tensor:
-    """Return the initial values of rows ``start`` to ``start + count - 1``, of the dtype of blocks, in host memory.
-
-    Args:
-        column: not one that begins as a copy of another.
-        start: a multiple of the initializers' chunks.
-        count: at most a chunk.
-        num_embeddings: the table's.
-        seed: the table's.
-    """
-    return column.initial(range(start, start + count), num_embeddings, seed)
-
-
 @dataclass(frozen=True)
 class Range:
     """Consecutive rows of a column with initial values of their own.

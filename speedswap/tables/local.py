@@ -13,7 +13,7 @@ from speedswap import kernels
 from speedswap.errors import TableClosedError
 from speedswap.kernels import Lookup, Transfers
 from speedswap.tables.files.manifest import require_size
-from speedswap.tables.init import CHUNK_ROWS
+from speedswap.tables.init import chunks_of
 from speedswap.tables.initial import is_lazy
 from speedswap.tables.memory import MemoryKind, RecordGroup, allocate
 from speedswap.tables.pending import Gathered, PendingTransfers, PendingWrite, Prefetch
@@ -384,13 +384,9 @@ class LocalStore(RowStore):
         columns = self.columns
         if not self._written and all(is_lazy(column) for column in columns.values()):
             return
-        for start in range(0, self.num_embeddings, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, self.num_embeddings)
-            rows = torch.arange(start, stop)
-            yield (
-                rows,
-                {name: self.group_of(name).bytes_of(name)[start:stop].to(_CPU).contiguous() for name in columns},
-            )
+        for rows in chunks_of(self.num_embeddings):
+            held = {name: self.group_of(name).bytes_of(name)[rows.start : rows.stop] for name in columns}
+            yield torch.arange(rows.start, rows.stop), {name: each.to(_CPU).contiguous() for name, each in held.items()}
 
     def view(self, column: str) -> Tensor:
         group = self.group_of(column)

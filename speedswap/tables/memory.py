@@ -166,16 +166,8 @@ class RecordGroup:
         """Return the memory as the kernels take it."""
         if self._records is None:
             memory = self.memory
-            self._records = kernels.Records(
-                memory.bytes.data_ptr(),
-                self.layout.stride,
-                self.num_embeddings,
-                memory.device,
-                memory.pinned,
-                memory.bytes,
-                self.engine,
-                memory.fence,
-            )
+            where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
+            self._records = kernels.Records(*where, memory.bytes, self.engine, memory.fence)
         return self._records
 
     def close(self) -> None:
@@ -186,9 +178,7 @@ class RecordGroup:
     def fields(self, names: Collection[str] | None = None) -> dict[str, kernels.WantedColumn]:
         """Return columns as the kernels gather them, by name: all of the group, or those of some names that it has."""
         return {
-            c.name: kernels.WantedColumn(self.layout.offset(c.name), c.row_shape, c.dtype, c.form())
-            for c in self.layout.columns
-            if names is None or c.name in names
+            c.name: c.at(self.layout.offset(c.name)) for c in self.layout.columns if names is None or c.name in names
         }
 
     def view(self, name: str) -> Tensor:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.initial import InRanges, initial_chunk
+from speedswap.tables.init import CopyOf, chunks_of
+from speedswap.tables.initial import InRanges
 from speedswap.tables.record import Block, Column
 from speedswap.tables.store import RowStore, WrappedStore
 
@@ -121,15 +121,12 @@ class PartStore(WrappedStore):
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         for column in columns:
-            for start in range(0, self.num_embeddings, CHUNK_ROWS):
-                self.write(column.name, start, self._initial(column, start))
-
-    def _initial(self, column: Column, start: int) -> Tensor:
-        """Return the initial values of a chunk of rows."""
-        num_rows = min(CHUNK_ROWS, self.num_embeddings - start)
-        if isinstance(column.init, CopyOf):
-            return self.read(column.init.column, start, start + num_rows)
-        return initial_chunk(column, start, num_rows, self.num_embeddings, self.seed)
+            for rows in chunks_of(self.num_embeddings):
+                if isinstance(column.init, CopyOf):
+                    values = self.read(column.init.column, rows.start, rows.stop)
+                else:
+                    values = column.initial(rows, self.num_embeddings, self.seed)
+                self.write(column.name, rows.start, values)
 
     # ------------------------------------------------------------------ lifetime
 

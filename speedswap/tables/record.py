@@ -110,22 +110,29 @@ class Column:
         values = values.detach().to("cpu").contiguous()
         if not self.compact:
             return values.reshape(len(values), self.width).view(torch.uint8)
-        return self._alone(values)[0][:, : self.row_bytes].contiguous()
+        return self._alone(values)[:, : self.row_bytes].contiguous()
+
+    def decode(self, held: torch.Tensor) -> torch.Tensor:
+        """Return rows as blocks have them, given as records hold them: uint8, shape (n, row_bytes), in host memory."""
+        values = torch.empty(len(held), *self.row_shape, dtype=self.dtype)
+        records = records_over(held.contiguous())
+        kernels.gather_records(records, torch.arange(len(held)), [kernels.Part(0, values, self.form())])
+        return values
 
     def as_read(self, values: torch.Tensor) -> torch.Tensor:
         """Return rows of this column, in host memory, as they are read once they were written: rounded to nearest."""
-        if not self.compact:
-            return values
-        read = torch.empty(values.shape, dtype=self.dtype)
-        kernels.gather_records(self._alone(values)[1], torch.arange(len(values)), [kernels.Part(0, read, self.form())])
-        return read
+        return self.decode(self._alone(values)) if self.compact else values
 
-    def _alone(self, values: torch.Tensor) -> tuple[torch.Tensor, kernels.Records]:
-        """Return rows of this column as records in host memory, and the bytes of these."""
+    def _alone(self, values: torch.Tensor) -> torch.Tensor:
+        """Return rows of this column as the bytes of records in host memory."""
         out = torch.empty(len(values), _round_up(self.row_bytes, _WORD_BYTES), dtype=torch.uint8)
-        records = kernels.Records(out.data_ptr(), out.stride(0), len(out), out.device, False, out)
-        kernels.scatter_records(records, torch.arange(len(out)), [kernels.Part(0, values.contiguous(), self.form())])
-        return out, records
+        parts = [kernels.Part(0, values.contiguous(), self.form())]
+        kernels.scatter_records(records_over(out), torch.arange(len(out)), parts)
+        return out
+
+    def at(self, offset: int) -> kernels.WantedColumn:
+        """Return the column as the kernels gather it from records that have it at an offset."""
+        return kernels.WantedColumn(offset, self.row_shape, self.dtype, self.form())
 
     def begun_as(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return what rows hold that begin as copies of other columns' values, before they are rounded."""
@@ -144,6 +151,11 @@ class Column:
     def key(self) -> int:
         """64 bits from the name, so that two columns of one table draw different initial values."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
+
+
+def records_over(held: torch.Tensor) -> kernels.Records:
+    """Return records that lie side by side in host memory: uint8, shape (n, stride), contiguous."""
+    return kernels.Records(held.data_ptr(), held.stride(0), len(held), held.device, False, held)
 
 
 def is_column_name(name: object) -> bool:

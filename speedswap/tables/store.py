@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedswap._locks import Locked
-from speedswap.tables.init import CHUNK_ROWS
+from speedswap.tables.init import chunks_of
 from speedswap.tables.initial import Origin, origins_of
 from speedswap.tables.notes import Notes
 from speedswap.tables.record import Block, Column
@@ -270,12 +270,9 @@ class RowStore(ABC):
         Yields:
             Ids, int64, shape (n,), and the columns' bytes by name, uint8, shape (n, row_bytes), in host memory.
         """
-        for start in range(0, self.num_embeddings, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, self.num_embeddings)
-            yield (
-                torch.arange(start, stop),
-                {name: column.encode(self.read(name, start, stop)) for name, column in self.columns.items()},
-            )
+        for rows in chunks_of(self.num_embeddings):
+            held = {name: each.encode(self.read(name, rows.start, rows.stop)) for name, each in self.columns.items()}
+            yield torch.arange(rows.start, rows.stop), held
 
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
         """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None.

@@ -16,8 +16,8 @@ from torch import Tensor
 import speedswap
 from speedswap.tables import Block, Column, RowStore, Table
 from speedswap.tables.files.manifest import column_json, parse_column
-from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.initial import initial_chunk, initial_values, is_lazy
+from speedswap.tables.init import CopyOf, chunks_of
+from speedswap.tables.initial import initial_values, is_lazy
 from speedswap.tables.storage import Storage
 
 ROWS, DIM = 500, 4
@@ -110,10 +110,8 @@ class SqliteStore(RowStore):
                 copied = "INSERT INTO rows SELECT ?, id, held FROM rows WHERE name = ?"
                 self._database.execute(copied, (column.name, column.init.column))
             elif not is_lazy(column):
-                for start in range(0, self.num_embeddings, CHUNK_ROWS):
-                    count = min(CHUNK_ROWS, self.num_embeddings - start)
-                    values = initial_chunk(column, start, count, self.num_embeddings, self.seed)
-                    self.write(column.name, start, values)
+                for rows in chunks_of(self.num_embeddings):
+                    self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.seed))
 
     def reset_columns(self, columns: Sequence[Column]) -> None:
         self.add_columns([replace(self._columns[e.name], init=e.init, zero_row=e.zero_row) for e in columns])

@@ -10,7 +10,6 @@ import torch
 from speedswap import kernels
 from speedswap.errors import TableTooLargeError
 from speedswap.kernels import deferred_interrupts
-from speedswap.tables import init as initializers
 from speedswap.tables.disk.cache import LogCache
 from speedswap.tables.disk.keys import LogHead
 from speedswap.tables.disk.layout import LogLayout, added, added_unwritten, reset
@@ -18,8 +17,8 @@ from speedswap.tables.disk.opened import OpenedLog
 from speedswap.tables.files.directory import LogFiles, TableDirectory
 from speedswap.tables.files.manifest import LogManifest
 from speedswap.tables.files.open_directory import says_if_full
-from speedswap.tables.init import CopyOf
-from speedswap.tables.initial import initial_chunk, is_lazy
+from speedswap.tables.init import CopyOf, chunks_of
+from speedswap.tables.initial import is_lazy
 from speedswap.tables.record import Column
 from speedswap.tables.whole_table import progress
 
@@ -168,11 +167,10 @@ class LogColumns(OpenedLog):
         self._cache.make_room(self.num_embeddings)
         self._cache.set_aside(column.name for column in columns)
         with progress(self.num_embeddings, f"rows of {self.name}", shown=True) as advance:
-            for start in range(0, self.num_embeddings, initializers.CHUNK_ROWS):
-                count = min(initializers.CHUNK_ROWS, self.num_embeddings - start)
+            for rows in chunks_of(self.num_embeddings):
                 for column in columns:
-                    self.write(column.name, start, initial_chunk(column, start, count, self.num_embeddings, self.seed))
-                advance(count)
+                    self.write(column.name, rows.start, column.initial(rows, self.num_embeddings, self.seed))
+                advance(len(rows))
         self._cache.set_aside(())
 
 

@@ -19,7 +19,7 @@ from speedswap import kernels
 from speedswap.errors import TableFormatError
 from speedswap.tables.init import CopyOf, Unknown
 from speedswap.tables.initial import Origin, initial_values
-from speedswap.tables.record import Column, RecordLayout
+from speedswap.tables.record import Column, RecordLayout, records_over
 
 GROUP_BYTES, _MAX_GROUPS = 256, 2**32 - 1
 
@@ -91,12 +91,7 @@ class LogLayout:
     def fields(self, names: Sequence[str]) -> dict[str, kernels.WantedColumn]:
         """Return columns as the kernels gather them, by name."""
         held = [self.by_name[name] for name in names]
-        return {
-            each.column.name: kernels.WantedColumn(
-                each.offset, each.column.row_shape, each.column.dtype, each.column.form()
-            )
-            for each in held
-        }
+        return {each.column.name: each.column.at(each.offset) for each in held}
 
     def younger_than(self, number: int) -> list[HeldColumn]:
         """Return the columns that a record of an earlier layout has no values for, in the order of their birth."""
@@ -226,9 +221,7 @@ class FreshRows(NamedTuple):
             held: their bytes, uint8, contiguous; what their layout lacks of the newest is filled.
             layout: the number of the layout in which they were written; -1 if they were not.
         """
-        records = kernels.Records(
-            held.data_ptr(), self.layout.stride, len(groups) * self.group_rows, held.device, False, held
-        )
+        records = records_over(held.view(-1, self.layout.stride))
         if layout != self.layout.number:
             slots = torch.arange(len(groups))
             self.fill(records, torch.stack([slots, groups, torch.full_like(groups, layout)], dim=1))

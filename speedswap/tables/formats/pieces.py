@@ -325,7 +325,7 @@ def _window(store: RowStore, columns: Mapping[str, Column], rows: range) -> dict
             inside = (found >= rows.start) & (found < rows.stop)
             places = found[inside] - rows.start
             for name, column in columns.items():
-                values[name][places] = _decoded(held[name][inside], column)
+                values[name][places] = column.decode(held[name][inside])
             missing[places] = False
     except OSError as error:
         if error.errno != errno.ESTALE:  # another process has written over some of them
@@ -336,13 +336,3 @@ def _window(store: RowStore, columns: Mapping[str, Column], rows: range) -> dict
         for name in columns:
             values[name][places] = block.columns[name]
     return values
-
-
-def _decoded(held: Tensor, column: Column) -> Tensor:
-    """Return rows of a column, as blocks have them, of the bytes that records hold."""
-    count, row_bytes = held.shape
-    held = held.contiguous()
-    records = kernels.Records(held.data_ptr(), row_bytes, count, held.device, False, held)
-    block = torch.empty(count, *column.row_shape, dtype=column.dtype)
-    kernels.gather_records(records, torch.arange(count), [kernels.Part(0, block, column.form())])
-    return block
