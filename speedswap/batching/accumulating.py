@@ -211,7 +211,7 @@ def _values(parameter: Tensor) -> Tensor | None:
 
 
 def _has_moved(parameter: Tensor, values: Tensor | None) -> bool:
-    """Return whether a parameter's values have another address; one without memory of its own has a new one always."""
+    """Return whether a parameter's values have another address; one without memory always has a new one."""
     return not has_memory(parameter) or (values is not None and values.data_ptr() != parameter.data_ptr())
 
 
@@ -296,7 +296,7 @@ class AccumulatingOptimizer(Optimizer):
     ``no_sync``, under which ranks would drift apart. :class:`speedswap.BatchSplitter` reduces once per update.
 
     The mean takes as much memory as the gradients do. ``torch.distributed.checkpoint`` takes trial steps with the
-    optimizer that it saves: give it :attr:`optimizer`, and save the rest of :meth:`state_dict` beside it.
+    optimizer that it saves: give it :attr:`optimizer`, and save the rest of :meth:`state_dict` separately.
 
     Args:
         optimizer: any torch optimizer, new or with state.

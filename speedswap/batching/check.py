@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -107,17 +108,18 @@ class Checks:
         return None
 
 
+@dataclass(eq=False)
 class _Comparison:
     """Losses of a few samples together and apart."""
 
-    def __init__(
-        self, declared: Checks, loss_fn: Callable[..., Any], batch: Batch, count: int, observed: Observed
-    ) -> None:
-        self._declared = declared
-        self._loss_fn = loss_fn
-        self._batch = batch
-        self._observed = observed
-        samples = few_samples(batch, count)
+    declared: Checks
+    loss_fn: Callable[..., Any]
+    batch: Batch
+    count: int
+    observed: Observed
+
+    def __post_init__(self) -> None:
+        samples, count = few_samples(self.batch, self.count), self.count
         first = max(1, (count - 1) // 2)  # unequal parts, or what both count equally would not show
         second = first + max(1, (count - first) // 2)
         self._parts = [part for part in (samples[:first], samples[first:second], samples[second:]) if part]
@@ -135,26 +137,26 @@ class _Comparison:
                 raise
         if self._captured is not None:
             return self._captured
-        if not self._observed.is_certain or not bool(whole.isfinite().all()):
+        if not self.observed.is_certain or not bool(whole.isfinite().all()):
             return None
         weights = self._weights(apart)
         if weights is None:
             return None
         parts = [self._of(one) if weight else torch.zeros(()) for one, weight in zip(apart, weights, strict=True)]
-        if self._declared.reduction == "none":
+        if self.declared.reduction == "none":
             expected = torch.cat(parts)
         else:
             expected = sum((part * weight for part, weight in zip(parts, weights, strict=True)), torch.zeros(()))
         difference = _distance(whole, expected)
-        if difference <= self._tolerance() or not self._observed.is_certain:
+        if difference <= self._tolerance() or not self.observed.is_certain:
             return None
         if self._changes() > difference / 100:
             return None
-        why = "couples" if self._declared.reduction == "none" else self._why()
-        return self._error(why, whole, expected) if self._observed.is_certain else None
+        why = "couples" if self.declared.reduction == "none" else self._why()
+        return self._error(why, whole, expected) if self.observed.is_certain else None
 
     def _changes(self) -> float:
-        """Return how much the losses differ when computed again, as those of a function with a state of its own do."""
+        """Return how much the losses differ when computed again, as those of a function with state do."""
         return max(_distance(self._evaluate(parts), loss) for parts, loss in self._known.items())
 
     def _of(self, parts: tuple[int, ...]) -> Tensor:
@@ -166,8 +168,8 @@ class _Comparison:
         """Compute the loss of some parts together, in float64 on the CPU."""
         args, kwargs = self._take(parts)
         with self._watching(Batch(args, kwargs)):
-            result = self._loss_fn(*args, **kwargs)
-        loss, _ = loss_of_samples(result, self._loss_fn, self._count(parts), self._declared.reduction)
+            result = self.loss_fn(*args, **kwargs)
+        loss, _ = loss_of_samples(result, self.loss_fn, self._samples_in(parts), self.declared.reduction)
         return loss.detach().double().cpu()
 
     @contextmanager
@@ -175,43 +177,43 @@ class _Comparison:
         """Note an error if the loss function computes with the whole batch instead of the part that it is given."""
         columns = [
             (place, *storages(tensor), *storages(given))
-            for place, (tensor, given) in enumerate(zip(self._batch.columns(), part.columns(), strict=True))
+            for place, (tensor, given) in enumerate(zip(self.batch.columns(), part.columns(), strict=True))
             if storages(tensor) and storages(given)
         ]
-        self._observed.watched = {address for _, *both in columns for address in both}
-        self._observed.read.clear()
+        self.observed.watched = {address for _, *both in columns for address in both}
+        self.observed.read.clear()
         try:
             yield
         finally:
-            self._observed.watched = set()
+            self.observed.watched = set()
             for place, whole, given in columns:
-                if whole in self._observed.read and given not in self._observed.read:
+                if whole in self.observed.read and given not in self.observed.read:
                     self._captured = self._captured or self._captured_error(place, whole)
 
     def _captured_error(self, place: int, address: int) -> BatchError:
-        names = (name for name, value in named_values(self._loss_fn) if address in storages(value))
+        names = (name for name, value in named_values(self.loss_fn) if address in storages(value))
         found = next(names, "a tensor")
         return BatchError(
-            f"loss_fn {name_of(self._loss_fn)} computes with {found}, which has all samples of the batch, and not with "
+            f"loss_fn {name_of(self.loss_fn)} computes with {found}, which has all samples of the batch, and not with "
             f"the part of it that is argument {place}: each micro-batch would be as large as the batch; use the "
             "argument, or turn this check off with check=False"
         )
 
     def _take(self, parts: tuple[int, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return self._batch.take([index for part in parts for index in self._parts[part]])
+        return self.batch.take([index for part in parts for index in self._parts[part]])
 
-    def _count(self, parts: tuple[int, ...]) -> int:
+    def _samples_in(self, parts: tuple[int, ...]) -> int:
         return sum(len(self._parts[part]) for part in parts)
 
     def _weights(self, apart: Sequence[tuple[int, ...]]) -> list[float] | None:
         """Return the weights that a splitter would give each; None where all count nothing."""
-        if self._declared.reduction != "mean":
+        if self.declared.reduction != "mean":
             return [1.0] * len(apart)
-        if self._declared.normalizer is None:
-            counts = [float(self._count(one)) for one in apart]
+        if self.declared.normalizer is None:
+            counts = [float(self._samples_in(one)) for one in apart]
         else:
             taken = [self._take(one) for one in apart]
-            counts = [float(self._declared.normalizer(*args, **kwargs)) for args, kwargs in taken]
+            counts = [float(self.declared.normalizer(*args, **kwargs)) for args, kwargs in taken]
         total = sum(counts)
         if not 0 < total < math.inf or min(counts) < 0:  # invalid counts are refused when the batch is weighed
             return None
@@ -219,12 +221,12 @@ class _Comparison:
 
     def _tolerance(self) -> float:
         """Return the difference up to which two losses may be the same one, differently rounded."""
-        eps = self._observed.eps
+        eps = self.observed.eps
         values = torch.cat([loss.reshape(-1) for loss in self._known.values()])
         values = values[values.isfinite()].abs()
         size = float(values.max()) if len(values) else 0.0
         of_loss = max(_LEAST_DIFFERENCE, _EPSILONS_OF_LOSS * eps) * size
-        return of_loss + _EPSILONS_OF_LARGEST * eps * self._observed.largest
+        return of_loss + _EPSILONS_OF_LARGEST * eps * self.observed.largest
 
     def _why(self) -> str:
         """Return the kind of mistake, from the losses of all subsets of the parts."""
@@ -232,36 +234,28 @@ class _Comparison:
         subsets = [subset for count in range(1, len(places) + 1) for subset in itertools.combinations(places, count)]
         losses = {subset: float(self._of(subset)) for subset in subsets}
         tolerance = self._tolerance()
-        counts = [float(self._count((place,))) for place in places]
+        counts = [float(self._samples_in((place,))) for place in places]
 
         def are_means(weights: Sequence[float]) -> bool:
             together = [one for one in subsets if len(one) > 1 and any(weights[place] for place in one)]
             return all(abs(_mean(losses, weights, one) - losses[one]) <= tolerance for one in together)
 
-        if self._declared.reduction == "mean":
-            sums = all(abs(sum(losses[place,] for place in one) - losses[one]) <= tolerance for one in subsets)
-            if sums:
+        if self.declared.reduction == "mean":
+            if all(abs(sum(losses[place,] for place in one) - losses[one]) <= tolerance for one in subsets):
                 return "sums"
         elif are_means(counts):
             return "means"
-        elif self._has_constant(losses, tolerance):
-            return "constant"
+        else:
+            together = [one for one in subsets if len(one) > 1]
+            extra = [(sum(losses[place,] for place in one) - losses[one]) / (len(one) - 1) for one in together]
+            if len(extra) > 1 and max(extra) - min(extra) <= tolerance:
+                return "constant"
         weights = _weights_of_mean(losses, len(places))
         return "averages" if weights is not None and are_means(weights) else "couples"
-
-    def _has_constant(self, losses: dict[tuple[int, ...], float], tolerance: float) -> bool:
-        """Return whether the losses are sums with the same number added to each."""
-        extra = [
-            (sum(losses[place,] for place in one) - loss) / (len(one) - 1)
-            for one, loss in losses.items()
-            if len(one) > 1
-        ]
-        return len(extra) > 1 and max(extra) - min(extra) <= tolerance
 
     def _error(self, why: str, whole: Tensor, expected: Tensor) -> SpeedswapError:
         first = len(self._parts[0])
         rest = sum(map(len, self._parts)) - first
-        name = name_of(self._loss_fn)
         if whole.dim():
             seen = f"the losses of {first + rest} samples together differ from those in parts of {first} and {rest}"
         else:
@@ -269,22 +263,14 @@ class _Comparison:
                 f"{first + rest} samples have the loss {float(whole):.6g} together, but parts of {first} and {rest} of "
                 f"them add up to {float(expected):.6g}, weighed as micro-batches are"
             )
-        told = f"{seen}; {self._remedy(why)}, or turn this check off with check=False"
+        counted = "samples, such as targets that are not ignored, or class weights"
+        verdict, remedy = _MISTAKES[why]
+        verdict = verdict.format("what normalizer counts" if self.declared.normalizer is not None else counted)
+        remedy = remedy.format('reduction="mean" and ' if self.declared.reduction == "sum" else "")
         error = CoupledLossError if why == "couples" else BatchError
-        return error(f"loss_fn {name} {self._verdict(why)}: {told}")
-
-    def _verdict(self, why: str) -> str:
-        if why in _MISTAKES:
-            return _MISTAKES[why][0]
-        if self._declared.normalizer is not None:
-            return "averages over something other than what normalizer counts"
-        return "averages over something other than samples, such as targets that are not ignored, or class weights"
-
-    def _remedy(self, why: str) -> str:
-        if why in _MISTAKES:
-            return _MISTAKES[why][1]
-        mean = 'reduction="mean" and ' if self._declared.reduction == "sum" else ""
-        return f"construct the splitter with {mean}a normalizer that counts it, e.g. {_EXAMPLE}"
+        return error(
+            f"loss_fn {name_of(self.loss_fn)} {verdict}: {seen}; {remedy}, or turn this check off with check=False"
+        )
 
 
 # For each kind of mistake, the verdict and the remedy.
@@ -307,8 +293,11 @@ _MISTAKES = {
         "adds a term that belongs to no sample, which each micro-batch would add again",
         "differentiate that term apart, once a batch",
     ),
+    "averages": (
+        "averages over something other than {}",
+        "construct the splitter with {}a normalizer that counts it, e.g. normalizer=lambda x, y: (y != -100).sum()",
+    ),
 }
-_EXAMPLE = "normalizer=lambda x, y: (y != -100).sum()"
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -369,7 +358,7 @@ _MOST_ELEMENTS = 2**20  # of a tensor searched for telling samples
 class Collective(BaseException):
     """A function was about to communicate with other processes, which are not taking part now.
 
-    Not an Exception, so that no ``except Exception`` in the function takes it for a failure of its own.
+    Not an Exception, so that no ``except Exception`` in the function takes it for its own failure.
     """
 
 

@@ -1,6 +1,6 @@
 """Training that resumes with another number of processes: the same batches, steps and learning rate.
 
-torchrun restarts every process of a job when one of them is lost or another one joins, and gives them a new
+torchrun restarts every process of a job when one of them is lost or a new one joins, and gives them a new
 ``WORLD_SIZE``. The optimizer's steps need not change with it: a global batch is the same samples in the same order on
 any number of ranks, only distributed differently. :func:`plan` distributes its size, :class:`ElasticSampler` its
 samples, from a position that is independent of ranks.

@@ -26,7 +26,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of an optimizer: its state, and what its step needs temporarily beside it."""
+    """Bytes of an optimizer: its state, and what its step needs temporarily in addition."""
 
     state: int
     temporaries: int
@@ -267,7 +267,7 @@ def estimate_memory(
             is the only argument. Tensors and nested containers, see :class:`~speedswap.batching.nested.Batch`.
         optimizer: an optimizer of the model's parameters, or a function that makes one of them: its class, or a partial
             of it. It is not stepped. None leaves its state and its step out.
-        loss_fn: called as ``loss_fn(*example)``; returns the loss. Modules that it runs beside the model count too, as
+        loss_fn: called as ``loss_fn(*example)``; returns the loss. Other modules that it runs count too, as
             trained if they require gradients. Without one the model is called with the example, and gradients of the
             size of its outputs are propagated.
         accumulate: gradients of earlier micro-batches exist already, as with several micro-batches in a batch.
@@ -303,7 +303,7 @@ def estimate_memory(
     last, before = runs[-1], runs[-2]
     step = StepMemory(0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
     inputs = _rate(before.inputs, last.inputs, last.size - before.size)
-    activations = curve([run.size for run in runs], [run.activations for run in runs])
+    activations = curve([run.size for run in runs], [run.timeline.after_forward for run in runs])
     per_sample = math.ceil(activations.per_sample)
     at_start = last.gradients_before if accumulate else 0
     at_step = step.temporaries + last.gradients
@@ -314,7 +314,7 @@ def estimate_memory(
         optimizer_state=step.state,
         inputs_fixed=max(0, last.inputs - inputs * last.size),
         inputs_per_sample=inputs,
-        activations_fixed=last.activations - per_sample * last.size,
+        activations_fixed=last.timeline.after_forward - per_sample * last.size,
         activations_per_sample=per_sample,
         context=_context(_device_of(model, batch)),
         _activations=activations,

@@ -112,7 +112,7 @@ def _kind(value: Any) -> str:
 
 
 class ReadAhead(Generic[Item]):
-    """An iterator over the items that a generator yields in a thread of its own, as far ahead as memory allows.
+    """An iterator over the items that a generator yields in a thread, as far ahead as memory allows.
 
     Args:
         source: runs in the thread.
@@ -203,7 +203,7 @@ class Feed(Generic[Identity]):
     """Batches of samples that are read when they are needed, by whatever identifies them.
 
     Iterating over the feed gives its epochs, and iterating over an epoch its batches. Each epoch reads every sample
-    again, once, in an order of its own. Everything in memory, from ``read`` to the batch, stays within the budget; the
+    again, once, in a new order. Everything in memory, from ``read`` to the batch, stays within the budget; the
     batch that was handed out last is not counted.
 
     Args:
@@ -217,7 +217,7 @@ class Feed(Generic[Identity]):
         read_target: reads a target. Samples are then pairs, and so are batches.
         variants: number of samples that ``read`` returns for one identity, as a list or generator, and ``read_target``
             too: an image with its mirror image, for example. By default it returns a sample as such.
-        shuffle: whether each epoch has an order of its own, a function of seed and epoch.
+        shuffle: whether each epoch has a new order, a function of seed and epoch.
         seed: of the orders.
         drop_last: leave out the last batch of an epoch if it is smaller than the others.
         collate: makes a batch of a list of samples; by default they are stacked along a new first dimension.
@@ -298,7 +298,7 @@ class Feed(Generic[Identity]):
             samples = 0
 
     def epoch(self, index: int, skip: int = 0) -> Generator[Any, None, None]:
-        """Yield the batches of one epoch, read anew.
+        """Read one epoch again and yield its batches.
 
         Args:
             index: of the epoch, which determines its order.

@@ -45,7 +45,7 @@ def require_integer(name: str, value: Any, least: int = 1) -> int:
 
 
 def named_values(function: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to beside its arguments, by name: variables around it, defaults, attributes of self.
+    """Yield what a function refers to besides its arguments, by name: outer variables, defaults, attributes of self.
 
     >>> outside = 3
     >>> ("outside", 3) in [*named_values(lambda inside: inside + outside)]

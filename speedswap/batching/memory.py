@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from speedswap.errors import BatchError, SpeedswapError
 
-# Messages of the allocators and libraries under torch. Only torch's own caching allocators raise a class of their own;
+# Messages of the allocators and libraries under torch. Only torch's caching allocators raise their own class;
 # everything else arrives as RuntimeError.
 _TEXTS = re.compile(
     "|".join(
@@ -327,7 +327,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 def limited(
     nbytes: int, devices: Collection[torch.device], *, taken: int = 0, looks_ahead: bool = False
 ) -> Iterator[None]:
-    """Limit what is allocated inside of it, beside what is allocated already.
+    """Limit what is allocated inside of it, in addition to what is allocated already.
 
     On GPUs torch's allocator gets no more from the driver, on each; without one, tensors are counted.
 

@@ -185,7 +185,7 @@ class Batch:
 
 
 def _is_sliceable(value: Any) -> bool:
-    """Return whether a value has a batch dimension of its own, as tensors, arrays and similar containers do."""
+    """Return whether a value has a batch dimension, as tensors, arrays and similar containers do."""
     shape = getattr(value, "shape", None)
     return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
 

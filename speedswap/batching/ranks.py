@@ -193,7 +193,7 @@ class Replicated(Peers):
     """Ranks that each hold the whole model, perhaps under DistributedDataParallel, or all but rows of some tables.
 
     Every forward and backward pass is local: nothing is reduced in it, so each rank splits its own samples
-    independently, and one that runs out of memory tries again by itself while the others wait at the end of the batch,
+    independently, and one that runs out of memory tries again alone while the others wait at the end of the batch,
     in the round in which all report success. Only then are gradients summed, once.
 
     Where rows come from their owners, ranks serve each other's lookups wherever they are, so that passes need not be
@@ -352,5 +352,5 @@ def _refuse_unsupported(ddp: DistributedDataParallel) -> None:
         if present:
             raise BatchError(
                 f"the DistributedDataParallel module uses {name}, which needs its own communication in every pass; a "
-                "splitter adds gradients up once a batch, by itself: construct the module without it"
+                "splitter adds gradients up itself, once per batch: construct the module without it"
             )

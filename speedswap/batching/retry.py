@@ -110,7 +110,7 @@ class Search(Attempts):
 
     def choose(self) -> None:
         """Choose the size after a success: a larger one where it is due."""
-        if self._limits is not None and self._limit is not None:
+        if self._limit is not None:
             with _lock:
                 self.size = self._limit.choose(self._wanted)
 
@@ -138,8 +138,16 @@ class Search(Attempts):
             if not isinstance(failure, Exception) or not is_out_of_memory(failure):
                 raise failure
             if length <= 1:
-                raise self.with_history(failure, self._reason(length))
-            smaller = self._smaller(length)
+                sizes = ", ".join(str(size) for size in [*(size for size, _ in self._failures), length])
+                reason = BatchError(
+                    f"{self.name} ran out of memory with every size tried: {sizes}; one sample must fit: free memory "
+                    "first, or make the model or the sample smaller"
+                )
+                raise self.with_history(failure, reason)
+            smaller = length // 2
+            if self._limit is not None and not self._failures:
+                with _lock:
+                    smaller = self._limit.failed(length)
             self.release(failure, length)
             self.size = smaller
             if self.random is not None:
@@ -151,19 +159,6 @@ class Search(Attempts):
     def failed_length(self) -> int:
         """The number of samples that is halved after a failure: those of the attempt itself."""
         return self.length
-
-    def _reason(self, length: int) -> BatchError:
-        sizes = ", ".join(str(size) for size in [*(size for size, _ in self._failures), length])
-        return BatchError(
-            f"{self.name} ran out of memory with every size tried: {sizes}; one sample must fit: free memory first, or "
-            "make the model or the sample smaller"
-        )
-
-    def _smaller(self, length: int) -> int:
-        if self._limits is None or self._limit is None or self._failures:
-            return length // 2
-        with _lock:
-            return self._limit.failed(length)
 
     def release(self, failure: BaseException, size: int) -> None:
         super().release(failure, size)

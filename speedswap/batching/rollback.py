@@ -19,7 +19,7 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def has_memory(parameter: Tensor) -> bool:
-    """Return whether a parameter has memory of its own; one that stands for rows elsewhere refuses to show any."""
+    """Return whether a parameter has memory; one that stands for rows elsewhere refuses to show any."""
     try:
         parameter.untyped_storage()
     except RuntimeError:

@@ -103,7 +103,7 @@ def coupled(loss_fn: Function) -> Function:
     """Declare that a loss compares the samples of a batch with each other, as contrastive losses do.
 
     :meth:`BatchSplitter.backward` refuses such a loss: summed over parts of a batch it is another loss. It finds most
-    undeclared ones by itself, see ``check`` there.
+    undeclared ones, see ``check`` there.
 
     >>> @coupled
     ... def contrastive(queries, documents): ...
@@ -294,7 +294,7 @@ class BatchSplitter:
 
         Two passes: representations of all micro-batches without a graph, the loss once over all of them, and then each
         micro-batch again, with the same random numbers, for its part of the gradient. That costs one more forward pass,
-        and the memory of all representations beside that of one micro-batch.
+        and the memory of all representations in addition to that of one micro-batch.
 
         Args:
             encode: returns a micro-batch's representations, one tensor or a nesting of them, first dimension samples.

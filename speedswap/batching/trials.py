@@ -54,7 +54,7 @@ class Trial(nn.Module):
         self.grads: dict[Tensor, torch.layout | None] = {}
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that have memory of their own."""
+        """Return the parameters that have memory."""
         return [one for one in self.parameters() if has_memory(one)]
 
     @contextmanager
@@ -151,10 +151,11 @@ class Trial(nn.Module):
             if self.accumulate:
                 sums.include(leaves)
             before = self.bytes_of([leaf.grad for leaf in leaves if leaf.grad is not None]) + sums.nbytes
-            with one_pass():
-                again = self._pass(leaves, args, kwargs)
-                sums.finish()
-                sums = Float32Sums()
+            _mark(_BEGIN)
+            again = self._pass(leaves, args, kwargs)
+            sums.finish()
+            sums = Float32Sums()
+            _mark(_END)
         finally:
             sums.close()
         del held, again
@@ -173,7 +174,7 @@ class Trial(nn.Module):
         """Run forward and backward; return what a training loop holds of it: the loss, or the outputs."""
         result = self._result(leaves, args, kwargs)
         roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
-        forward_done()
+        _mark(_FORWARD_DONE)
         if not roots:
             raise BatchError("nothing that the model returns needs a gradient; give a loss_fn, or parameters to train")
         if self.loss_fn is not None and (len(roots) != 1 or roots[0].numel() != 1):
@@ -266,19 +267,9 @@ class Timeline:
     at_end: int
 
 
-@contextmanager
-def one_pass() -> Iterator[None]:
-    """Mark begin and end of one forward and backward pass that is recorded."""
-    with record_function(_BEGIN):
-        pass
-    yield
-    with record_function(_END):
-        pass
-
-
-def forward_done() -> None:
-    """Mark the moment between forward and backward."""
-    with record_function(_FORWARD_DONE):
+def _mark(name: str) -> None:
+    """Leave a mark in the profiler's record."""
+    with record_function(name):
         pass
 
 
@@ -343,7 +334,7 @@ class TrialPass:
         inputs: of the samples themselves.
         gradients_before: of gradients that existed before the pass.
         gradients: of the parameters, after it.
-        held: left of the pass beside gradients: its loss, or its outputs.
+        held: left of the pass except gradients: its loss, or its outputs.
         timeline: bytes alive in it, above those before it.
     """
 
@@ -353,8 +344,3 @@ class TrialPass:
     gradients: int
     held: int
     timeline: Timeline
-
-    @property
-    def activations(self) -> int:
-        """Bytes kept from forward to backward."""
-        return self.timeline.after_forward
