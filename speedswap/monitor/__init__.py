@@ -13,9 +13,8 @@ from speedswap.monitor.codes import (
     as_policy,
 )
 from speedswap.monitor.loop import EventMonitor
-from speedswap.monitor.memory import MemoryMonitor, PhaseMemory
+from speedswap.monitor.memory import MemoryMonitor, MemorySnapshot, PhaseMemory, memory_snapshot
 from speedswap.monitor.parameters import count_parameters
-from speedswap.monitor.snapshots import MemorySnapshot, memory_snapshot
 
 __all__ = [
     "CODES",

@@ -9,31 +9,17 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from speedswap._words import a_kind
 from speedswap.batching import Callback, Event
+from speedswap.monitor.memory import default_device, memory_snapshot
 from speedswap.monitor.parameters import import_optional
-from speedswap.monitor.snapshots import default_device, memory_snapshot
-
-__all__ = ["Progress", "SplitRecorder", "TakesScalars"]
 
 Row = dict[str, Any]
-
-_COLUMNS = (
-    "step",
-    "seconds",
-    "batch_size",
-    "micro_batch_size",
-    "micro_batches",
-    "loss",
-    "memory_bytes",
-    "out_of_memory",
-    "epoch",
-)
 
 
 class TakesScalars(Protocol):
@@ -100,10 +86,7 @@ class SplitRecorder(Callback):
         self._finish.append(file.close)
         if suffix == ".jsonl":
             return lambda row: file.write(json.dumps({name: _finite(value) for name, value in row.items()}) + "\n")
-        table = csv.DictWriter(file, _COLUMNS)
-        if not file.tell():
-            table.writeheader()
-        return table.writerow
+        return functools.partial(_write_csv, csv.writer(file), file)
 
     def before_batch(self, event: Event) -> None:
         """Note the sizes of an attempt."""
@@ -119,18 +102,17 @@ class SplitRecorder(Callback):
     def after_batch(self, event: Event) -> None:
         """Add the batch's row."""
         memory = memory_snapshot(self._device, synchronize=False)
-        values = (
-            self._step,
-            time.perf_counter() - self._begin,
-            event.batch_size,
-            max(self._sizes, default=event.batch_size),
-            len(self._sizes) or 1,
-            None if event.loss is None else _number(event.loss),
-            memory.peak if memory.source == "allocator" else memory.allocated,
-            self._failures,
-            event.epoch,
-        )
-        row = dict(zip(_COLUMNS, values, strict=True))
+        row = {
+            "step": self._step,
+            "seconds": time.perf_counter() - self._begin,
+            "batch_size": event.batch_size,
+            "micro_batch_size": max(self._sizes, default=event.batch_size),
+            "micro_batches": len(self._sizes) or 1,
+            "loss": None if event.loss is None else _number(event.loss),
+            "memory_bytes": memory.peak if memory.source == "allocator" else memory.allocated,
+            "out_of_memory": self._failures,
+            "epoch": event.epoch,
+        }
         self.rows.append(row)
         if self._limit is not None:
             del self.rows[: max(0, len(self.rows) - self._limit)]
@@ -206,6 +188,12 @@ class Progress(Callback):
 
 def _number(loss: Tensor) -> float:
     return float(loss.detach().float().mean())
+
+
+def _write_csv(writer: Any, file: IO[str], row: Row) -> None:
+    if not file.tell():
+        writer.writerow(row)  # its names
+    writer.writerow(row.values())
 
 
 def _add_scalars(target: TakesScalars, row: Row) -> None:

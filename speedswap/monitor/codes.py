@@ -12,17 +12,6 @@ from typing import Literal
 from speedswap._warnings import users_level
 from speedswap.errors import SpeedswapWarning
 
-__all__ = [
-    "CODES",
-    "ChangeWarning",
-    "Code",
-    "Level",
-    "LoopWarning",
-    "MemoryWarning",
-    "MonitorWarning",
-    "WarningPolicy",
-]
-
 Level = Literal["off", "user", "expert"]
 _RANK: dict[str, int] = {"off": 0, "user": 1, "expert": 2}
 

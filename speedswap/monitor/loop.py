@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from speedswap.batching import Callback, Event
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
 
-__all__ = ["EventMonitor"]
-
 # Most gradients that are read after a step, each of which waits for the device.
 MOST_LOOKS = 3
 
@@ -84,10 +82,14 @@ class EventMonitor(Callback):
         self._pass_begun = False
         self._before_batch = (0, frozenset[int](), False)
         self._kept_by_splitter: bool | None = None
-        self._handles: list[Any] = []
+        self._parameter_handles: list[Any] = []
         self._hooked = 0
-        self._finalizer: weakref.finalize[..., Any] = weakref.finalize(self, _remove, self._handles)
-        self._listen()
+        handles = [
+            optimizer.register_step_pre_hook(_weakly(self._before_step)),
+            optimizer.register_step_post_hook(_weakly(self._after_step)),
+        ]
+        self._finalizer = weakref.finalize(self, _remove, handles, self._parameter_handles)
+        self._listen_to_parameters()
         self._compare_parameters()
 
     def __enter__(self) -> EventMonitor:
@@ -140,21 +142,14 @@ class EventMonitor(Callback):
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
-    def _listen(self) -> None:
-        """Put hooks on the optimizer and its parameters; the hooks do not keep the monitor alive."""
-        self._handles.append(self.optimizer.register_step_pre_hook(_weakly(self._before_step)))
-        self._handles.append(self.optimizer.register_step_post_hook(_weakly(self._after_step)))
-        self._listen_to_parameters()
-
     def _listen_to_parameters(self) -> None:
+        """Put hooks on the optimizer's parameters, in place of earlier ones; they do not keep the monitor alive."""
         accumulated = _weakly(self._accumulated)
-        for handle in self._handles[2:]:
-            handle.remove()
-        del self._handles[2:]
+        _remove(self._parameter_handles)
         for parameter in _parameters(self.optimizer):
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
-                self._handles.append(hook)
+                self._parameter_handles.append(hook)
         self._hooked = sum(1 for _ in _parameters(self.optimizer))
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -332,7 +327,8 @@ def _parameters(optimizer: Optimizer) -> Iterable[Tensor]:
         yield from group["params"]
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-    handles.clear()
+def _remove(*lists: list[Any]) -> None:
+    for handles in lists:
+        for handle in handles:
+            handle.remove()
+        handles.clear()

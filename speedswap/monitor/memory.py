@@ -1,7 +1,8 @@
-"""Memory by phase of training: parameters, gradients, optimizer state, activations."""
+"""Memory in use: of a device at one moment, and by phase of training and by kind."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,18 +13,116 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from speedswap.batching.memory import LimitedMemory
+from speedswap.batching.memory import LimitedMemory, free_bytes, status_bytes
 from speedswap.batching.nested import tensors_of
 from speedswap.batching.rollback import has_memory
 from speedswap.monitor.codes import Level, WarningPolicy, as_policy
-from speedswap.monitor.snapshots import MemorySnapshot, default_device, memory_snapshot
-
-__all__ = ["MemoryMonitor", "PhaseMemory"]
 
 # A leak is suspected after this many consecutive phases of one name that each left more memory in use.
 GROWING_PHASES = 5
 # Share of the reserved memory in unused pieces from which on a warning is given.
 INACTIVE_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """A device's memory at one moment, in bytes; None where it is unknown.
+
+    Attributes:
+        device: the device.
+        source: ``"allocator"``: torch's allocator of the device, which counts tensors only; ``"process"``: the
+            operating system, which counts all memory of the process.
+        allocated: in use: live blocks of the allocator, or the process's resident memory.
+        reserved: held by the allocator, in use or not.
+        inactive: unused pieces of blocks that are partly in use (``inactive_split_bytes``): they cannot be returned to
+            the driver, and serve only requests that fit into them.
+        active: blocks in use or awaited by a stream.
+        peak: the most that was allocated.
+        free: bytes that could still be allocated.
+        total: all of the device's.
+        retries: how often the allocator released its cache and tried again.
+        ooms: how often it ran out of memory.
+    """
+
+    device: str
+    source: str
+    allocated: int
+    reserved: int | None = None
+    inactive: int | None = None
+    active: int | None = None
+    peak: int | None = None
+    free: int | None = None
+    total: int | None = None
+    retries: int | None = None
+    ooms: int | None = None
+
+
+def memory_snapshot(device: torch.device | str | int | None = None, *, synchronize: bool = True) -> MemorySnapshot:
+    """Take a snapshot of a device's memory.
+
+    Args:
+        device: the device; by default the current CUDA device, or the CPU where there is none.
+        synchronize: wait for the device's queued work first.
+
+    Returns:
+        The snapshot: on CUDA from the allocator, elsewhere from the operating system, as far as it reports.
+
+    >>> memory_snapshot("cpu").source
+    'process'
+    """
+    where = default_device() if device is None else torch.device(device)
+    if where.type == "cuda":
+        return _of_cuda(where, synchronize)
+    return MemorySnapshot(
+        device=str(where),
+        source="process",
+        allocated=status_bytes("/proc/self/status", "VmRSS") or _most_resident(),
+        peak=status_bytes("/proc/self/status", "VmHWM") or _most_resident(),
+        free=free_bytes("cpu"),
+        total=_host_bytes(),
+    )
+
+
+def default_device() -> torch.device:
+    """Return the current CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _of_cuda(device: torch.device, synchronize: bool) -> MemorySnapshot:
+    if synchronize:
+        torch.cuda.synchronize(device)
+    stats: dict[str, Any] = torch.cuda.memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return MemorySnapshot(
+        str(device),
+        "allocator",
+        allocated,
+        reserved,
+        inactive=stats.get("inactive_split_bytes.all.current", 0),
+        active=stats.get("active_bytes.all.current", 0),
+        peak=torch.cuda.max_memory_allocated(device),
+        free=free + reserved - allocated,
+        total=total,
+        retries=stats.get("num_alloc_retries", 0),
+        ooms=stats.get("num_ooms", 0),
+    )
+
+
+def _most_resident() -> int:
+    """Return the process's peak resident memory without /proc; 0 where that is unknown too."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -93,11 +192,10 @@ class MemoryMonitor:
         warn: Level | WarningPolicy = "user",
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        parameter = None if model is None else next(model.parameters(), None)
         if device is None:
-            parameter = None if model is None else next(model.parameters(), None)
-            self.device = default_device() if parameter is None else parameter.device
-        else:
-            self.device = torch.device(device)
+            device = default_device() if parameter is None else parameter.device
+        self.device = torch.device(device)
         self.policy = as_policy(warn)
         self.phases: list[PhaseMemory] = []
         self._tensors = None if self.device.type == "cuda" else _LiveTensors(self.device)
@@ -119,22 +217,10 @@ class MemoryMonitor:
 
     def _add(self, name: str, known_before: tuple[int, int, int], begin: MemorySnapshot) -> None:
         known, end = self._known(), self._snapshot()
-        parameters, gradients, optimizer = known
         before, after, peak = begin.allocated, end.allocated, end.peak or end.allocated
-        beside = (before - sum(known_before), after - sum(known), peak - sum(map(max, known_before, known)))
-        phase = PhaseMemory(
-            name=name,
-            source=end.source,
-            before=before,
-            after=after,
-            peak=peak,
-            parameters=parameters,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=max(0, *beside),
-            inactive=end.inactive,
-            retries=None if end.retries is None or begin.retries is None else end.retries - begin.retries,
-        )
+        others = (before - sum(known_before), after - sum(known), peak - sum(map(max, known_before, known)))
+        retries = None if end.retries is None or begin.retries is None else end.retries - begin.retries
+        phase = PhaseMemory(name, end.source, before, after, peak, *known, max(0, *others), end.inactive, retries)
         self.phases.append(phase)
         self._judge(phase, end)
 

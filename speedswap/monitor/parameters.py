@@ -11,8 +11,6 @@ from torch import nn
 
 from speedswap._install import pip_install
 
-__all__ = ["count_parameters", "import_optional", "modes_kept"]
-
 
 def import_optional(name: str) -> Any:
     """Return a module of the ``monitor`` extra.

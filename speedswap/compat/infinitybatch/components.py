@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,14 @@ class WatchedLoader:
 
 
 Kind = Literal["replaced", "device", "parameter_groups", "hyperparameters", "trainable", "dtype"]
-_CODES = {kind: f"SW20{number}" for number, kind in enumerate(get_args(Kind), 1)}
+_CODES: dict[Kind, str] = {
+    "replaced": "SW201",
+    "device": "SW202",
+    "parameter_groups": "SW203",
+    "hyperparameters": "SW204",
+    "trainable": "SW205",
+    "dtype": "SW206",
+}
 
 
 @dataclass(frozen=True)
