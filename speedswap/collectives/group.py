@@ -6,10 +6,10 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,9 @@ class RankGroup:
         self._process_group = weakref.ref(process_group)
         self.ranks = dist.get_process_group_ranks(process_group)
         timeout = _timeout_of(process_group)
-        payload = process_group if _has_backend(process_group, "cuda") else None
-        self.main = Lane(process_group, "main", timeout, payload)
+        on_gpus = _backend_of(process_group, "cuda")
+        has_nccl = on_gpus is not None and on_gpus.name() == "nccl"
+        self.main = Lane(process_group, "main", timeout, process_group if has_nccl else None)
         self.ahead = Ahead(Lane(process_group, "ahead", timeout), self.main)
         self.rank = self.main.rank
         self.next_number = 0
@@ -175,22 +176,17 @@ def _is_alive(process_group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map
 
 
-def _has_backend(process_group: dist.ProcessGroup, device: str) -> bool:
+def _backend_of(process_group: dist.ProcessGroup, device: str) -> Any:
     try:
-        backend = process_group._get_backend(torch.device(device))
+        return process_group._get_backend(torch.device(device))
     except RuntimeError:
-        return False
-    return backend.name() == "nccl"
+        return None
 
 
 def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
     for device in ("cpu", "cuda"):
-        try:
-            found = process_group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-        assert isinstance(found, timedelta)
-        return found
+        if (options := getattr(_backend_of(process_group, device), "options", None)) is not None:
+            return cast(timedelta, options._timeout)
     return dist.distributed_c10d.default_pg_timeout
 
 
@@ -262,7 +258,9 @@ class Buckets:
 
     def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
-        self._buckets = list(_fill(parameters))
+        divided = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+        places = divided(list(parameters), [_BUCKET_BYTES])[0] if parameters else []
+        self._buckets = [[parameters[place] for place in some] for some in places]  # of one dtype and device each
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for bucket in self._buckets:
             numel = sum(parameter.numel() for parameter in bucket)
@@ -296,21 +294,3 @@ class Buckets:
             for parameter, part in zip(bucket, parts, strict=True):
                 if parameter in used and parameter.grad is not None:
                     parameter.grad.copy_(part.view_as(parameter.grad))
-
-
-def _fill(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Group parameters of one dtype and device, in order, up to a bucket's size; a larger parameter stands alone."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    for members in kinds.values():
-        bucket: list[Tensor] = []
-        taken = 0
-        for parameter in members:
-            size = parameter.numel() * parameter.element_size()
-            if bucket and taken + size > _BUCKET_BYTES:
-                yield bucket
-                bucket, taken = [], 0
-            bucket.append(parameter)
-            taken += size
-        yield bucket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,6 @@ from speedswap.collectives.task import PeerOutOfMemory, Task
 from speedswap.errors import PeerError, RanksError
 
 
-class Server(Protocol):
-    """A table whose rows are spread over the ranks, or an id map whose keys are."""
-
-    def serve(self, task: Task, asked: Any) -> Tensor | None:
-        """Answer this rank's lookup, and those of others; None where this rank has none, or it was not its turn."""
-
-
 class OwnPace:
     """The ranks of a lane while each runs its passes at a pace of its own, and they meet only here and there.
 
@@ -32,10 +25,11 @@ class OwnPace:
 
     Args:
         lane: of the ranks.
-        servers: the tables by number, the same on all ranks.
+        servers: tables and id maps by number, the same on all ranks. Their ``serve(task, asked)`` answers this rank's
+            lookup and those of others; it returns None where this rank has none, or it was not its turn.
     """
 
-    def __init__(self, lane: Lane, servers: Mapping[int, Server]) -> None:
+    def __init__(self, lane: Lane, servers: Mapping[int, Any]) -> None:
         self._lane = lane
         self._servers = servers
         self._meetings = 0
@@ -98,7 +92,8 @@ class OwnPace:
         server = self._servers.get(number)
         if server is None:
             raise RanksError("another rank looks up in an embedding that is gone on this one; keep its module")
-        return server.serve(task, asked)
+        found: Tensor | None = server.serve(task, asked)
+        return found
 
     def round(self, stage: int, *numbers: float, is_out_of_memory: bool = False) -> list[list[float]]:
         """Wait for all ranks, serving their lookups; send numbers to all, and return each rank's.

@@ -102,7 +102,7 @@ class Task:
         self.is_over = False
         self.kind, self._about, self._stage = kind, about, stage
         self._may_retry = may_retry
-        self._part = self._depth = 0  # the innermost, and how many there are around it
+        self._part = 0  # the innermost
 
     @property
     def place(self) -> str:
@@ -249,16 +249,15 @@ class Task:
         Args:
             kind, about: as for :meth:`Lane.task`.
         """
-        before = self._part, self._depth
-        self._part, self._depth = kind << 32 | about + 1, self._depth + 1
+        before, self._part = self._part, kind << 32 | about + 1
         try:
             yield
         finally:
-            self._part, self._depth = before
+            self._part = before
 
     def finish(self) -> None:
         """Note that this rank's part is done: a failure from here on is not the others'. The end of a part is not."""
-        self.is_over = self.is_over or not self._depth
+        self.is_over = self.is_over or not self._part
 
     def give_up(self, error: BaseException | None = None, *, drops: bool = False) -> None:
         """Let the other ranks raise in their next round.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from speedswap._warnings import users_level
 from speedswap.collectives import Errand, Kind, Parcel, RankGroup, Task
 from speedswap.errors import PeerError, SpeedswapWarning
 from speedswap.ranks.route import Route, Wanted, ids_of_tables, starts_of, tables_of_ids
-from speedswap.tables.record import Block
-from speedswap.tables.store import Prefetched
+from speedswap.tables import Block, Prefetched
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
@@ -160,41 +158,55 @@ class RowsAhead(Prefetched):
             raise error
         return self._errand.is_done and self._changed is not None
 
-    def begin_renewal(self) -> tuple[Renewal, int]:
+    def begin_renewal(self) -> tuple[Tensor, list[int], int]:
         """Bring what this rank has lent up to date, which is then taken.
 
         Returns:
-            The rows that other ranks have to get again, and the version of the own rows.
+            The rows that other ranks have to get again, as bytes, shape (k, 8 + bytes of a row): each row's number
+            among those that a rank has asked for here, and its weight, those for the first rank first; how many go to
+            each rank; and the version of the own rows.
         """
-        own, route = self._store.own, self.route
+        own, route, weight = self._store.own, self.route, self.block.weight
+        has_changed = torch.zeros(len(route.union), dtype=torch.bool)
         with own.lock:
             changed, self._changed, self.is_taken = self._changed, None, True
             self._store.lent.discard(self)
-            places = _among(route.union, changed or [])
-            if len(places):
+            every = kernels.unique(torch.cat(changed))[0] if changed else route.union[:0]
+            if len(every):
+                has_changed = kernels.places_among(every, route.union) >= 0
+            if len(places := has_changed.nonzero().squeeze(1)):
                 fresh = own.lease(route.union[places], device=_CPU)
                 for name, values in fresh.columns.items():
                     self.block.columns[name].index_copy_(0, places, values)
-            return Renewal.of(route, self.block.weight, places, self._weights), own.version
+            version = own.version
+        again = has_changed[route.positions].nonzero().squeeze(1)
+        starts = starts_of(route.received)
+        ends = torch.searchsorted(again, starts + torch.tensor(route.received))
+        sent = ends.diff(prepend=ends.new_zeros(1))
+        numbers = again - torch.repeat_interleave(starts, sent)
+        rows = torch.empty(len(again), _INDEX_BYTES + weight.shape[1] * weight.element_size(), dtype=torch.uint8)
+        rows[:, :_INDEX_BYTES] = numbers.unsqueeze(1).view(torch.uint8)
+        rows[:, _INDEX_BYTES:] = weight.detach().index_select(0, route.positions[again]).view(torch.uint8)
+        return rows, sent.tolist(), version
 
-    def renew(self, task: Task, renewal: Renewal) -> Tensor | None:
+    def renew(self, task: Task, rows: Tensor, sent: list[int]) -> Tensor | None:
         """Return the weights, with those that have changed as their owners send them again; every rank calls this.
 
         Args:
             task: the ranks' common one.
-            renewal: what this rank sends.
+            rows, sent: of :meth:`begin_renewal`.
 
         Returns:
             None where another rank has to ask for its rows: then all do.
         """
         came, time = None, self._errand.time + self.place
+        into = rows.new_empty(len(self._weights), rows.shape[1])
         with task.promised():
-            lines = task.round(renewal.sent, note=2 * time + (len(renewal.rows) > 0))
+            lines = task.round(sent, note=2 * time + (len(rows) > 0))
             if any(note // 2 != time for note in lines.notes):
                 return None
             if any(note % 2 for note in lines.notes):
-                into = renewal.into[: sum(lines.counts)]
-                came = task.prepared(renewal.rows, renewal.sent, lines.counts, into)()
+                came = task.prepared(rows, sent, lines.counts, into[: sum(lines.counts)])()
         if came is not None:
             of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(lines.counts))
             # A single row counts as contiguous beside the rest of its bytes, so contiguous() would not copy it.
@@ -202,49 +214,3 @@ class RowsAhead(Prefetched):
             places = numbers.view(torch.int64).squeeze(1) + of_owner
             self._weights.index_copy_(0, places, weights.view(self._weights.dtype))
         return self._weights
-
-
-class Renewal(NamedTuple):
-    """Rows that were lent ahead of their step, and have changed since.
-
-    Attributes:
-        rows: bytes, shape (k, 8 + bytes of a row): each row's number among those that a rank has asked for here, and
-            its weight; those for the first rank first.
-        sent: how many go to each rank.
-        into: memory for what may come.
-    """
-
-    rows: Tensor
-    sent: list[int]
-    into: Tensor
-
-    @classmethod
-    def of(cls, route: Route, weight: Tensor, places: Tensor, lent: Tensor) -> Renewal:
-        """Return the renewal of some rows.
-
-        Args:
-            route: of the lookup.
-            weight: of the union of the rows asked for here.
-            places: of those among the union that have changed, ascending.
-            lent: the weights that this rank has asked for.
-        """
-        has_changed = torch.zeros(len(route.union), dtype=torch.bool)
-        has_changed[places] = True
-        again = has_changed[route.positions].nonzero().squeeze(1)
-        starts = starts_of(route.received)
-        ends = torch.searchsorted(again, starts + torch.tensor(route.received))
-        sent = ends.diff(prepend=ends.new_zeros(1))
-        numbers = again - torch.repeat_interleave(starts, sent)
-        row_bytes = weight.shape[1] * weight.element_size()
-        rows = torch.empty(len(again), _INDEX_BYTES + row_bytes, dtype=torch.uint8)
-        rows[:, :_INDEX_BYTES] = numbers.unsqueeze(1).view(torch.uint8)
-        rows[:, _INDEX_BYTES:] = weight.detach().index_select(0, route.positions[again]).view(torch.uint8)
-        return cls(rows, sent.tolist(), rows.new_empty(len(lent), rows.shape[1]))
-
-
-def _among(rows: Tensor, changed: Sequence[Tensor]) -> Tensor:
-    """Return the places of rows, ascending, that have changed."""
-    if not changed:
-        return torch.empty(0, dtype=torch.int64)
-    every, _ = kernels.unique(torch.cat(list(changed)))
-    return (kernels.places_among(every, rows) >= 0).nonzero().squeeze(1) if len(every) else every

@@ -13,7 +13,8 @@ from speedswap import kernels
 from speedswap.collectives import Task
 from speedswap.errors import IdMapFullError
 from speedswap.kernels import Texts
-from speedswap.tables.keys import Keys, select_texts
+from speedswap.tables import Keys
+from speedswap.tables.keys import select_texts
 
 if TYPE_CHECKING:
     from speedswap.ranks.keys import ShardedIdMap

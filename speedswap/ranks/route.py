@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedswap import kernels
 from speedswap.collectives import SPARE_IDS, Agreed, Parcel, Task, as_bytes, digest_of, packed, unpacked
-from speedswap.tables.record import Block
+from speedswap.tables import Block
 from speedswap.tables.shards.owners import Owners
 
 # A note of a lookup, below 0: the number of rows; a digest of their columns; their bytes; and whether some line has no

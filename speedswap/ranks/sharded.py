@@ -23,13 +23,12 @@ from speedswap.ranks.keys import ShardedIdMap
 from speedswap.ranks.route import LentRows, Route, Wanted, ask, bring
 from speedswap.ranks.step import ShardedStep
 from speedswap.ranks.whole import alone, read_part, save_shards, write_part
+from speedswap.tables import Block, Column, Prefetched, RowStore, Table, WrappedStore
 from speedswap.tables.files.manifest import MANIFEST, shard_name
 from speedswap.tables.init import CHUNK_ROWS, CopyOf
-from speedswap.tables.record import Block, Column
 from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
 from speedswap.tables.storage import lives_there
-from speedswap.tables.store import Files, JointRows, Prefetched, RowStore, WrappedStore
-from speedswap.tables.table import Table
+from speedswap.tables.store import Files, JointRows
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
@@ -107,7 +106,7 @@ class ShardedStore(RowStore, Files, JointRows):
         return self
 
     def make_step(self, table: Table, *arguments: Any) -> ShardedStep:
-        return ShardedStep.over(self, table, *arguments)
+        return ShardedStep(self, table, *arguments)
 
     # ------------------------------------------------------------------ what the ranks do together
 
@@ -140,8 +139,8 @@ class ShardedStore(RowStore, Files, JointRows):
         with self.task(Kind.LOOK_UP if training else Kind.GATHER) as task:
             if ahead is not None and ahead.is_there():
                 wanted, local = ahead.wanted, ahead.local
-                renewal, version = ahead.begin_renewal()
-                weights = ahead.renew(task, renewal)
+                rows, sent, version = ahead.begin_renewal()
+                weights = ahead.renew(task, rows, sent)
                 if weights is not None:
                     task.finish()
                     return weights, local, LentRows(ahead.route, ahead.block, version)

@@ -38,7 +38,7 @@ from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import Request
 from speedswap.swapping.row_step import Leaving, RowStep, drop
 from speedswap.swapping.weight import TableWeight, as_plain
-from speedswap.tables import Block, Column, Commit, IdMap, Table
+from speedswap.tables import Column, Commit, IdMap, Table
 
 if TYPE_CHECKING:
     from speedswap.ranks.sharded import ShardedStore
@@ -99,29 +99,26 @@ class ShardedStep(RowStep):
     """Rows and gradient of the current training step of an embedding whose rows are owned by ranks.
 
     Args:
-        state: the optimizer's state for the rows that this rank owns.
-        padding: ids that get no gradient.
         store: the rows of all ranks.
+        table: the embedding's, over them.
+        weight: stands for its rows.
+        padding: ids that get no gradient.
+        state_dtype, rounding: of the optimizer's state, as for :class:`OptimizerState`.
     """
 
     is_sharded = True
     group: RankGroup
 
-    @classmethod
-    def over(
-        cls,
+    def __init__(
+        self,
         store: ShardedStore,
         table: Table,
         weight: TableWeight,
         padding: Padding,
         state_dtype: torch.dtype | None,
         rounding: str | None,
-    ) -> ShardedStep:
-        """Return the training step of a table over a store."""
-        return cls(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding, store)
-
-    def __init__(self, state: OptimizerState, padding: Padding, store: ShardedStore) -> None:
-        super().__init__(state, padding)
+    ) -> None:
+        super().__init__(OptimizerState(store.own, weight, state_dtype, rounding, whole=table), padding)
         self.store = store
         self.name, self.group = store.name, store.group
         self._lent: list[TrainedLookup] = []  # lookups whose gradient was not sent yet, and may still come
@@ -144,7 +141,9 @@ class ShardedStep(RowStep):
                 return super().look_up(request, trains=False)
             ahead = self._rows_ahead(request)
             return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead)[:2]
-        self.settle_missed()
+        if self.is_unsettled and self._optimizer_steps != LostUpdates.steps_anywhere:
+            self.settle()  # gradients that an optimizer has stepped without: none may ever take them
+            self._optimizer_steps = LostUpdates.steps_anywhere
         with nullcontext() if at_own_pace else self.store.task(Kind.LOOK_UP) as task:
             try:
                 self.before_forward()
@@ -153,7 +152,7 @@ class ShardedStep(RowStep):
                     task.give_up(drops=True)
                 raise
             if task is None:
-                asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.store.name!r}")
+                asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.name!r}")
                 rows, local = kernels.find_rows(asked)
                 came = self.group.own_pace.look_up(self.store.number, rows.cpu())
                 weights, way, ahead = came.to(request.device), None, None
@@ -167,11 +166,6 @@ class ShardedStep(RowStep):
                 self._lend(lent, is_ahead=ahead is not None)
         leaf.register_post_accumulate_grad_hook(functools.partial(self.receive_asked, lent))  # type: ignore[no-untyped-call]
         return leaf, local
-
-    def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
-        whole = self.state.whole
-        rows, local = kernels.find_rows(kernels.Asked(ids, whole.num_embeddings, f"table {whole.name!r}"))
-        return whole.lease(rows, columns=columns, device=ids.device), local
 
     def _rows_ahead(self, request: Request) -> RowsAhead | None:
         """Return what a lookahead has brought for a lookup from the ranks that own the rows."""
@@ -190,12 +184,6 @@ class ShardedStep(RowStep):
         self.group.ahead.announce_end(failed=failed)
 
     # ------------------------------------------------------------------ forward and backward
-
-    def settle_missed(self) -> None:
-        """Send gradients that an optimizer has stepped without: there may be none that ever takes them."""
-        if self.is_unsettled and self._optimizer_steps != LostUpdates.steps_anywhere:
-            self.settle()
-            self._optimizer_steps = LostUpdates.steps_anywhere
 
     def _lend(self, lent: TrainedLookup, *, is_ahead: bool) -> None:
         """Note a lookup, whose gradient may come.

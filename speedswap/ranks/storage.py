@@ -17,12 +17,11 @@ from speedswap.collectives import Kind, RankGroup, Task, digest_of
 from speedswap.errors import TableFormatError
 from speedswap.ranks.keys import part_of
 from speedswap.ranks.sharded import ShardedStore
+from speedswap.tables import Column, Disk, LogStore, RowStore, Storage, Table, as_storage
 from speedswap.tables.disk.cache import DiskOptions
-from speedswap.tables.disk.store import LogStore
 from speedswap.tables.files.manifest import MANIFEST, ManifestFile, ShardsManifest, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory, says_if_full
 from speedswap.tables.files.place import is_shard
-from speedswap.tables.record import Column
 from speedswap.tables.shards.owners import Owners, owned_column, whole_columns
 from speedswap.tables.shards.parts import (
     Shard,
@@ -32,9 +31,6 @@ from speedswap.tables.shards.parts import (
     remove_former,
     take_shards,
 )
-from speedswap.tables.storage import Disk, Storage, as_storage
-from speedswap.tables.store import RowStore
-from speedswap.tables.table import Table
 
 _REDUCTIONS = ("mean", "sum")
 _CACHE_BYTES = 64 << 20

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from speedswap.collectives import Kind, RankGroup, Task
+from speedswap.tables import Block, RowStore, WrappedStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest, ManifestFile, ShardsManifest, require_shared, shard_name
 from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.files.place import Place
-from speedswap.tables.record import Block
-from speedswap.tables.store import RowStore, WrappedStore
 from speedswap.tables.whole_table import require_memory
 
 if TYPE_CHECKING:
@@ -54,18 +53,13 @@ class _Alone(WrappedStore):
     ) -> Block:
         found: dict[str, Tensor] = {}
         for column in columns or self.columns:
-            self._task.round(note=-self._number(column))
+            self._task.round(note=1 + [*self.columns].index(column))
             into = {column: out[column]} if out and column in out else None
             found |= self.inner.gather(rows, [column], device, into).columns
         return Block(rows, found)
 
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        self._task.round(note=self._number(column))
-        return self.inner.read(column, start, stop, device)
-
-    def _number(self, column: str) -> int:
-        """Return the number by which the other ranks know a column: as it is for a range, negative for ids."""
-        return 1 + [*self.columns].index(column)
+        return self.gather(torch.arange(start, stop), [column], device)[column]
 
     def flush_at_end(self) -> None:
         return None  # the table of these rows does
@@ -88,11 +82,7 @@ def alone(joint: ShardedStore, outer: RowStore) -> Iterator[RowStore | None]:
             task.round(note=_DONE)
         else:
             while (wanted := task.round().notes[0]) != _DONE:
-                column = [*joint.columns][abs(wanted) - 1]
-                if wanted > 0:
-                    joint.read(column, 0, 0)
-                else:
-                    joint.gather(torch.empty(0, dtype=torch.int64), [column], torch.device("cpu"))
+                joint.gather(torch.empty(0, dtype=torch.int64), [[*joint.columns][wanted - 1]], torch.device("cpu"))
             yield None
 
 

@@ -154,7 +154,7 @@ class RowStep(Locked):
 
     def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Lease the distinct rows of ids from the table; return them and each id's place among them."""
-        table = self.table
+        table = self.state.whole
         rows, local = kernels.find_rows(kernels.Asked(ids, table.num_embeddings, f"table {table.name!r}"))
         return table.lease(rows, columns=columns, device=ids.device), local
 

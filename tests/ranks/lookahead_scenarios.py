@@ -31,10 +31,10 @@ class Taken:
     def __init__(self):
         self.lookups = self.renewals = 0
 
-    def renew(self, ahead, task, renewal):
-        weights = _renew(ahead, task, renewal)
+    def renew(self, ahead, task, rows, sent):
+        weights = _renew(ahead, task, rows, sent)
         self.lookups += weights is not None
-        self.renewals += len(renewal.rows) > 0
+        self.renewals += len(rows) > 0
         return weights
 
 

@@ -26,7 +26,7 @@ from speedswap.tables.store import Checked, Files, RowStore, begin_alike
 from speedswap.tables.table import Table
 
 if TYPE_CHECKING:
-    from speedswap.kernels import Transfers
+    pass
 
 
 def read_manifest(path: Path) -> ShardsManifest | None:
@@ -207,14 +207,13 @@ class ShardsInFiles(RowStore, Files):
             found[name] = into.copy_(found[name])
         return Block(rows, {name: found[name].to(device) for name in names})
 
-    def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        self.check(writing=True)
-
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
         return self.gather(torch.arange(start, stop), [column], device)[column]
 
-    def write(self, column: str, start: int, values: Tensor) -> None:
+    def _refuse(self, *given: Any, **more: Any) -> None:
         self.check(writing=True)
+
+    scatter = write = add_columns = reset_columns = _refuse
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         for rank, shard in enumerate(self.shards):
@@ -223,12 +222,6 @@ class ShardsInFiles(RowStore, Files):
                 used = ids < self.num_embeddings
                 if used.any():
                     yield ids[used], {name: some[used] for name, some in held.items()}
-
-    def add_columns(self, columns: Sequence[Column]) -> None:
-        self.check(writing=True)
-
-    def reset_columns(self, columns: Sequence[Column]) -> None:
-        self.check(writing=True)
 
     # ------------------------------------------------------------------ lifetime
 
