@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from speedswap.collectives.lane import Lane
 from speedswap.collectives.messages import Kind, digest_of
 from speedswap.collectives.pace import OwnPace
 from speedswap.errors import RanksError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _BUCKET_BYTES = 25 << 20  # as DistributedDataParallel's
 P = ParamSpec("P")
@@ -62,6 +65,13 @@ class RankGroup:
         if found is None:
             raise RanksError("the process group of the tables was destroyed; make tables with another one")
         return found
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as DTensors know them; every rank asks for it for the first time at the same place."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self.process_group, "cpu")
 
     def end(self) -> None:
         """Close the lanes before the process ends; the main one first, on which the other ranks may wait."""

@@ -183,12 +183,13 @@ class Lane:
             ids: that go along, so many for each rank as its count.
         """
         lines = [line] * len(self.ranks) if counts is None else [line._replace(amount=count) for count in counts]
-        self.rounds += 1
         if self._broken is None and len(lines) == 1:
+            self.rounds += 1
             return lines
         if (agreed := self.sheet.agreed) is not None:
             self.payload_bytes += (sum(agreed.sent) - agreed.sent[self.rank]) * agreed.row_bytes
         into, out, received, sent = self.sheet.fill(lines, ids)
+        self.rounds += 1
         self._exchange(self._group, into, out, received, sent)
         return self.sheet.lines()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from speedswap.collectives import Kind, RankGroup, Task
+from speedswap.collectives import Kind, Task
 from speedswap.tables import Block, RowStore, WrappedStore
 from speedswap.tables.files.directory import TableDirectory
 from speedswap.tables.files.manifest import LogManifest, ManifestFile, ShardsManifest, require_shared, shard_name
@@ -101,16 +100,22 @@ def read_part(store: ShardedStore, column: str) -> Tensor:
             len(mine) * found.width * found.dtype.itemsize,
             f"rows {mine.start} to {mine.stop - 1} of table {store.name!r}",
         )
-        return _distributed(store.read(column, mine.start, mine.stop, torch.device("cpu")), store)
+        part = store.read(column, mine.start, mine.stop, torch.device("cpu"))
+        rows: Tensor = _kind()(part, store.group.mesh, torch.Size((store.num_embeddings, *found.row_shape)))
+        return rows
 
 
 def write_part(store: ShardedStore, column: str, values: Any) -> None:
     """Overwrite a column; see :meth:`JointRows.write_part`."""
-    dtype = store.columns[column].dtype
+    found = store.columns[column]
     with store.task(Kind.STATE):
         mine, part = _part(store), _local(values, store)
-        for ids in _pieces(store, column):
-            store.write_rows(column, ids, part[ids - mine.start].to("cpu", dtype))
+        step = max(1, _PIECE_BYTES // found.row_bytes)
+        for start in range(0, -(-store.num_embeddings // len(store.group)), step):  # as many pieces on every rank
+            some = mine[start : start + step]
+            store.write_rows(
+                column, torch.arange(some.start, some.stop), part[start : start + step].to("cpu", found.dtype)
+            )
 
 
 def _part(store: ShardedStore) -> range:
@@ -119,27 +124,13 @@ def _part(store: ShardedStore) -> range:
     return range(min(rank * size, rows), min((rank + 1) * size, rows))
 
 
-def _pieces(store: ShardedStore, column: str) -> Iterator[Tensor]:
-    """Yield the ids of this rank's part in pieces, as many on every rank."""
-    mine, step = _part(store), max(1, _PIECE_BYTES // store.columns[column].row_bytes)
-    for start in range(0, -(-store.num_embeddings // len(store.group)), step):
-        some = mine[start : start + step]
-        yield torch.arange(some.start, some.stop)
-
-
 def _local(values: Any, store: ShardedStore) -> Any:
     """Return this rank's part of a DTensor."""
-    is_divided = values.device_mesh.size() == len(store.group) and [*map(str, values.placements)] == ["S(0)"]
-    if is_divided and len(local := values.to_local()) == len(_part(store)):
-        return local.detach()
     mine = _part(store)
+    is_divided = values.device_mesh.size() == len(store.group) and [*map(str, values.placements)] == ["S(0)"]
+    if is_divided and len(local := values.to_local()) == len(mine):
+        return local.detach()
     return values.full_tensor().detach()[mine.start : mine.stop]
-
-
-def _distributed(part: Tensor, store: ShardedStore) -> Tensor:
-    shape = torch.Size((store.num_embeddings, *part.shape[1:]))
-    rows: Tensor = _kind()(part, _mesh(store.group), shape)
-    return rows
 
 
 @functools.cache
@@ -170,17 +161,6 @@ def _kind() -> Any:
     return DividedRows
 
 
-def _mesh(group: RankGroup) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    if group not in _meshes:
-        _meshes[group] = DeviceMesh.from_group(group.process_group, "cpu")
-    return _meshes[group]
-
-
-_meshes: weakref.WeakKeyDictionary[RankGroup, Any] = weakref.WeakKeyDictionary()
-
-
 # ---- saved by all: a directory for each rank's rows, and a manifest that counts
 
 
@@ -201,22 +181,15 @@ def save_shards(store: ShardedStore, task: Task, path: Path, *, overwrite: bool)
             hidden = require_shared(Place(path).hidden, path)
             place = hidden / shard_name(rank, len(store.group))
             store.own.save(place)
-            salts = task.share(salt_of(place))
+            manifest = ManifestFile.load(OpenDirectory(place))[1]
+            assert isinstance(manifest, LogManifest)
+            salts = task.share(manifest.salt)
             if directory is not None:
-                directory.write_manifest(manifest_of(store, salts))
+                weight = store.columns["weight"]
+                directory.write_manifest(
+                    ShardsManifest(store.name, store.num_embeddings, store.seed, weight, tuple(salts))
+                )
         except BaseException:
             task.give_up()  # the others write no more when the directory goes
             raise
     task.round()
-
-
-def manifest_of(store: ShardedStore, salts: list[int]) -> ShardsManifest:
-    """Return the description of a table in files, given the salts of its ranks' own tables."""
-    return ShardsManifest(store.name, store.num_embeddings, store.seed, store.columns["weight"], tuple(salts))
-
-
-def salt_of(place: Path) -> int:
-    """Return the salt by which a rank's own table in files is known."""
-    manifest = ManifestFile.load(OpenDirectory(place))[1]
-    assert isinstance(manifest, LogManifest)
-    return manifest.salt
