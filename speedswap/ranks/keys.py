@@ -16,9 +16,10 @@ from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import deferred_interrupts
 from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys
 from speedswap.swapping.keyed import KeyedLookup, KeyedRows
-from speedswap.tables import AskedAhead, IdMap, Keys, Table, as_keys
+from speedswap.tables import Keys, Table, as_keys
 from speedswap.tables.files.damage import require, says_damaged
 from speedswap.tables.files.keys_file import SavedMap, joined, restored, selected
+from speedswap.tables.id_map import AskedAhead, IdMap
 
 if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep
