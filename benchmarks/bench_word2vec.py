@@ -25,10 +25,9 @@ from speedswap.apps.bench.measure import write_json
 from speedswap.apps.options import compute_device
 from speedswap.apps.word2vec import Settings, WordVectors, figures, train
 from speedswap.apps.word2vec.blocks import BLOCK
-from speedswap.apps.word2vec.course import all_batches
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
 from speedswap.apps.word2vec.settings import make_optimizer, suited
-from speedswap.apps.word2vec.training import open_corpus
+from speedswap.apps.word2vec.training import all_batches, open_corpus
 
 WARM_UP_STEPS = 20
 TIMED_STEPS = 100

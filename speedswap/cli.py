@@ -16,8 +16,8 @@ from speedswap._info import describe
 from speedswap.apps.bench import cli as bench
 from speedswap.apps.digits import cli as digits
 from speedswap.apps.dlrm import cli as dlrm
-from speedswap.apps.launched import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.ncf import cli as ncf
+from speedswap.apps.ranks import another_has_spoken, is_first_to_say, is_launched
 from speedswap.apps.running import Ended, ending_signals, word_for
 from speedswap.apps.tables import cli as tables
 from speedswap.apps.word2vec import cli as word2vec

@@ -25,8 +25,6 @@ from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import SpeedswapError, TableFullError
 from speedswap.swapping.checkpoints.folders import Folders
 
-__all__ = ["FOLDER", "RESTART", "Checkpoint", "Pace", "Place", "add_resume", "plain_value", "require_same"]
-
 FOLDER = "checkpoints"
 SECONDS_BETWEEN = 300.0
 """From one checkpoint to the next within an epoch, at least."""
@@ -45,7 +43,7 @@ _OF_ALL = {"settings", "place", "progress"}  # that those of every command have
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """A point in a run: epochs completed, and steps taken in the next one."""
 
     epoch: int
@@ -80,6 +78,7 @@ class Checkpoint:
     Attributes:
         command: that writes them.
         deciding: settings that a resumed run must share with the checkpoint.
+        recorded: names in the content's ``progress``.
         folder: of the checkpoint.
         step: a count that goes up in the course of the run.
         content: settings, place and progress of the run.
@@ -87,15 +86,16 @@ class Checkpoint:
 
     command: ClassVar[str]
     deciding: ClassVar[tuple[str, ...]] = ()
+    recorded: ClassVar[tuple[str, ...]] = ()
 
     folder: Path
     step: int
     content: dict[str, Any]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RunPlace:
         """The point that the run had reached."""
-        return Place(*self.content["place"])
+        return RunPlace(*self.content["place"])
 
     # ------------------------------------------------------------------ writing
 
@@ -104,8 +104,8 @@ class Checkpoint:
         output: Path,
         step: int,
         *,
-        place: Place,
-        keep: int | None,
+        place: tuple[int, int],
+        keep: int | None = None,
         settings: AppSettings,
         model: nn.Module,
         optimizer: Optimizer,
@@ -116,7 +116,7 @@ class Checkpoint:
         Args:
             output: the run's output directory.
             step: a count that goes up in the course of the run.
-            place: the point that the run has reached.
+            place: the epochs completed, and the steps taken in the next one.
             keep: the step of the earlier checkpoint that stays.
             settings: of the run.
             model, optimizer: as for :func:`speedswap.save_checkpoint`.
@@ -130,14 +130,13 @@ class Checkpoint:
             "place": list(place),
             **more,
         }
-        kept = [keep] if keep not in (None, step) else []
         with says_unwritable(f"checkpoint {output / FOLDER}", "make room and run again, which goes on from the last"):
             try:
                 speedswap.save_checkpoint(
                     *(output / FOLDER, model, optimizer),
                     step=step,
                     extra=content,
-                    keep=kept,
+                    keep=[keep] if keep not in (None, step) else [],
                     tables="copy",  # those on disk are temporary
                 )
             except TableFullError as error:
@@ -192,6 +191,8 @@ class Checkpoint:
         """Return the content if it is complete; otherwise raise any error."""
         if not {*cls.deciding} <= content["settings"].keys():
             raise ValueError("its settings are not complete")
+        if not {*cls.recorded} <= {*content["progress"]}:
+            raise ValueError("its progress is not complete")
         epoch, step = content["place"]
         if not all(isinstance(count, int) and count >= 0 for count in (epoch, step, content["settings"]["epochs"])):
             raise ValueError("its place has no epoch and step")
@@ -212,19 +213,17 @@ class Checkpoint:
         Raises:
             CheckpointError: it cannot, and ``resume`` insists.
         """
-        if resume:
-            check()
-            return self
         try:
             check()
         except CheckpointError:
+            if resume:
+                raise
             return None
-        return self if self.is_unfinished(settings) else None
+        return self if resume or self.is_unfinished(settings) else None
 
     def is_unfinished(self, settings: AppSettings) -> bool:
         """Tell whether the checkpoint is of a run of as many epochs that has not come to its end."""
-        epochs = self.content["settings"]["epochs"]
-        return bool(epochs == settings.epochs and self.place.epoch < epochs)
+        return bool(settings.epochs == self.content["settings"]["epochs"] and self.place.epoch < settings.epochs)
 
     def __str__(self) -> str:
         epoch, step = self.place
@@ -283,6 +282,11 @@ def _writer_of(content: Any) -> str | None:
     if not has >= _OF_ALL:
         return "another program"
     return next((f"speedswap {name}" for name, own in _OWN.items() if has >= own), None)
+
+
+def remove_checkpoints(output: Path) -> None:
+    """Remove the checkpoints in an output directory."""
+    Folders(output / FOLDER).remove()
 
 
 def require_same(job: Job, checkpoint: Checkpoint | None) -> None:

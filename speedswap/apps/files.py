@@ -1,32 +1,98 @@
-"""Files and folders of a run: under their names whole or not at all, and temporary ones that go with it."""
+"""Files of a run: read, plain or gzip; written whole or not at all; and temporary folders that go with it."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from types import SimpleNamespace
+from typing import IO, Any, BinaryIO
 
 from speedswap.apps.errors import OutputError
 from speedswap.errors import SpeedswapError
 from speedswap.tables.files import whole
-from speedswap.tables.files.whole import UNFINISHED, remove_leftovers
-
-__all__ = [
-    "UNFINISHED",
-    "remove_leftovers",
-    "says_unwritable",
-    "scratch_folder",
-    "write_given",
-    "write_whole",
-]
+from speedswap.tables.files.whole import UNFINISHED as UNFINISHED
+from speedswap.tables.files.whole import remove_leftovers as remove_leftovers
 
 SCRATCH = "speedswap-scratch-"
 """The prefix of the names of temporary folders."""
+GZIP_MAGIC = b"\x1f\x8b"
+MOST_TIMES = 200
+"""The largest expansion of gzip that is read: text expands three to ten times, endless repetition a thousand times."""
+HARMLESS_BYTES = 1 << 25
+"""The bytes that are read of any file."""
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class Expanded(io.RawIOBase):
+    """A gzip file's contents.
+
+    Attributes:
+        packed_bytes: the bytes read of the file itself, which may be a pipe.
+
+    Raises:
+        OSError: while reading, they are ``MOST_TIMES`` as large as the file so far, and not small.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        def read(size: int) -> bytes:
+            data = file.read(size)
+            self.packed_bytes += len(data)
+            return data
+
+        packed: Any = SimpleNamespace(read=read)
+        self._contents = gzip.GzipFile(fileobj=packed, mode="rb")
+        self._count = self.packed_bytes = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = self._contents.readinto(buffer)
+        self._count += count
+        if self._count > max(HARMLESS_BYTES, MOST_TIMES * self.packed_bytes):
+            raise OSError(
+                f"it is gzip that becomes more than {MOST_TIMES} times as large; if that is right, unpack it first"
+            )
+        return count
+
+
+@contextmanager
+def opened(path: Path, what: str, unreadable: type[SpeedswapError]) -> Iterator[IO[bytes]]:
+    """Open a file, plain or gzip, told by its first bytes or the suffix ``.gz``.
+
+    Args:
+        path: the file.
+        what: its contents, for messages.
+        unreadable: the error to raise, also while it is read, where it is missing, damaged or would become far larger
+            than it is.
+    """
+    try:
+        with open(path, "rb") as file:
+            compressed = path.suffix == ".gz" or file.peek(2)[:2] == GZIP_MAGIC
+            yield io.BufferedReader(Expanded(file)) if compressed else file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise unreadable(f"{what} {path} is not a whole gzip file ({error}): make it or copy it again") from error
+    except OSError as error:
+        raise unreadable(f"{what} {path} cannot be read: {error.strerror or error}") from error
+
+
+def bytes_on_disk(file: IO[bytes]) -> int:
+    """Return the bytes read of a file that ``opened`` has opened, as they are on disk."""
+    contents = getattr(file, "raw", None)
+    return contents.packed_bytes if isinstance(contents, Expanded) else file.tell()
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

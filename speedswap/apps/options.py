@@ -28,14 +28,14 @@ import torch
 from torch.optim import Optimizer
 
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.launched import is_launched, local_gpu
 from speedswap.apps.output import check_scratch
+from speedswap.apps.ranks import ON_DISK as ON_DISK
+from speedswap.apps.ranks import is_launched, local_gpu
 from speedswap.tables.memory import available_bytes
 
 Check = Callable[[str, Any], object]
 """Raises SettingsError, given the name and the value."""
 
-ON_DISK = ("disk", "memmap")  # the second is the older name
 STORAGES = ("auto", "device", "pinned", "pageable", *ON_DISK)
 STATE_DTYPES = ("float32", "bfloat16")
 STORAGE_TEXT = f"where the tables live: {', '.join(STORAGES[:-1])}"

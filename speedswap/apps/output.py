@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +20,6 @@ from speedswap.apps.files import remove_leftovers, says_unwritable, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["add_output", "check_output", "check_scratch", "save_results", "save_somewhere", "versions"]
 
 
 # ---- before the work ------------------------------------------------------------------------------------------------
@@ -59,11 +54,11 @@ def check_output(folder: Path, *folders: str, option: str = "output") -> None:
     existing = folder.absolute()
     while not _is_there(existing):
         existing = existing.parent
-    if not existing.is_dir():
-        raise SettingsError(f"{wrong}, but {existing} is {_kind_of(existing)}: give a directory")
-    for path in (folder / name for name in folders):
+    for path in (existing, *(folder / name for name in folders)):
         if _is_there(path) and not path.is_dir():
-            raise SettingsError(f"{wrong}, but {path} is {_kind_of(path)}: give another directory")
+            kind = "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
+            which = "a directory" if path == existing else "another directory"
+            raise SettingsError(f"{wrong}, but {path} is {kind}: give {which}")
     _check_writable(existing, wrong)
 
 
@@ -77,10 +72,6 @@ def _is_there(path: Path) -> bool:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"{str(path)[:100]!r} cannot be a directory ({reason}): give another one") from error
     return True
-
-
-def _kind_of(path: Path) -> str:
-    return "a link that leads nowhere" if path.is_symlink() and not path.exists() else "a file"
 
 
 def _check_writable(folder: Path, wrong: str) -> None:
@@ -155,7 +146,7 @@ def save_somewhere(folder: Path, save: Callable[[Path], list[Path]], scratch: Pa
         folder: the output directory.
         save: writes into the directory it is given, and returns the files.
         scratch: another place to try, before the system's temporary directory, the current directory and the user's
-            home; after those, the user is asked at a terminal.
+            home.
 
     Returns:
         The files.
@@ -167,38 +158,18 @@ def save_somewhere(folder: Path, save: Callable[[Path], list[Path]], scratch: Pa
     try:
         return save(folder)
     except OutputError as error:
-        for place in _other_places(scratch, error):
+        for find in (lambda: scratch, tempfile.gettempdir, Path.cwd, Path.home):
+            other: Path | None = None
             try:
-                other = Path(tempfile.mkdtemp(prefix=f"{folder.absolute().name}-", dir=place))
-            except OSError:
+                if (place := find()) is not None:
+                    other = Path(tempfile.mkdtemp(prefix=f"{folder.absolute().name}-", dir=place))
+                    save(other)
+            except (OSError, RuntimeError):  # the place may not exist, or be full too
+                if other is not None:
+                    shutil.rmtree(other, ignore_errors=True)
                 continue
-            try:
-                save(other)
-            except OutputError:
-                shutil.rmtree(other, ignore_errors=True)
-                continue
-            raise OutputError(f"{error}; what was trained is saved in {other} instead: move it from there") from error
+            if other is not None:
+                raise OutputError(
+                    f"{error}; what was trained is saved in {other} instead: move it from there"
+                ) from error
         raise
-
-
-def _other_places(scratch: Path | None, error: OutputError) -> Iterator[Path]:
-    places: list[Callable[[], Path | None]] = [
-        lambda: scratch,
-        lambda: Path(tempfile.gettempdir()),
-        Path.cwd,
-        Path.home,
-    ]
-    for find in places:
-        place: Path | None = None
-        with suppress(OSError, RuntimeError):  # any of them may not exist
-            place = find()
-        if place is not None and os.access(place, os.W_OK | os.X_OK):
-            yield place
-    while sys.stdin is not None and sys.stdin.isatty():
-        print(f"speedswap: {error}; nor can anything be saved in the usual places", file=sys.stderr)
-        print(
-            "Give another directory for what was trained, or nothing to lose it: ", end="", file=sys.stderr, flush=True
-        )
-        if not (answer := sys.stdin.readline().strip()):
-            return
-        yield Path(answer)

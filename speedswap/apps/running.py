@@ -14,17 +14,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from speedswap._install import pip_install
 from speedswap._interrupts import set_handlers
-from speedswap.apps.launched import another_has_spoken
-from speedswap.apps.ranks import Job, joined
+from speedswap.apps.ranks import Job, another_has_spoken, joined
 from speedswap.errors import PeerError
-
-__all__ = ["Ended", "Shown", "Stop", "begun", "ending_signals", "listening", "show_progress", "word_for"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Sent by Ctrl-C; by ``kill`` and schedulers; by a terminal that is closed."""
@@ -32,7 +29,7 @@ WORD_SECONDS = 3.0
 """The time that a rank has to say why it has failed, before others say that it has."""
 REPEATED_SECONDS = 5.0
 """In a job another signal within so long is the same one, which both the terminal and torchrun have sent."""
-WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+WORDS = {signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
 # ---- requests to end ------------------------------------------------------------------------------------------------
@@ -196,74 +193,54 @@ def ending_signals() -> Iterator[None]:
 
 def word_for(number: int | None) -> str:
     """Return a signal's effect on a run: ``interrupted``, ``terminated`` or ``hung up``."""
-    return WORDS.get(signal.Signals(number), "interrupted") if number is not None else "interrupted"
+    return WORDS.get(signal.Signals(number or signal.SIGINT), "interrupted")
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------
 
 
-class Shown(Protocol):
-    """The display of a run's progress."""
+class Shown:
+    """The display of a run's progress: a bar on standard error, and lines on standard output.
+
+    A bar that cannot be shown, as when its terminal has gone, does not end the run.
+
+    Args:
+        bar: of tqdm; None for lines at most.
+        lines: False for no lines either.
+    """
+
+    def __init__(self, bar: Any = None, *, lines: bool = True) -> None:
+        self._bar = bar
+        self._lines = lines
+        self._ask("refresh")
 
     def update(self, steps: float) -> None:
         """Advance by a number of steps."""
+        if self._bar is not None:
+            self._ask("update", min(steps, self._bar.total - self._bar.n))  # fractions may add up to a little more
 
     def note(self, text: str) -> None:
         """Show a text beside the bar."""
+        self._ask("set_postfix_str", text, False)
 
     def write(self, line: str) -> None:
         """Print a line on standard output."""
-
-
-class Quiet:
-    """A display of lines at most."""
-
-    def __init__(self, *, lines: bool) -> None:
-        self._lines = lines
-
-    def update(self, steps: float) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
-
-    def write(self, line: str) -> None:
-        if self._lines:
+        if self._bar is not None:
+            self._ask("write", line)
+        elif self._lines:
             print(line, flush=True)
-
-
-class Bar:
-    """A progress bar that does not end the run where it cannot be shown, as when its terminal has gone."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        try:
-            bar.refresh()
-        except OSError:
-            bar.disable = True
-
-    def update(self, steps: float) -> None:
-        try:
-            self._bar.update(min(steps, self._bar.total - self._bar.n))  # fractions may add up to a little more
-        except OSError:
-            self._bar.disable = True
-
-    def note(self, text: str) -> None:
-        self._bar.set_postfix_str(text, refresh=False)
-
-    def write(self, line: str) -> None:
-        try:
-            self._bar.write(line)
-        except BrokenPipeError:
-            raise  # the reader of the lines has gone
-        except OSError:
-            self._bar.disable = True
 
     def close(self) -> None:
         """Close the bar, leaving it as it is."""
+        self._ask("close")
+
+    def _ask(self, method: str, *args: Any) -> None:
         try:
-            self._bar.close()
-        except OSError:
+            if self._bar is not None:
+                getattr(self._bar, method)(*args)
+        except OSError as error:
+            if method == "write" and isinstance(error, BrokenPipeError):
+                raise  # the reader of the lines has gone
             self._bar.disable = True
 
 
@@ -271,18 +248,17 @@ class Bar:
 def show_progress(total_steps: int, done: int = 0, *, shown: bool, unit: str = " steps") -> Iterator[Shown]:
     """Show a run's progress: a bar on standard error, and lines on standard output."""
     if not shown:
-        yield Quiet(lines=False)
+        yield Shown(lines=False)
         return
     try:
         from tqdm import tqdm
     except ImportError:
         print(f"no progress bar without tqdm: {pip_install('tqdm', extra='demo')}", file=sys.stderr)
-        yield Quiet(lines=True)
+        yield Shown()
         return
     seconds = 0.1 if sys.stderr.isatty() else 10.0
-    scaled = unit != " steps"
-    how = {"unit": unit, "unit_scale": scaled, "mininterval": seconds, "dynamic_ncols": True}
-    bar = Bar(tqdm(total=total_steps, initial=done, delay=1e-9, **how))  # delayed, so that Bar shows it first
+    how = {"unit": unit, "unit_scale": unit != " steps", "mininterval": seconds, "dynamic_ncols": True}
+    bar = Shown(tqdm(total=total_steps, initial=done, delay=1e-9, **how))  # delayed, so that Shown shows it first
     try:
         yield bar
     finally:

@@ -16,11 +16,9 @@ import torch
 
 import speedswap
 from speedswap.apps.digits import DigitsNet
-from speedswap.apps.errors import OutputError
 from speedswap.apps.ncf import load
-from speedswap.apps.output import save_somewhere
 from speedswap.apps.running import show_progress
-from speedswap.apps.word2vec import Settings, course
+from speedswap.apps.word2vec import Settings, training
 from speedswap.cli import main
 from speedswap.errors import TableFullError
 
@@ -128,7 +126,7 @@ def test_a_run_over_an_older_one_without_room_leaves_that(small_disk, capsys):
 
 def test_vectors_are_kept_when_the_disk_of_their_tables_fills_up(corpus, tmp_path, monkeypatch, capsys):
     """In the middle of the training: the results up to the step before are saved, and the run says why it ended."""
-    real, taken = course.step, []
+    real, taken = training.step, []
 
     def full(*arguments):
         taken.append(1)
@@ -136,7 +134,7 @@ def test_vectors_are_kept_when_the_disk_of_their_tables_fills_up(corpus, tmp_pat
             raise TableFullError(28, "table center: the disk is full; free space")
         return real(*arguments)
 
-    monkeypatch.setattr(course, "step", full)
+    monkeypatch.setattr(training, "step", full)
     output = tmp_path / "out"
     words = ["--epochs", "3", "--dim", "8", "--device", "cpu", "--batch", "32", "--output", str(output)]
     assert main(["word2vec", corpus, *words]) == 2
@@ -145,28 +143,6 @@ def test_vectors_are_kept_when_the_disk_of_their_tables_fills_up(corpus, tmp_pat
     assert "words of text are saved" in line
     assert (output / "vectors.txt").read_text().splitlines()[0] == "6 8"
     assert json.loads((output / "run.json").read_text())["interrupted"] is True
-
-
-def test_nothing_is_lost_while_the_user_can_name_a_place(tmp_path, monkeypatch, capsys):
-    """At a terminal they are asked, again where that place is no better."""
-    parent, child = os.openpty()
-    with open(child, encoding="utf-8") as terminal:
-        monkeypatch.setattr(sys, "stdin", terminal)
-        os.write(parent, f"{tmp_path / 'nowhere'}\n{tmp_path}\n".encode())
-        written = []
-
-        def save(folder):
-            written.append(folder)
-            if folder.parent != tmp_path:
-                raise OutputError(f"{folder} cannot be written")
-            return [folder]
-
-        with pytest.raises(OutputError, match=f"saved in {tmp_path}/out-"):
-            save_somewhere(Path("out"), save)
-    os.close(parent)
-    assert written[0] == Path("out")
-    assert capsys.readouterr().err.count("Give another directory for what was trained") == 2
-    assert [path for path in written if path.exists()] == written[-1:]
 
 
 def test_word_pairs_are_read_once_before_the_training(corpus, tmp_path, start_command):

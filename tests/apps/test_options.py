@@ -13,7 +13,7 @@ import pytest
 from speedswap.apps import digits, dlrm, ncf, word2vec
 from speedswap.apps.errors import SettingsError
 
-SETTINGS = [application.Settings for application in (digits, dlrm, ncf, word2vec)]
+SETTINGS = [digits.Settings, dlrm.DlrmSettings, ncf.NcfSettings, word2vec.Settings]
 
 
 def wrong_values(hint: Any) -> list[Any]:
@@ -35,19 +35,19 @@ def test_a_setting_of_another_type_is_refused_at_once(settings: Any) -> None:
 
 
 def test_paths_may_be_strings_and_tuples_lists() -> None:
-    assert ncf.Settings(ratings="u.data", layers=[8, 4], lr=1) == ncf.Settings(
+    assert ncf.NcfSettings(ratings="u.data", layers=[8, 4], lr=1) == ncf.NcfSettings(
         ratings=Path("u.data"), layers=(8, 4), lr=1.0
     )
     with pytest.raises(SettingsError, match="batch is '64': give a whole number"):
         digits.Settings(batch="64")
     with pytest.raises(SettingsError, match=r"layers is .*: give a tuple, each of its parts a whole number"):
-        ncf.Settings(layers=(8, "4"))
+        ncf.NcfSettings(layers=(8, "4"))
 
 
 def test_numbers_of_numpy_are_kept_as_pythons() -> None:
     """JSON holds those: settings that are accepted can be saved and loaded again."""
-    found = ncf.Settings(factors=np.int64(4), layers=np.array([8, 4]).tolist(), lr=np.float32(0.5))
-    assert found == ncf.Settings(factors=4, layers=(8, 4), lr=0.5)
+    found = ncf.NcfSettings(factors=np.int64(4), layers=np.array([8, 4]).tolist(), lr=np.float32(0.5))
+    assert found == ncf.NcfSettings(factors=4, layers=(8, 4), lr=0.5)
     assert [type(each) for each in (found.factors, found.lr)] == [int, float]
-    assert [type(each) for each in ncf.Settings(layers=(np.int32(8), np.int64(4))).layers] == [int, int]
-    assert type(dlrm.Settings(lr=np.int64(1)).lr) is int
+    assert [type(each) for each in ncf.NcfSettings(layers=(np.int32(8), np.int64(4))).layers] == [int, int]
+    assert type(dlrm.DlrmSettings(lr=np.int64(1)).lr) is int

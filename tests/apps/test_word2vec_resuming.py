@@ -14,7 +14,7 @@ import torch
 
 from speedswap.apps import checkpoints
 from speedswap.apps.errors import CheckpointError
-from speedswap.apps.word2vec import Settings, course, train
+from speedswap.apps.word2vec import Settings, train, training
 from speedswap.apps.word2vec import corpus as corpus_module
 from speedswap.cli import main
 
@@ -57,7 +57,7 @@ class Killed(BaseException):
 
 def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
     """Train for some steps, with a checkpoint after every so many, until the process is killed or asked to end."""
-    taken, real = [], course.step
+    taken, real = [], training.step
 
     def step(*args):
         if len(taken) == steps and how == "killed":
@@ -68,7 +68,7 @@ def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
         return real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(course, "step", step)
+        patched.setattr(training, "step", step)
         patched.setattr(checkpoints.Pace, "is_due", property(lambda self: bool(taken) and len(taken) % every == 0))
         if how == "ended":
             return train(settings, output=output, progress=False, **more)
@@ -124,8 +124,8 @@ def test_other_settings_start_over(changes, corpus, tmp_path, monkeypatch):
 
 def test_restart_starts_over(corpus, tmp_path, monkeypatch):
     cut(small(corpus), tmp_path, 20, monkeypatch, every=5)
-    steps = []
-    monkeypatch.setattr(course, "show", lambda *args: steps.append(1))
+    steps, real = [], training.step
+    monkeypatch.setattr(training, "step", lambda *args: steps.append(1) or real(*args))
     result = train(small(corpus), output=tmp_path, resume=False, progress=False)
     assert len(steps) == result.steps
 

@@ -17,7 +17,7 @@ import simulated_gpu
 import torch
 
 import speedswap
-from speedswap.apps.word2vec import CorpusError, Result, Settings, SettingsError, course, save, train
+from speedswap.apps.word2vec import CorpusError, Result, Settings, SettingsError, save, train, training
 from speedswap.apps.word2vec.settings import suited
 
 FOOD = ["bread", "cheese", "apple", "soup", "salt", "honey"]
@@ -88,7 +88,7 @@ def test_lookahead_does_not_change_the_vectors(corpus, plain_run, lookahead, dev
 @pytest.mark.skipif(not simulated_gpu.is_on(), reason="the simulated GPU counts what the host waits for")
 def test_a_step_on_a_gpu_is_waited_for_by_nobody(corpus, monkeypatch):
     """Once an epoch the host asks how many words stayed, at the end for the losses; other than that, how many rows."""
-    monkeypatch.setattr(course, "SECONDS_BETWEEN_LOOKS", math.inf)
+    monkeypatch.setattr(training, "SECONDS_BETWEEN_LOOKS", math.inf)
     waits = []
     for epochs in (1, 4):
         with simulated_gpu.counted() as counts:
@@ -124,7 +124,7 @@ def test_losses_that_are_read_late_are_the_same(corpus, plain_run, monkeypatch):
     expected = plain_run()
     looks = []
 
-    class Late(course.Meter):
+    class Late(training.Meter):
         def __init__(self, *args):
             super().__init__(*args)
             self._seconds = math.inf
@@ -133,7 +133,7 @@ def test_losses_that_are_read_late_are_the_same(corpus, plain_run, monkeypatch):
             looks.append(len(self._unread))
             super()._look()
 
-    monkeypatch.setattr(course, "Meter", Late)
+    monkeypatch.setattr(training, "Meter", Late)
     result = train(small(corpus), progress=False)
     assert looks == [len(expected.loss)]
     assert (result.loss, result.pairs) == (expected.loss, expected.pairs)

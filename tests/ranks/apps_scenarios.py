@@ -17,7 +17,7 @@ from speedswap.apps import dlrm, ncf, word2vec
 from speedswap.apps.dlrm import training as dlrm_training
 from speedswap.apps.ncf import training as ncf_training
 from speedswap.apps.ranks import Job
-from speedswap.apps.word2vec import course
+from speedswap.apps.word2vec import training as word2vec_training
 from speedswap.cli import main
 from speedswap.errors import PeerError
 
@@ -63,7 +63,7 @@ def train_word2vec(group, output, *, raise_at=None, **settings):
     """Return the course of a run, whose vectors the first rank saves."""
     losses: list[float] = []
     at = raise_at if group is not None and group.rank() == 1 else None
-    with watching(course, "step", losses, raise_at=at):
+    with watching(word2vec_training, "step", losses, raise_at=at):
         result = word2vec.train(
             word2vec.Settings(device="cpu", **settings), output=output, progress=False, process_group=group
         )

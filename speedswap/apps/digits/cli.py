@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speedswap.apps.digits.task import DigitsSettings
-from speedswap.apps.digits.training import Result, train
+from speedswap.apps.digits.training import DigitsResult, train
 from speedswap.apps.files import write_whole
 from speedswap.apps.output import add_output, check_output, save_results, save_somewhere, versions
 from speedswap.apps.running import Stop
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["add_parser", "figures", "memory_report", "run", "save"]
 
 MIB = 2**20
 
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     return stop.status if result.interrupted else 0
 
 
-def summary(result: Result) -> str:
+def summary(result: DigitsResult) -> str:
     """Describe the training in a few lines."""
     steps = result.steps
     largest, failures = max(step.micro_batch_size for step in steps), sum(len(step.failed) for step in steps)
@@ -68,7 +66,7 @@ def summary(result: Result) -> str:
     return "\n".join(lines)
 
 
-def save(result: Result, folder: Path) -> list[Path]:
+def save(result: DigitsResult, folder: Path) -> list[Path]:
     """Write ``model.pt``, ``run.json`` and, where matplotlib is installed, ``training.png``.
 
     Returns:
@@ -94,7 +92,7 @@ def save(result: Result, folder: Path) -> list[Path]:
     )
 
 
-def figures(result: Result) -> dict[str, Any]:
+def figures(result: DigitsResult) -> dict[str, Any]:
     """Return the run's settings and figures, as JSON can hold them."""
     settings, footprint = result.settings, result.footprint
     return {
@@ -118,7 +116,7 @@ def figures(result: Result) -> dict[str, Any]:
     }
 
 
-def memory_report(result: Result) -> str:
+def memory_report(result: DigitsResult) -> str:
     """Describe the use of the memory as text."""
     batch, footprint = result.settings.batch, result.footprint
     lines = ["Memory, in MiB:"]
@@ -132,7 +130,7 @@ def memory_report(result: Result) -> str:
     return "\n".join(lines)
 
 
-def draw(result: Result, figure: Figure) -> None:
+def draw(result: DigitsResult, figure: Figure) -> None:
     """Plot loss, micro-batch size and memory over the steps."""
     losses, sizes, memory = figure.subplots(1, 3)
     steps, numbers = result.steps, range(1, len(result.steps) + 1)

@@ -133,14 +133,14 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Split:
+class DigitsSplit:
     """Images to train on and images to test on."""
 
     train: Images
     test: Images
 
 
-def read_split(seed: int = 0) -> Split:
+def read_split(seed: int = 0) -> DigitsSplit:
     """Read the 1,797 images; a fifth of them, with equally many of each digit, are set apart for the test.
 
     Raises:
@@ -165,7 +165,7 @@ def read_split(seed: int = 0) -> Split:
         tested = round(TESTED * len(positions))
         test.append(positions[:tested])
         train.append(positions[tested:])
-    return Split(*(images[torch.from_numpy(np.concatenate(part))] for part in (train, test)))
+    return DigitsSplit(*(images[torch.from_numpy(np.concatenate(part))] for part in (train, test)))
 
 
 class DigitsNet(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.digits.memory import Footprint, measure_footprint
-from speedswap.apps.digits.task import DigitsNet, DigitsSettings, Images, Split, read_split
+from speedswap.apps.digits.task import DigitsNet, DigitsSettings, DigitsSplit, Images, read_split
 from speedswap.apps.options import check_loss
 from speedswap.apps.running import Shown, Stop, listening, show_progress
 from speedswap.batching import Callback, Event, LimitedMemory
 from speedswap.errors import MemoryBudgetError
 
-__all__ = ["Epoch", "Result", "Step", "train"]
-
 LABEL_SMOOTHING = 0.1
 """Of so few images, a network that is surer has learned them by heart."""
+MEASURED = (16, 48)
+"""Micro-batch sizes; the memory of others lies on the line through these."""
 
 
-class Step(NamedTuple):
+class DigitsStep(NamedTuple):
     """One optimizer step."""
 
     loss: float
@@ -43,7 +42,7 @@ class Step(NamedTuple):
     """The most that was alive at once beside the model, in the attempt that fitted."""
 
 
-class Epoch(NamedTuple):
+class DigitsEpoch(NamedTuple):
     """The outcome of one epoch."""
 
     number: int
@@ -59,22 +58,42 @@ class Epoch(NamedTuple):
         return f"epoch {self.number}: loss {self.loss:.4f}, test accuracy {self.accuracy:.2%}, {self.seconds:.1f} s"
 
 
+class Footprint(NamedTuple):
+    """Memory for a batch in addition to the model: a fixed part, mostly gradients, and a part per sample.
+
+    >>> footprint = Footprint(fixed_bytes=1000, bytes_a_sample=10)
+    >>> footprint.bytes_for(100), footprint.samples_in(2009)
+    (2000, 100)
+    """
+
+    fixed_bytes: int
+    bytes_a_sample: int
+
+    def bytes_for(self, samples: int) -> int:
+        """Return the memory for a number of samples at once."""
+        return self.fixed_bytes + samples * self.bytes_a_sample
+
+    def samples_in(self, nbytes: int) -> int:
+        """Return the number of samples that fit at once; 0 where not even one does."""
+        return max(0, (nbytes - self.fixed_bytes) // self.bytes_a_sample)
+
+
 @dataclass
-class Result:
+class DigitsResult:
     """A trained network and the course of the training."""
 
     settings: DigitsSettings
-    split: Split
+    split: DigitsSplit
     model: DigitsNet
     optimizer: Optimizer
     lr: float
     """The learning rate at the beginning."""
     footprint: Footprint
     budget_bytes: int | None
-    """The memory of a batch beside the model."""
-    steps: list[Step] = field(default_factory=list)
-    epochs: list[Epoch] = field(default_factory=list)
-    whole: Result | None = None
+    """The memory of a batch in addition to the model."""
+    steps: list[DigitsStep] = field(default_factory=list)
+    epochs: list[DigitsEpoch] = field(default_factory=list)
+    whole: DigitsResult | None = None
     """The run with whole batches and no budget, where it was asked for."""
     interrupted: bool = False
 
@@ -91,28 +110,25 @@ class Result:
     @property
     def largest_difference(self) -> float | None:
         """The largest difference between the losses of this run and of the one with whole batches."""
-        if self.whole is None or not self.steps:
-            return None
-        pairs = zip(self.steps, self.whole.steps, strict=False)  # Ctrl-C ends either early
+        pairs = zip(self.steps, self.whole.steps if self.whole else [], strict=False)  # Ctrl-C ends either early
         return max((abs(ours.loss - theirs.loss) for ours, theirs in pairs), default=None)
 
     def parts(self) -> dict[str, int]:
         """Return bytes by purpose; the peak of a batch beside its gradients counts as activations."""
-        parameters = _bytes_of(self.model.parameters())
-        state = (value for entry in self.optimizer.state.values() for value in entry.values())
+
+        def nbytes(tensors: Iterable[Any]) -> int:
+            return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+        parameters = nbytes(self.model.parameters())
         return {
             "parameters": parameters,
             "gradients": parameters,
-            "optimizer state": _bytes_of(value for value in state if isinstance(value, Tensor)),
+            "optimizer state": sum(nbytes(state.values()) for state in self.optimizer.state.values()),
             "activations": max(0, self.peak_bytes - parameters),
         }
 
 
-def _bytes_of(tensors: Iterator[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None = None) -> Result:
+def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None = None) -> DigitsResult:
     """Train a network to read digits, in batches that do not fit into the memory that it is given.
 
     Ctrl-C and SIGTERM end the training after the step in progress; the result is then that of the steps so far, with
@@ -131,38 +147,57 @@ def train(settings: DigitsSettings, *, progress: bool = True, stop: Stop | None 
     """
     device = settings.compute_device()
     split = read_split(settings.seed)
-    split = Split(split.train.to(device), split.test.to(device))
+    split = DigitsSplit(split.train.to(device), split.test.to(device))
     model = DigitsNet(settings.width, seed=settings.seed).to(device)
-    result = prepared(settings, split, model)
-    plain = replace(settings, memory_budget="none", micro_batch_size=settings.batch, compare=False)
-    unsplit = prepared(plain, split, copy.deepcopy(model)) if settings.compare else None
-    steps = -(-len(split.train) // settings.batch) * settings.epochs * (2 if unsplit else 1)
+    runs = [prepared(settings, split, model)]
+    if settings.compare:
+        plain = replace(settings, memory_budget="none", micro_batch_size=settings.batch, compare=False)
+        runs.append(prepared(plain, split, copy.deepcopy(model)))
+    steps = -(-len(split.train) // settings.batch) * settings.epochs * len(runs)
+    result = runs[0]
     with listening(stop) as stopped, show_progress(steps, shown=progress) as shown:
         run_epochs(result, stopped, shown)
-        if unsplit is not None and not stopped.is_set():
-            shown.write("the same with whole batches and no budget:")
-            result.whole = unsplit
-            run_epochs(unsplit, stopped, shown)
-            result.interrupted = unsplit.interrupted
+        for whole in runs[1:]:
+            if not stopped.is_set():
+                shown.write("the same with whole batches and no budget:")
+                result.whole = whole
+                run_epochs(whole, stopped, shown)
+                result.interrupted = whole.interrupted
     return result
 
 
-def prepared(settings: DigitsSettings, split: Split, model: DigitsNet) -> Result:
+def prepared(settings: DigitsSettings, split: DigitsSplit, model: DigitsNet) -> DigitsResult:
     """Prepare a run."""
     optimizer = settings.make_optimizer(model)
     footprint = measure_footprint(model, split.train)
-    budget_bytes = affordable(settings, footprint)
-    return Result(settings, split, model, optimizer, float(optimizer.param_groups[0]["lr"]), footprint, budget_bytes)
+    lr, budget_bytes = float(optimizer.param_groups[0]["lr"]), affordable(settings, footprint)
+    return DigitsResult(settings, split, model, optimizer, lr, footprint, budget_bytes)
+
+
+def measure_footprint(model: nn.Module, images: Images) -> Footprint:
+    """Measure the memory of a model's forward and backward passes, by two micro-batches of each of two sizes.
+
+    A copy of the model is used: its gradients stay as they are.
+    """
+    model = copy.deepcopy(model)
+    peaks = []
+    for size in MEASURED:
+        some = images[torch.arange(2 * size, device=images.labels.device) % len(images)]
+        splitter = speedswap.BatchSplitter(model, micro_batch_size=size)
+        model.zero_grad()
+        with LimitedMemory() as memory:
+            splitter.backward(lambda pixels, labels: F.cross_entropy(model(pixels), labels), some.pixels, some.labels)
+        peaks.append(memory.peak_bytes)
+    each = -(-(peaks[1] - peaks[0]) // (MEASURED[1] - MEASURED[0]))
+    # Half a sample more than measured, for each micro-batch's leftovers, such as its loss.
+    return Footprint(peaks[1] - MEASURED[1] * each + each // 2, each)
 
 
 def affordable(settings: DigitsSettings, footprint: Footprint) -> int | None:
     """Return the budget in bytes, once it holds what was asked for."""
     budget = settings.budget()
-    if budget.samples is not None:
-        nbytes = footprint.bytes_for(budget.samples)
-    elif budget.bytes is not None:
-        nbytes = budget.bytes
-    else:
+    nbytes = budget.bytes if budget.samples is None else footprint.bytes_for(budget.samples)
+    if nbytes is None:
         return None
     fits, size = footprint.samples_in(nbytes), settings.micro_batch_size
     if fits < 1:
@@ -179,16 +214,12 @@ def affordable(settings: DigitsSettings, footprint: Footprint) -> int | None:
 
 
 class Trace(Callback):
-    """The splitter's work on a batch."""
+    """A record of the splitter's work on a batch."""
 
     def __init__(self, memory: LimitedMemory) -> None:
         self._memory = memory
         self.sizes: tuple[int, ...] = ()
         self.failed: list[int] = []
-
-    def begin(self) -> None:
-        """Forget the batch before."""
-        self.failed = []
 
     def before_batch(self, event: Event) -> None:
         self.sizes = event.micro_batch_sizes or ()
@@ -198,7 +229,7 @@ class Trace(Callback):
         self.failed.append(event.old_size or 0)
 
 
-def run_epochs(result: Result, stopped: Stop, shown: Shown) -> None:
+def run_epochs(result: DigitsResult, stopped: Stop, shown: Shown) -> None:
     """Train until the end or until stopped, and record the course in the result."""
     settings, split, model = result.settings, result.split, result.model
     memory = LimitedMemory(result.budget_bytes)
@@ -218,21 +249,21 @@ def run_epochs(result: Result, stopped: Stop, shown: Shown) -> None:
             batch = split.train[positions]
             for group in result.optimizer.param_groups:
                 group["lr"] = result.lr * (1 - len(result.steps) / total_steps)
-            trace.begin()
+            trace.failed = []
             result.optimizer.zero_grad()
             with memory:
                 loss = splitter.backward(loss_fn, batch.pixels, batch.labels).item()
             check_loss(loss, lr=result.lr, optimizer=settings.optimizer, when=f"in epoch {number}")
             result.optimizer.step()
-            sizes = trace.sizes
-            result.steps.append(Step(loss, len(batch), max(sizes), len(sizes), tuple(trace.failed), memory.peak_bytes))
+            sizes, failed = trace.sizes, tuple(trace.failed)
+            result.steps.append(DigitsStep(loss, len(batch), max(sizes), len(sizes), failed, memory.peak_bytes))
             shown.update(1)
             if stopped.is_set() and len(result.steps) < total_steps:
                 result.interrupted = True
                 return
         done, seconds = result.steps[begun:], time.perf_counter() - began
         loss = sum(step.loss * step.batch for step in done) / len(split.train)
-        result.epochs.append(Epoch(number, loss, accuracy(model, splitter, memory, split.test), seconds))
+        result.epochs.append(DigitsEpoch(number, loss, accuracy(model, splitter, memory, split.test), seconds))
         shown.write(str(result.epochs[-1]))
 
 

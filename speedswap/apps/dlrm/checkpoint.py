@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from speedswap.apps.checkpoints import RESTART, Checkpoint, Place, plain_value
+from speedswap.apps.checkpoints import RESTART, Checkpoint, RunPlace, plain_value
 from speedswap.apps.dlrm.model import DLRM, Embeddings
 from speedswap.apps.dlrm.settings import DlrmSettings
 from speedswap.apps.errors import CheckpointError
@@ -34,7 +34,7 @@ class DLRMCheckpoint(Checkpoint):
     def save(
         cls,
         output: Path,
-        place: Place,
+        place: RunPlace,
         *,
         trained: int,
         best: int | None,

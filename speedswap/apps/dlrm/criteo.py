@@ -21,7 +21,7 @@ from torch import Tensor
 from speedswap._install import pip_install
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS, MISSING, NAMES, SamplePosition, Samples
 from speedswap.apps.errors import CheckpointError, SamplesError
-from speedswap.apps.reading import bytes_on_disk, opened
+from speedswap.apps.files import bytes_on_disk, opened
 from speedswap.kernels import read_lines
 
 __all__ = ["SampleFiles", "find_files", "text_of"]

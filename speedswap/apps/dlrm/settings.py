@@ -11,8 +11,8 @@ from typing import ClassVar
 from speedswap.apps import options
 from speedswap.apps.dlrm.samples import CATEGORIES, INTEGERS
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.launched import share_of_machine
 from speedswap.apps.options import TableSettings, check_memory, one_of, option, shortened, whole, widths
+from speedswap.apps.ranks import share_of_machine
 
 __all__ = ["DlrmSettings"]
 

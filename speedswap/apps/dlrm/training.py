@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.checkpoints import Place, require_same
+from speedswap.apps.checkpoints import RunPlace, require_same
 from speedswap.apps.dlrm.checkpoint import DLRMCheckpoint, make_model
 from speedswap.apps.dlrm.course import DlrmProgress, DlrmResult, Evaluation, Point
 from speedswap.apps.dlrm.model import DLRM
@@ -120,7 +120,7 @@ def run_epochs(
             batches = data.batches(source, at.read)
             try:
                 while run_segment(result, at, batches, output, stopped, shown):
-                    test(result, at, data, Place(at.epoch, at.step))
+                    test(result, at, data, RunPlace(at.epoch, at.step))
                     save(result, at, output)
                     shown.write(str(result.evaluations[-1]))
                 if stopped.is_set():
@@ -128,7 +128,7 @@ def run_epochs(
                     save(result, at, output)
                     return
                 draw_point(result, at)
-                test(result, at, data, Place(at.epoch + 1, 0))
+                test(result, at, data, RunPlace(at.epoch + 1, 0))
             except SamplesError as error:
                 saved = "" if output is None else "; the steps before are saved, and the same run goes on from there"
                 try:
@@ -233,7 +233,7 @@ def draw_point(result: DlrmResult, at: DlrmProgress) -> None:
     at.window, at.since = Scores(), 0
 
 
-def test(result: DlrmResult, at: DlrmProgress, data: Data, place: Place) -> None:
+def test(result: DlrmResult, at: DlrmProgress, data: Data, place: RunPlace) -> None:
     """Evaluate the model as of a place."""
     scores = evaluate(result.model, data.tested(), result.settings.compute_device())
     found = scores.quality(result.job)
@@ -259,7 +259,7 @@ def save(result: DlrmResult, at: DlrmProgress, output: Path | None) -> None:
     with at.pace.saving():
         DLRMCheckpoint.save(
             output,
-            Place(at.epoch, at.step),
+            RunPlace(at.epoch, at.step),
             trained=at.trained,
             best=best.samples if best is not None else None,
             model=result.model,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
-from speedswap.apps.checkpoints import RESTART, Checkpoint, Place
+from speedswap.apps.checkpoints import RESTART, Checkpoint, RunPlace
 from speedswap.apps.errors import CheckpointError
 from speedswap.apps.ncf.interactions import NcfSplit
 from speedswap.apps.ncf.model import MODELS, NCF
@@ -33,7 +33,7 @@ class NCFCheckpoint(Checkpoint):
     def save(
         cls,
         output: Path,
-        place: Place,
+        place: RunPlace,
         *,
         best: int | None,
         model: NCF,

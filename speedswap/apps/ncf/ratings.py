@@ -16,9 +16,9 @@ from typing import Any
 
 from speedswap._install import pip_install
 from speedswap.apps.errors import RatingsError, SettingsError
+from speedswap.apps.files import opened
 from speedswap.apps.ncf.interactions import Interactions, NcfSplit, leave_one_out
 from speedswap.apps.options import one_of
-from speedswap.apps.reading import opened
 
 __all__ = ["MISSING", "NEEDED", "RatingsForm", "RatingsSource", "check_columns", "json_values", "read_split", "shown"]
 

@@ -12,7 +12,6 @@ from typing import ClassVar
 
 from speedswap.apps import options
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.launched import share_of_machine
 from speedswap.apps.ncf.model import MODELS
 from speedswap.apps.ncf.ratings import MISSING, check_columns
 from speedswap.apps.options import (
@@ -25,6 +24,7 @@ from speedswap.apps.options import (
     whole,
     widths,
 )
+from speedswap.apps.ranks import share_of_machine
 
 __all__ = ["NcfSettings", "parse_columns"]
 

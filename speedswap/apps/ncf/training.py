@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import speedswap
-from speedswap.apps.checkpoints import Pace, Place, require_same
+from speedswap.apps.checkpoints import Pace, RunPlace, require_same
 from speedswap.apps.files import remove_leftovers
 from speedswap.apps.ncf.checkpoint import NCFCheckpoint
 from speedswap.apps.ncf.evaluation import Candidates, Ranking, evaluate, popularity_baseline
@@ -277,7 +277,7 @@ def save(result: NcfResult, at: NcfProgress, output: Path) -> None:
     with at.pace.saving():
         NCFCheckpoint.save(
             output,
-            Place(at.epoch, at.step),
+            RunPlace(at.epoch, at.step),
             best=best.number if best is not None else None,
             model=result.model,
             optimizer=result.optimizer,

@@ -10,18 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from speedswap.apps.errors import SettingsError
-from speedswap.apps.tables.info import describe_table, table_facts
-from speedswap.apps.tables.verifying import verify
+from speedswap.apps.tables.facts import describe_table, table_facts, verify
 from speedswap.errors import SpeedswapError
 from speedswap.tables import Disk, Table
 from speedswap.tables.files.whole import write_whole
 from speedswap.tables.formats import FORMATS
-
-__all__ = ["add_parsers"]
 
 _FORMATS = "; ".join(f"{name}: {', '.join(form.suffixes)}" for name, form in FORMATS.items())
 _DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -36,108 +34,103 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser], d
     Args:
         describe: returns the report of ``speedswap info`` without a table.
     """
-    parser = commands.add_parser(
-        "info",
-        help="what was built and found here, and why anything is missing; or the facts of a table in files",
-        description="Without TABLE: the build, the machine, and reasons for anything missing. With it: its rows, "
-        "columns, bytes on disk, last commit, attributes, writer, and the way its rows are read and written.",
+    table: dict[str, Any] = {"type": Path, "metavar": "TABLE", "help": "a table's directory"}
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    form: dict[str, Any] = {"choices": [*FORMATS], "help": "by default by the suffix"}
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], help: str, description: str) -> Callable[..., Any]:
+        parser = commands.add_parser(name, help=help, description=description)
+        parser.set_defaults(run=run)
+        return parser.add_argument
+
+    add = command(
+        *("info", partial(_info, describe)),
+        "what was built and found here, and why anything is missing; or the facts of a table in files",
+        "Without TABLE: the build, the machine, and reasons for anything missing. With it: its rows, columns, bytes on "
+        "disk, last commit, attributes, writer, and the way its rows are read and written.",
     )
-    parser.add_argument("table", type=Path, nargs="?", metavar="TABLE", help="a table's directory")
-    parser.add_argument("--json", action="store_true", help="print a table's facts as JSON")
-    parser.set_defaults(run=partial(_info, describe))
-    parser = commands.add_parser(
-        "verify",
-        help="read everything in tables' files and check it",
-        description="Read everything in tables' files and check every checksum; name damaged rows. Exit status 0: all "
-        "is whole; 1: something is damaged; 2: a table could not be looked at. Nothing is changed.",
+    add("table", nargs="?", **table)
+    add("--json", action="store_true", help="print a table's facts as JSON")
+    add = command(
+        *("verify", _verify),
+        "read everything in tables' files and check it",
+        "Read everything in tables' files and check every checksum; name damaged rows. Exit status 0: all is whole; 1: "
+        "something is damaged; 2: a table could not be looked at. Nothing is changed.",
     )
-    parser.add_argument("tables", type=Path, nargs="+", metavar="TABLE", help="a table's directory")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON per table")
-    parser.set_defaults(run=_verify)
-    parser = commands.add_parser(
-        "salvage",
-        help="save every intact row of a damaged table to a new one",
-        description="Save every intact row of a damaged table, with its state, attributes and id maps, to a new table, "
-        "and name the rest. A flipped bit in anything but a row is put back. Rows whose newest version is damaged have "
-        "an older one, or initial values. Exit status 0: nothing is lost; 1: OUT.salvaged.json lists what is lost; 2: "
-        "nothing could be saved. TABLE is only read.",
+    add("tables", nargs="+", **table)
+    add("--json", action="store_true", help="print a line of JSON per table")
+    add = command(
+        *("salvage", _salvage),
+        "save every intact row of a damaged table to a new one",
+        "Save every intact row of a damaged table, with its state, attributes and id maps, to a new table, and name "
+        "the rest. A flipped bit in anything but a row is put back. Rows whose newest version is damaged have an older "
+        "one, or initial values. Exit status 0: nothing is lost; 1: OUT.salvaged.json lists what is lost; 2: nothing "
+        "could be saved. TABLE is only read.",
     )
-    parser.add_argument("table", type=Path, metavar="TABLE", help="the damaged table's directory")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the new table's directory")
-    parser.add_argument(
+    add("table", type=Path, metavar="TABLE", help="the damaged table's directory")
+    add("out", type=Path, metavar="OUT", help="the new table's directory")
+    add(
         "--manifest",
-        type=Path,
-        metavar="FILE",
+        **file,
         help="the MANIFEST of a copy, or of a table that was made with the same arguments, in place of a lost one",
     )
-    parser.add_argument("--json", action="store_true", help="print a line of JSON")
-    parser.set_defaults(run=_salvage)
-    _add_export(commands)
-    _add_import(commands)
-
-
-def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "export",
-        help="write a table's rows to a file that other programs read",
-        description="Write a table's rows to a file, a bounded piece at a time, bit for bit. The file appears complete "
-        f"or not at all. Formats by suffix: {_FORMATS}.",
+    add("--json", action="store_true", help="print a line of JSON")
+    add = command(
+        *("export", _export),
+        "write a table's rows to a file that other programs read",
+        "Write a table's rows to a file, a bounded piece at a time, bit for bit. The file appears complete or not at "
+        f"all. Formats by suffix: {_FORMATS}.",
     )
-    parser.add_argument("table", type=Path, metavar="TABLE", help="a table's directory")
-    parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("--format", choices=[*FORMATS], help="by default by the suffix")
-    parser.add_argument(
+    add("table", **table)
+    add("file", **file)
+    add("--format", **form)
+    add(
         "--columns",
         default="weight",
         help="names, separated by commas, or all (default: %(default)s); npy and word2vec's formats hold one",
     )
-    parser.add_argument(
+    add(
         "--keys",
         metavar="rows|FILE",
         help="the rows' keys: their numbers, or the lines of a text file, one per row; by default the table's id map, "
         "and without one the numbers in word2vec's formats",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    parser.set_defaults(run=_export)
-
-
-def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "import",
-        help="make a table of the rows in a file of another program",
-        description="Make a table of the rows in a file, a bounded piece at a time. The table appears complete or not "
-        f"at all. Formats by suffix: {_FORMATS}.",
+    add("--overwrite", action="store_true", help="replace an existing file")
+    add = command(
+        *("import", _import),
+        "make a table of the rows in a file of another program",
+        "Make a table of the rows in a file, a bounded piece at a time. The table appears complete or not at all. "
+        f"Formats by suffix: {_FORMATS}.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE")
-    parser.add_argument("table", type=Path, metavar="TABLE", help="the new table's directory")
-    parser.add_argument("--format", choices=[*FORMATS], help="by default by the suffix")
-    parser.add_argument(
+    add("file", **file)
+    add("table", type=Path, metavar="TABLE", help="the new table's directory")
+    add("--format", **form)
+    add(
         "--columns",
         metavar="NAMES",
         help="tensors or columns in the file, separated by commas; the first becomes the weight (default: weight, or "
         "the only one)",
     )
-    parser.add_argument(
+    add(
         "--keys",
         default="map",
         metavar="map|drop|FILE",
         help="map: keep the rows' keys as the table's id map, whose row 0 is that of other keys; drop: ignore them; or "
         "a text file to make, with a key per line (default: %(default)s)",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; the file's by default")
-    parser.add_argument("--stored-dtype", choices=_STORED, help="hold float32 weights in fewer bytes")
-    parser.add_argument("--allow-nan", action="store_true", help="take values that are not finite as they are")
-    parser.set_defaults(run=_import)
+    add("--dtype", choices=_DTYPES, help="of the weights; the file's by default")
+    add("--stored-dtype", choices=_STORED, help="hold float32 weights in fewer bytes")
+    add("--allow-nan", action="store_true", help="take values that are not finite as they are")
 
 
 def _info(describe: Callable[[], str], args: argparse.Namespace) -> int:
-    if args.table is None:
-        if args.json:
-            raise SettingsError("--json is for a table: give its directory")
+    if args.table is not None:
+        facts = table_facts(args.table)
+        print(json.dumps(facts, indent=2) if args.json else describe_table(facts))
+    elif args.json:
+        raise SettingsError("--json is for a table: give its directory")
+    else:
         print(describe())
-        return 0
-    facts = table_facts(args.table)
-    print(json.dumps(facts, indent=2) if args.json else describe_table(facts))
     return 0
 
 
@@ -162,16 +155,14 @@ def _salvage(args: argparse.Namespace) -> int:
     with _refusals():
         found = Table.salvage(args.table, args.out, manifest=args.manifest)
     listed = json.dumps(found.to_json())
+    lines = found.lines()
+    if len(lines) > _MOST_SHOWN:
+        lines[_MOST_SHOWN:] = [f"and {len(lines) - _MOST_SHOWN:,} more lines"]
     if not found.whole:
         with write_whole(report) as file:
             file.write(listed.encode())
-    lines = found.lines()
-    more = [f"and {len(lines) - _MOST_SHOWN:,} more lines"] if len(lines) > _MOST_SHOWN else []
-    print(
-        listed
-        if args.json
-        else "\n".join([*lines[:_MOST_SHOWN], *more, *([] if found.whole else [f"all of it: {report}"])])
-    )
+        lines.append(f"all of it: {report}")
+    print(listed if args.json else "\n".join(lines))
     return 0 if found.whole else 1
 
 

@@ -18,7 +18,8 @@ from speedswap.apps.errors import CorpusError, PairsError, SettingsError
 from speedswap.apps.word2vec.cli import figures, save
 from speedswap.apps.word2vec.corpus import Corpus
 from speedswap.apps.word2vec.settings import Word2VecSettings as Settings
-from speedswap.apps.word2vec.training import Result, train
+from speedswap.apps.word2vec.training import Word2VecResult as Result
+from speedswap.apps.word2vec.training import train
 from speedswap.apps.word2vec.vectors import Similarity, WordVectors
 
 __all__ = [

@@ -24,19 +24,6 @@ from torch import Tensor, nn
 from speedswap.apps.ranks import Job
 from speedswap.apps.word2vec.corpus import Corpus, Passage
 
-__all__ = [
-    "BLOCK",
-    "NOISE",
-    "NOISE_POWER",
-    "Batch",
-    "PairWeights",
-    "Position",
-    "Sampler",
-    "kept_share",
-    "numbered",
-    "pair_weights_bytes",
-]
-
 BLOCK = 32
 """Centers in a block."""
 NOISE = 32
@@ -44,7 +31,7 @@ NOISE = 32
 NOISE_POWER = 0.75
 
 
-class Position(NamedTuple):
+class BlockPosition(NamedTuple):
     """A point in the course of all batches, from which they come again."""
 
     epoch: int = 0
@@ -56,7 +43,10 @@ class Position(NamedTuple):
     """The state of the random generator before the piece; None at the beginning."""
 
 
-class Batch(NamedTuple):
+START = BlockPosition()
+
+
+class BlockBatch(NamedTuple):
     """Some window blocks, drawn from anywhere in a passage."""
 
     centers: Tensor
@@ -71,13 +61,13 @@ class Batch(NamedTuple):
     """Number of (center, context) pairs in all shares, an int64 scalar on the device; the host need not wait for it."""
     corpus_words: float
     """The batch's share of the passage's ``corpus_words``."""
-    next: Position = Position()
+    next: BlockPosition = START
     """The point after the batch."""
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> BlockBatch:
         """Copy the batch to a device."""
         centers, contexts, left, right, pairs = (tensor.to(device, non_blocking=True) for tensor in self[:5])
-        return Batch(centers, contexts, left, right, pairs, *self[5:])
+        return BlockBatch(centers, contexts, left, right, pairs, *self[5:])
 
 
 class Sampler:
@@ -103,18 +93,20 @@ class Sampler:
         self._cumulative = np.cumsum(counts**NOISE_POWER)
         self._random = np.random.default_rng(seed)
 
-    def all_batches(self, corpus: Corpus, epochs: int, blocks_per_batch: int, start: Position) -> Iterator[Batch]:
+    def all_batches(
+        self, corpus: Corpus, epochs: int, blocks_per_batch: int, start: BlockPosition
+    ) -> Iterator[BlockBatch]:
         """Yield the batches of every epoch, from a point on."""
         if start.random is not None:
             self._random.bit_generator.state = start.random
         for epoch in range(start.epoch, epochs):
             for piece, passage in enumerate(corpus.passages(skip=start.piece), start.piece):
-                here = Position(epoch, piece, 0, self._random.bit_generator.state)
+                here = BlockPosition(epoch, piece, 0, self._random.bit_generator.state)
                 yield from numbered(self.batches(passage, blocks_per_batch), here, start.batch)
-                start = Position()
-            start = Position()
+                start = START
+            start = START
 
-    def batches(self, passage: Passage, blocks_per_batch: int) -> Iterator[Batch]:
+    def batches(self, passage: Passage, blocks_per_batch: int) -> Iterator[BlockBatch]:
         """Yield a passage's window blocks in random order, ``blocks_per_batch`` at a time."""
         words, sentences = self.subsample(passage)
         left, right = self.reach(sentences)
@@ -132,7 +124,7 @@ class Sampler:
             chosen = order[first : first + blocks_per_batch]
             ours = chosen[self._job.share(len(chosen))]
             near = around[ours]
-            yield Batch(
+            yield BlockBatch(
                 torch.from_numpy(near[:, self.window : self.window + BLOCK].copy()),
                 torch.from_numpy(np.concatenate([near, self.negatives(drawn[ours])], axis=1)),
                 torch.from_numpy(left[ours]),
@@ -161,7 +153,7 @@ class Sampler:
         return found
 
 
-def numbered(batches: Iterator[Batch], piece: Position, skip: int) -> Iterator[Batch]:
+def numbered(batches: Iterator[BlockBatch], piece: BlockPosition, skip: int) -> Iterator[BlockBatch]:
     """Yield the batches of a piece but the first ``skip``, with their place in the course of all."""
     for number, batch in enumerate(batches):
         if number >= skip:

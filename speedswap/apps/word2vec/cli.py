@@ -10,19 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import speedswap
-from speedswap.apps.checkpoints import FOLDER, add_resume
+from speedswap.apps.checkpoints import FOLDER, add_resume, remove_checkpoints
 from speedswap.apps.errors import OutputError
 from speedswap.apps.output import add_output, check_output, save_results, save_somewhere, versions
 from speedswap.apps.running import Stop, begun
-from speedswap.apps.word2vec.checkpoint import remove_checkpoints
 from speedswap.apps.word2vec.settings import Word2VecSettings
-from speedswap.apps.word2vec.training import Result, train
+from speedswap.apps.word2vec.training import Word2VecResult, train
 from speedswap.apps.word2vec.vectors import Similarity, WordPairs, WordVectors, read_pairs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["add_parser", "figures", "run", "save"]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def finish(
-    result: Result, args: argparse.Namespace, compared: Sequence[WordPairs], stop: Stop, table: speedswap.Table
+    result: Word2VecResult, args: argparse.Namespace, compared: Sequence[WordPairs], stop: Stop, table: speedswap.Table
 ) -> None:
     """Compare, save and print a run's outcome, with the vectors of a table."""
     result.vectors = WordVectors(result.vectors.words, table)
@@ -94,21 +91,21 @@ def finish(
         raise OutputError(f"{result.failure}; {saved}")
 
 
-def print_neighbours(result: Result, word: str) -> None:
+def print_neighbours(result: Word2VecResult, word: str) -> None:
     if word not in result.vectors:
         print(f"{word}: not in the vocabulary")
         return
     print(f"{word}: " + ", ".join(f"{near} {cosine:.2f}" for near, cosine in result.vectors.nearest(word)))
 
 
-def telling_words(result: Result, count: int = 6) -> Sequence[str]:
+def telling_words(result: Word2VecResult, count: int = 6) -> Sequence[str]:
     """Choose a few words that are common, but not so common that any word is near them."""
     words = result.vectors.words
     middling = [word for word in words[min(len(words) // 10, 200) :] if len(word) > 3]
     return middling[: count * 10 : 10]
 
 
-def save(result: Result, folder: Path, similarities: Sequence[Similarity] = ()) -> list[Path]:
+def save(result: Word2VecResult, folder: Path, similarities: Sequence[Similarity] = ()) -> list[Path]:
     """Write ``vectors.txt``, ``run.json`` and, where matplotlib is installed, ``loss.png``.
 
     Returns:
@@ -126,7 +123,7 @@ def save(result: Result, folder: Path, similarities: Sequence[Similarity] = ()) 
     )
 
 
-def figures(result: Result, similarities: Sequence[Similarity] = ()) -> dict[str, Any]:
+def figures(result: Word2VecResult, similarities: Sequence[Similarity] = ()) -> dict[str, Any]:
     """Return the run's settings and figures, as JSON can hold them."""
     settings = result.settings
     return {
@@ -150,7 +147,7 @@ def figures(result: Result, similarities: Sequence[Similarity] = ()) -> dict[str
     }
 
 
-def draw_loss(result: Result, figure: Figure) -> None:
+def draw_loss(result: Word2VecResult, figure: Figure) -> None:
     """Plot the loss over the words trained on."""
     axes = figure.subplots()
     axes.plot(*zip(*result.loss, strict=True))

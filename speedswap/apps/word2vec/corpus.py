@@ -11,24 +11,21 @@ import shutil
 import tempfile
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from os import SEEK_END
 from pathlib import Path
-from types import TracebackType
 from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from speedswap.apps.errors import CorpusError, SettingsError
-from speedswap.apps.files import says_unwritable
+from speedswap.apps.files import opened, says_unwritable
 from speedswap.apps.options import in_gib
-from speedswap.apps.reading import opened
 
-__all__ = ["END", "SENTENCE_END", "Corpus", "Passage", "read_words"]
-
+Counts = NDArray[np.int64]
 CHUNK_WORDS = 1 << 20
 CHUNK_SENTENCES = 1 << 16
 GENERATED_SENTENCE = 20
@@ -84,14 +81,7 @@ class Corpus:
         max_types: int = 10_000_000,
         scratch: Path | None = None,
     ) -> None:
-        self.path = path
-        self._numbers = temporary_file(scratch)
-        try:
-            types, counts = self._read(plain_words, max_types)
-            self._keep(types, counts, min_count)
-        except BaseException:
-            self.close()
-            raise
+        self._fill(path, scratch, min_count, lambda: self._read(plain_words, max_types))
 
     @classmethod
     def generated(
@@ -119,16 +109,23 @@ class Corpus:
         """
         check_room(words, scratch)
         corpus = cls.__new__(cls)
-        corpus.path = Path(f"{words:,} generated words")
-        corpus._numbers = temporary_file(scratch)
-        try:
-            corpus._keep(*corpus._generate(words, types, seed), min_count)
-        except BaseException:
-            corpus.close()
-            raise
+        path = Path(f"{words:,} generated words")
+        corpus._fill(path, scratch, min_count, lambda: corpus._generate(words, types, seed))
         return corpus
 
-    def _generate(self, words: int, types: int, seed: int) -> tuple[dict[str, int], NDArray[np.int64]]:
+    def _fill(
+        self, path: Path, scratch: Path | None, min_count: int, read: Callable[[], tuple[dict[str, int], Counts]]
+    ) -> None:
+        """Write the words' numbers to a temporary file, and build the vocabulary."""
+        self.path = path
+        self._numbers = temporary_file(scratch)
+        try:
+            self._keep(*read(), min_count)
+        except BaseException:
+            self.close()
+            raise
+
+    def _generate(self, words: int, types: int, seed: int) -> tuple[dict[str, int], Counts]:
         """Draw words and write their numbers down."""
         random = np.random.default_rng(seed)
         shares = np.cumsum(1 / np.arange(1, types + 1))
@@ -145,7 +142,7 @@ class Corpus:
         self.corpus_words = words
         return {f"w{number}": number for number in range(1, types + 1)}, counts
 
-    def _read(self, plain_words: bool, max_types: int) -> tuple[dict[str, int], NDArray[np.int64]]:
+    def _read(self, plain_words: bool, max_types: int) -> tuple[dict[str, int], Counts]:
         """Read the text, number the words in order of appearance and write the numbers down."""
         new_number = count(END).__next__
         types: defaultdict[str, int] = defaultdict(new_number)
@@ -179,7 +176,7 @@ class Corpus:
             self._numbers.write(numbers.data)
             self._numbers.flush()  # a full disk fails here
 
-    def _keep(self, types: dict[str, int], counts: NDArray[np.int64], min_count: int) -> None:
+    def _keep(self, types: dict[str, int], counts: Counts, min_count: int) -> None:
         """Build the vocabulary of the words that are frequent enough."""
         words = list(types)
         numbers = np.fromiter(types.values(), np.int64, len(types))
@@ -235,9 +232,7 @@ class Corpus:
     def __enter__(self) -> Corpus:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -298,8 +293,7 @@ def split(text: str, plain_words: bool) -> list[str]:
 def read_characters(path: Path) -> Iterator[str]:
     try:
         with opened(path, "corpus", CorpusError) as data, io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-            while chunk := text.read(CHUNK_CHARACTERS):
-                yield chunk
+            yield from iter(lambda: text.read(CHUNK_CHARACTERS), "")
     except UnicodeDecodeError as error:
         raise CorpusError(
             f"corpus {path} is not UTF-8 text ({error.reason}): convert it, for example with iconv"

@@ -11,11 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedswap.apps.ranks import Job
-from speedswap.apps.word2vec.blocks import BLOCK, NOISE, NOISE_POWER, Batch, Position, kept_share, numbered
+from speedswap.apps.word2vec.blocks import (
+    BLOCK,
+    NOISE,
+    NOISE_POWER,
+    START,
+    BlockBatch,
+    BlockPosition,
+    kept_share,
+    numbered,
+)
 from speedswap.apps.word2vec.corpus import END, Corpus
 from speedswap.batching.memory import free_bytes
-
-__all__ = ["DeviceSampler"]
 
 PIECE_WORDS = 1 << 22
 """Making their blocks takes about 60 bytes per word for a moment."""
@@ -23,7 +30,7 @@ RESIDENT_SHARE = 0.25
 """The most of the free memory for a corpus that stays on the device; a larger one is copied there in each epoch."""
 
 
-class Piece(NamedTuple):
+class DevicePiece(NamedTuple):
     """Some of the corpus, on the device."""
 
     numbers: Tensor
@@ -66,9 +73,9 @@ class DeviceSampler:
         self._cumulative = torch.from_numpy(np.cumsum(corpus.counts**NOISE_POWER)).to(device)
         self._noise_sum = float(self._cumulative[-1])
         self._random = torch.Generator(device).manual_seed(seed)
-        self._resident: list[Piece] | None = None
+        self._resident: list[DevicePiece] | None = None
 
-    def batches(self, epochs: int, blocks_per_batch: int, start: Position = Position()) -> Iterator[Batch]:  # noqa: B008
+    def batches(self, epochs: int, blocks_per_batch: int, start: BlockPosition = START) -> Iterator[BlockBatch]:
         """Yield the corpus's window blocks, ``blocks_per_batch`` at a time, in random order within each piece.
 
         Args:
@@ -79,12 +86,12 @@ class DeviceSampler:
             self._random.set_state(start.random)
         for epoch in range(start.epoch, epochs):
             for number, piece in enumerate(self._pieces(start.piece), start.piece):
-                here = Position(epoch, number, 0, self._random.get_state())
+                here = BlockPosition(epoch, number, 0, self._random.get_state())
                 yield from numbered(self._of_piece(piece, blocks_per_batch), here, start.batch)
-                start = Position()
-            start = Position()
+                start = START
+            start = START
 
-    def _pieces(self, skip: int) -> Iterator[Piece]:
+    def _pieces(self, skip: int) -> Iterator[DevicePiece]:
         if self._resident is None:
             free = free_bytes(self._device)
             if free is None or self._corpus.nbytes > RESIDENT_SHARE * free:
@@ -93,14 +100,14 @@ class DeviceSampler:
             self._resident = list(self._loaded())
         yield from self._resident[skip:]
 
-    def _loaded(self, skip: int = 0) -> Iterator[Piece]:
+    def _loaded(self, skip: int = 0) -> Iterator[DevicePiece]:
         for numbers, corpus_words in self._corpus.numbers(PIECE_WORDS, skip=skip):
             host = torch.from_numpy(numbers)
             if self._device.type == "cuda":
                 host = host.pin_memory()
-            yield Piece(host.to(self._device, non_blocking=True), corpus_words)
+            yield DevicePiece(host.to(self._device, non_blocking=True), corpus_words)
 
-    def _of_piece(self, piece: Piece, blocks_per_batch: int) -> Iterator[Batch]:
+    def _of_piece(self, piece: DevicePiece, blocks_per_batch: int) -> Iterator[BlockBatch]:
         words, sentences = self.subsample(piece.numbers)
         blocks = -(-len(words) // BLOCK)
         if not blocks:
@@ -123,7 +130,7 @@ class DeviceSampler:
             ours = self._job.share(size)
             some = slice(first + ours.start, first + ours.stop)
             corpus_words = piece.corpus_words * (size / blocks)
-            yield Batch(centers[some], contexts[some], left[some], right[some], pairs[number], corpus_words)
+            yield BlockBatch(centers[some], contexts[some], left[some], right[some], pairs[number], corpus_words)
 
     def subsample(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the kept words, as positions in the vocabulary, and the numbers of their sentences: int32 both.

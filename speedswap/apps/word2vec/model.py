@@ -12,9 +12,7 @@ from torch.autograd.function import once_differentiable
 
 import speedswap
 from speedswap.apps.ranks import Job
-from speedswap.apps.word2vec.blocks import NOISE, Batch, PairWeights
-
-__all__ = ["SkipGram", "skip_gram_loss"]
+from speedswap.apps.word2vec.blocks import NOISE, BlockBatch, PairWeights
 
 
 class SkipGram(nn.Module):
@@ -70,7 +68,7 @@ class SkipGram(nn.Module):
         self.context.table.close()
         self._remove_folder()
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: BlockBatch) -> Tensor:
         """Return the batch's loss, summed over its pairs, or over those of a rank's share: a scalar."""
         weights = self.pair_weights(batch.left, batch.right)
         return skip_gram_loss(self.center(batch.centers), self.context(batch.contexts), weights)

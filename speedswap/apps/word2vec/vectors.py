@@ -17,8 +17,6 @@ from speedswap.apps.errors import PairsError
 from speedswap.apps.files import write_whole
 from speedswap.tables.formats import write_rows
 
-__all__ = ["Similarity", "WordPairs", "WordVectors", "read_pairs"]
-
 CHUNK_ROWS = 65_536
 PAIRS_CHARACTERS = 1 << 24
 
