@@ -165,9 +165,7 @@ def time_parts(settings: Settings) -> dict[str, float]:
         clock = now
 
     with open_corpus(settings) as corpus:
-        model = SkipGram(len(corpus.vocabulary), settings.dim, window=settings.window, negative=settings.negative).to(
-            device
-        )
+        model = SkipGram(len(corpus.vocabulary), settings).to(device)
         optimizer = make_optimizer(settings.optimizer, model.parameters())
         blocks = -(-suited(settings.optimizer).batch_for(corpus.corpus_words, device) // BLOCK)
         batches = all_batches(replace(settings, epochs=100), corpus, device, blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,8 +14,6 @@ import torch
 
 from speedswap import __version__, kernels
 from speedswap._install import pip_install
-
-__all__ = ["cupy_problems", "describe", "installed_cupys", "memory_limits"]
 
 # The CuPy distribution for each CUDA, and the extra of speedswap that installs it.
 EXTRA_OF_CUPY = {"cupy-cuda12x": "cuda12", "cupy-cuda13x": "cuda13"}
@@ -28,8 +25,15 @@ def describe() -> str:
     Returns:
         Lines of text; problems stand in the section they belong to, each with its remedy.
     """
+    package, compiled = Path(__file__).resolve().parent, kernels.compiled_in()
+    cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     sections: dict[str, Mapping[str, str]] = {
-        f"speedswap {__version__}": _surroundings(),
+        f"speedswap {__version__}": {
+            "installed in": str(package) if compiled == package else f"{package}, compiled part from {compiled}",
+            "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+            "torch": f"{torch.__version__} ({cuda})",
+            "NumPy": np.__version__,
+        },
         "kernels": kernels.capabilities(),
         "GPU": _gpus(),
         "memory": memory_limits(),
@@ -43,29 +47,15 @@ def describe() -> str:
     return "\n\n".join(paragraphs + problems)
 
 
-def _surroundings() -> dict[str, str]:
-    return {
-        "installed in": _places(),
-        "Python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "torch": f"{torch.__version__} ({f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})",
-        "NumPy": np.__version__,
-    }
-
-
-def _places() -> str:
-    """Return the folder of the Python files, and that of the compiled part where it differs."""
-    package, compiled = Path(__file__).resolve().parent, kernels.compiled_in()
-    return str(package) if compiled == package else f"{package}, compiled part from {compiled}"
-
-
 def _gpus() -> dict[str, str]:
     driver = _driver_version()
     found = {"driver": driver or "none: nvidia-smi is missing, or finds no GPU"}
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        gpu = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{gpu.name}, {_gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            gpu = torch.cuda.get_device_properties(index)
-            found[f"cuda:{index}"] = f"{gpu.name}, {_gib(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
-    elif driver is None:
+        return found
+    if driver is None:
         found["cuda"] = "no device; tables train on the CPU"
     elif torch.version.cuda is None:
         found["cuda"] = "this machine has a GPU, but torch was built without CUDA; install one with CUDA"
@@ -76,10 +66,7 @@ def _gpus() -> dict[str, str]:
 
 def _driver_version() -> str | None:
     """Return the NVIDIA driver's version as nvidia-smi gives it, None without a driver."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -110,26 +97,21 @@ def cupy_problems(installed: Collection[str], torch_cuda: str | None) -> list[st
     """
     problems = []
     if len(installed) > 1:
-        names = " ".join(sorted(installed))
-        problems.append(
-            f"{len(installed)} CuPys are installed over each other; pip uninstall {names}, then install one"
-        )
+        names = f"pip uninstall {' '.join(sorted(installed))}"
+        problems.append(f"{len(installed)} CuPys are installed over each other; {names}, then install one")
     if torch_cuda is None:
         return problems
-    major = torch_cuda.split(".")[0]
-    fitting = f"cupy-cuda{major}x"
-    extra = EXTRA_OF_CUPY.get(fitting)
-    remedy = pip_install(fitting, extra=extra) if extra else f"a torch for CUDA {' or '.join(_known_majors())}"
+    fitting = f"cupy-cuda{torch_cuda.split('.')[0]}x"
+    if (extra := EXTRA_OF_CUPY.get(fitting)) is not None:
+        remedy = pip_install(fitting, extra=extra)
+    else:
+        remedy = f"a torch for CUDA {' or '.join(known.removeprefix('cuda') for known in EXTRA_OF_CUPY.values())}"
     others = [name for name in installed if name not in (fitting, "cupy")]
     if not installed:
         problems.append(f"torch is for CUDA {torch_cuda}, but CuPy, which launches the kernels, is missing: {remedy}")
     elif others == list(installed):
         problems.append(f"{others[0]} is for another CUDA than torch ({torch_cuda}); pip uninstall it, then {remedy}")
     return problems
-
-
-def _known_majors() -> list[str]:
-    return [extra.removeprefix("cuda") for extra in EXTRA_OF_CUPY.values()]
 
 
 def memory_limits() -> dict[str, str]:
@@ -143,18 +125,13 @@ def memory_limits() -> dict[str, str]:
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    memory = _meminfo()
+    words = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = {word[0].rstrip(":"): int(word[1]) * 1024 for word in words if word[-1] == "kB"}
     return {
         "available": f"{_gib(memory['MemAvailable'])} of {_gib(memory['MemTotal'])}",
         "locked at most": "no limit" if soft == resource.RLIM_INFINITY else f"{_gib(soft)} (ulimit -l)",
         "pages": f"{os.sysconf('SC_PAGE_SIZE') // 1024} KiB; huge pages: {_huge_pages()}",
     }
-
-
-def _meminfo() -> dict[str, int]:
-    """Read the sizes in /proc/meminfo, in bytes."""
-    words = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    return {word[0].rstrip(":"): int(word[1]) * 1024 for word in words if word[-1] == "kB"}
 
 
 def _huge_pages() -> str:
@@ -163,8 +140,7 @@ def _huge_pages() -> str:
         modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
         return "this kernel has none"
-    chosen = modes.partition("[")[2].partition("]")[0]
-    return {"madvise": "on request"}.get(chosen, chosen)
+    return modes.partition("[")[2].partition("]")[0].replace("madvise", "on request")
 
 
 def _gib(nbytes: int) -> str:

@@ -24,8 +24,6 @@ from speedswap.apps.word2vec import cli as word2vec
 from speedswap.batching.memory import is_out_of_memory
 from speedswap.errors import PeerError, SpeedswapError
 
-__all__ = ["main", "run_command"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -81,11 +79,15 @@ def run_command(command: Callable[[], int]) -> int:
         number = error.signal if isinstance(error, Ended) else signal.SIGINT
         return _say(word_for(number), 128 + number)
     except BrokenPipeError:
-        if not _output_is_unread():
+        if not _is_unread(sys.stdout.fileno()):
             raise
+        _stop_writing()
         return 141
     except OSError as error:
-        _stop_writing()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _stop_writing()
         where = f": {error.filename}" if error.filename is not None else ""
         return _say(f"{error.strerror or error}{where}", 2)
     except Exception as error:
@@ -127,18 +129,12 @@ def _open_standard_streams() -> None:
 
 
 def _stop_writing() -> None:
-    """Keep Python from failing at exit over output that cannot be written, as on a full disk."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _output_is_unread() -> bool:
-    """Tell whether standard output is a pipe without a reader; if so, keep Python from failing over it at exit."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors are always reported
-    if not any(events & select.POLLERR for _, events in poll.poll(0)):
-        return False
+    """Keep Python from failing at exit over output that cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+
+
+def _is_unread(file: int) -> bool:
+    """Tell whether a file is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(file, 0)  # errors are always reported
+    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -151,7 +151,7 @@ class Checkpoint:
         Raises:
             CheckpointError: it is missing or damaged, or another command's.
         """
-        if not cls.is_in(output):
+        if not Folders(output / FOLDER).found():
             raise CheckpointError(f"output {output} has no checkpoint to go on from: {remedy}")
         found = speedswap.load_checkpoint(output / FOLDER, None, step=step)
         command, writer = f"speedswap {cls.command}", _writer_of(found.extra)
@@ -167,11 +167,6 @@ class Checkpoint:
             ) from error
 
     @classmethod
-    def is_in(cls, output: Path) -> bool:
-        """Tell whether an output directory has checkpoints."""
-        return bool(Folders(output / FOLDER).found())
-
-    @classmethod
     def last(cls: type[AnyCheckpoint], output: Path | None, resume: bool | None) -> AnyCheckpoint | None:
         """Read the checkpoint that a run may go on from.
 
@@ -182,9 +177,8 @@ class Checkpoint:
         Raises:
             CheckpointError: it is missing or damaged.
         """
-        if resume or (resume is None and output is not None and cls.is_in(output)):
-            return cls.read(Path(output or ""))
-        return None
+        there = output is not None and bool(Folders(output / FOLDER).found())
+        return cls.read(output or Path()) if resume or (resume is None and there) else None
 
     @classmethod
     def checked(cls, content: dict[str, Any]) -> dict[str, Any]:

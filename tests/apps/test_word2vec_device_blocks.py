@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedswap.apps.word2vec import Corpus, device_blocks
-from speedswap.apps.word2vec.blocks import BLOCK, NOISE, PairWeights
-from speedswap.apps.word2vec.device_blocks import DeviceSampler
+from speedswap.apps.word2vec import Corpus, blocks
+from speedswap.apps.word2vec.blocks import BLOCK, NOISE, DeviceSampler, PairWeights
 
 
 @pytest.fixture
@@ -149,9 +148,9 @@ def test_windows_close_over_words_that_are_left_out(corpus_of, device):
 @pytest.mark.parametrize("resident", [True, False])
 def test_pieces_and_where_they_stay_change_nothing_else(resident, corpus_of, device, monkeypatch):
     """A piece's end ends a sentence; a corpus too large for the device comes again each epoch."""
-    monkeypatch.setattr(device_blocks, "PIECE_WORDS", 64)
+    monkeypatch.setattr(blocks, "PIECE_WORDS", 64)
     if not resident:
-        monkeypatch.setattr(device_blocks, "RESIDENT_SHARE", 0.0)
+        monkeypatch.setattr(blocks, "RESIDENT_SHARE", 0.0)
     loads = []
     numbers = Corpus.numbers
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from torch import nn
 
 from speedswap.apps import word2vec
 from speedswap.apps.options import named_optimizer
-from speedswap.apps.word2vec import SettingsError
+from speedswap.apps.word2vec import Settings, SettingsError
 from speedswap.apps.word2vec.blocks import NOISE, PairWeights, Sampler
 from speedswap.apps.word2vec.corpus import Passage
 from speedswap.apps.word2vec.model import SkipGram, skip_gram_loss
@@ -67,12 +67,12 @@ def test_loss_and_gradients_are_those_of_a_double_loop(device):
 def test_an_untrained_model_guesses_every_pair_and_negative(device):
     """Contexts start at zero, so that every score does: log 2 for each pair and each of its five negatives."""
     batch = batch_of(64, 20, window=5)
-    model = SkipGram(20, 8, window=5, negative=5).to(device)
+    model = SkipGram(20, Settings(dim=8)).to(device)
     assert model(batch.to(torch.device(device))).item() == pytest.approx(int(batch.pairs) * 6 * math.log(2), rel=1e-5)
 
 
 def test_centers_start_uniform_in_half_a_dim_and_contexts_at_zero():
-    model = SkipGram(1000, 50, window=5, negative=5, seed=7)
+    model = SkipGram(1000, Settings(dim=50, seed=7))
     center, context = (part.table.gather(torch.arange(1000)).weight for part in (model.center, model.context))
     assert not context.any()
     assert 0.0099 < center.abs().max() <= 0.5 / 50
@@ -123,7 +123,7 @@ def test_an_unknown_optimizer_is_refused_with_the_names_there_are(name):
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "adamw", "nadam", "radam", "adamax", "rmsprop", "adadelta"])
 def test_any_row_by_row_optimizer_lowers_the_loss(name):
     batch = batch_of(256, 30, window=5)
-    model = SkipGram(30, 8, window=5, negative=5)
+    model = SkipGram(30, Settings(dim=8))
     optimizer = make_optimizer(name, model.parameters(), lr=0.001 if name == "sgd" else None)
     losses = []
     for _ in range(10):
@@ -136,7 +136,7 @@ def test_any_row_by_row_optimizer_lowers_the_loss(name):
 
 
 def test_tables_on_disk_go_when_the_model_goes(tmp_path):
-    model = SkipGram(30, 8, window=5, negative=5, storage="disk", scratch=tmp_path)
+    model = SkipGram(30, Settings(dim=8, storage="disk", scratch=tmp_path))
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} == {"center", "context"}
     model.close()

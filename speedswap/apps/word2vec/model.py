@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.autograd.function import once_differentiable
 import speedswap
 from speedswap.apps.ranks import Job
 from speedswap.apps.word2vec.blocks import NOISE, BlockBatch, PairWeights
+from speedswap.apps.word2vec.settings import Word2VecSettings
 
 
 class SkipGram(nn.Module):
@@ -20,46 +20,23 @@ class SkipGram(nn.Module):
 
     Args:
         words: size of the vocabulary.
-        dim: length of a vector.
-        window, negative: as in ``Settings``.
-        storage: of the tables, as for ``speedswap.Embedding``. Memmap tables are in a temporary directory that goes
-            with ``close``, or with the model.
-        scratch: the directory to make that in; the system's by default.
-        state_dtype: of the stored optimizer state, as for ``speedswap.Embedding``.
+        settings: of the run. Tables on disk are in a temporary directory that goes with ``close``, or with the model.
         job: the ranks that own the rows, if they are more than one.
 
     Source: Mikolov et al., Distributed Representations of Words and Phrases and their Compositionality, 2013.
     """
 
-    def __init__(
-        self,
-        words: int,
-        dim: int,
-        *,
-        window: int,
-        negative: int,
-        storage: str = "auto",
-        seed: int = 0,
-        scratch: Path | None = None,
-        state_dtype: torch.dtype | None = None,
-        job: Job | None = None,
-    ) -> None:
+    def __init__(self, words: int, settings: Word2VecSettings, job: Job | None = None) -> None:
         super().__init__()
-        self.pair_weights = PairWeights(window, negative)
-        place, self._remove_folder = (job or Job()).place_of_tables(self, storage, scratch)
+        self.pair_weights = PairWeights(settings.window, settings.negative)
+        place, self._remove_folder = (job or Job()).place_of_tables(self, settings.storage, settings.scratch)
 
         def embedding(name: str, init: speedswap.init.Initializer) -> speedswap.Embedding:
-            return speedswap.Embedding(
-                words,
-                dim,
-                storage=place.of_table(name),
-                init=init,
-                seed=seed,
-                name=name,
-                state_dtype=state_dtype,
-            )
+            how: dict[str, Any] = {"init": init, "seed": settings.seed, "name": name}
+            how |= {"storage": place.of_table(name), "state_dtype": getattr(torch, settings.state_dtype)}
+            return speedswap.Embedding(words, settings.dim, **how)
 
-        self.center = embedding("center", speedswap.init.uniform(-0.5 / dim, 0.5 / dim))
+        self.center = embedding("center", speedswap.init.uniform(-0.5 / settings.dim, 0.5 / settings.dim))
         self.context = embedding("context", speedswap.init.zeros())
 
     def close(self) -> None:

@@ -22,10 +22,9 @@ from speedswap.apps.checkpoints import RESTART, Checkpoint, Pace, require_same
 from speedswap.apps.errors import CheckpointError, CorpusError, OutputError
 from speedswap.apps.options import AppSettings, check_loss
 from speedswap.apps.ranks import Job
-from speedswap.apps.running import Shown, Stop, listening, show_progress
-from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, Sampler
+from speedswap.apps.running import Stop, listening, show_progress
+from speedswap.apps.word2vec.blocks import BLOCK, START, BlockBatch, BlockPosition, DeviceSampler, Sampler
 from speedswap.apps.word2vec.corpus import Corpus
-from speedswap.apps.word2vec.device_blocks import DeviceSampler
 from speedswap.apps.word2vec.model import SkipGram
 from speedswap.apps.word2vec.settings import Word2VecSettings, suited
 from speedswap.apps.word2vec.vectors import WordVectors
@@ -161,33 +160,18 @@ def train(
         if checkpoint is not None:
             checkpoint = checkpoint.chosen(resume, settings, partial(checkpoint.check, settings, device, corpus))
         require_same(job, checkpoint)
-        model = SkipGram(
-            len(corpus.vocabulary),
-            settings.dim,
-            window=settings.window,
-            negative=settings.negative,
-            storage=settings.storage,
-            seed=settings.seed,
-            scratch=settings.scratch,
-            state_dtype=getattr(torch, settings.state_dtype),
-            job=job,
-        ).to(device)
+        model = SkipGram(len(corpus.vocabulary), settings, job).to(device)
         optimizer = settings.make_optimizer(model)
         speedswap.attach(optimizer, model)
         vectors = WordVectors(corpus.vocabulary, model.center.table)
         lr = float(optimizer.param_groups[0]["lr"])
         result = Word2VecResult(settings, vectors, model, optimizer, lr, corpus.corpus_words, vocabulary_seconds, job)
-        course = Course(result, corpus, device, folder)
         if checkpoint is not None:
             if progress:
                 print(checkpoint, flush=True)
-            course.restore(checkpoint)
-        done = round(result.trained_words)
-        with (
-            listening(stop, job) as stopped,
-            show_progress(course.total_words, done, shown=progress, unit=" words") as shown,
-        ):
-            course.run(stopped, shown)
+            checkpoint.restore(model, optimizer)
+        with listening(stop, job) as stopped:
+            run_steps(result, corpus, device, folder, checkpoint, stopped, progress)
     return result
 
 
@@ -248,38 +232,65 @@ def step(model: SkipGram, optimizer: Optimizer, batch: BlockBatch) -> Tensor:
     return loss.detach()
 
 
-class Course:
-    """The training of a model, batch by batch, with its checkpoints.
+def run_steps(
+    result: Word2VecResult,
+    corpus: Corpus,
+    device: torch.device,
+    output: Path | None,
+    checkpoint: Word2VecCheckpoint | None,
+    stopped: Stop,
+    progress: bool,
+) -> None:
+    """Train from the beginning or a checkpoint until the end or until stopped, and record the course in the result.
 
-    Args:
-        result: takes the course.
-        corpus: the text.
-        device: of the computation.
-        output: the directory for checkpoints, if there is one.
+    Checkpoints are written to the output directory, if there is one; training goes on where it has no room for them.
     """
+    settings, suits, pace, position = result.settings, suited(result.settings.optimizer), Pace(), START
+    total_words = settings.epochs * corpus.corpus_words
+    result.batch = settings.batch or suits.batch_for(corpus.corpus_words, device)
+    meter = Meter(result, device, total_words)
+    if checkpoint is not None:
+        with checkpoint.says_damaged():
+            done = checkpoint.content["progress"]
+            position, result.steps = BlockPosition(*done["position"]), checkpoint.step
+            result.trained_words, result.pairs = done["trained_words"], done["pairs"]
+            result.training_seconds, result.loss = done["seconds"], done["loss"]
+            meter.restore(done["meter"])
 
-    def __init__(self, result: Word2VecResult, corpus: Corpus, device: torch.device, output: Path | None) -> None:
-        self._result = result
-        self._corpus = corpus
-        self._device = device
-        self._output = output
-        self._pace = Pace()
-        self._position = START
-        self.total_words = result.settings.epochs * corpus.corpus_words
-        self._suits = suited(result.settings.optimizer)
-        result.batch = result.settings.batch or self._suits.batch_for(corpus.corpus_words, device)
-        self._meter = Meter(result, device, self.total_words)
+    def save() -> None:
+        if output is None:
+            return
+        done = {
+            "meter": meter.state(),  # reads the loss and the pairs
+            "trained_words": result.trained_words,
+            "pairs": result.pairs,
+            "seconds": result.training_seconds,
+            "loss": result.loss,
+            "position": tuple(position),
+        }
+        with pace.saving():
+            try:
+                Word2VecCheckpoint.write(
+                    output,
+                    result.steps,
+                    place=(position.epoch, position.batch),
+                    settings=settings,
+                    model=result.model,
+                    optimizer=result.optimizer,
+                    device=device.type,
+                    corpus=corpus.checksum,
+                    progress=done,
+                )
+            except OutputError as error:
+                _log.warning("no checkpoint: %s", error)
 
-    def run(self, stopped: Stop, shown: Shown) -> None:
-        """Train until the end or until stopped."""
-        result, settings = self._result, self._result.settings
-        ids = {result.model.center: lambda batch: batch.centers, result.model.context: lambda batch: batch.contexts}
-        blocks = -(-result.batch // BLOCK)
-        batches = all_batches(settings, self._corpus, self._device, blocks, self._position, result.job)
+    ids = {result.model.center: lambda batch: batch.centers, result.model.context: lambda batch: batch.contexts}
+    batches = all_batches(settings, corpus, device, -(-result.batch // BLOCK), position, result.job)
+    with show_progress(total_words, round(result.trained_words), shown=progress, unit=" words") as shown:
         started = time.perf_counter()
         for batch in speedswap.lookahead(batches, ids, depth=settings.lookahead_depth()):
             for group in result.optimizer.param_groups:
-                group["lr"] = result.lr * self._suits.lr_left(result.trained_words / self.total_words)
+                group["lr"] = result.lr * suits.lr_left(result.trained_words / total_words)
             try:
                 loss = step(result.model, result.optimizer, batch)
             except TableFullError as error:  # the tables hold the state after the last completed step
@@ -289,69 +300,29 @@ class Course:
                 break
             result.trained_words += batch.corpus_words
             result.steps += 1
-            self._position = batch.next
-            self._meter.add(loss, batch.pairs)
+            position = batch.next
+            meter.add(loss, batch.pairs)
             if result.loss:
                 shown.note(f"loss={result.loss[-1][1]:.3f}")
             shown.update(batch.corpus_words)
-            due = stopped.poll(due=self._pace.is_due)
+            due = stopped.poll(due=pace.is_due)
             if stopped.is_set():
                 result.interrupted = True
                 break
             if due:
                 result.training_seconds += time.perf_counter() - started
-                self._save()
+                save()
                 started = time.perf_counter()
         else:
-            result.trained_words = self.total_words
+            result.trained_words = total_words
         result.training_seconds += time.perf_counter() - started
         if stopped.is_set():
-            self._save()
-        self._meter.close()
-        if not result.pairs and not result.interrupted:
-            raise CorpusError(
-                f"sample={settings.sample} left no two words of any line of {self._corpus.path}: raise it, or give 0 "
-                "for all"
-            )
-
-    def _save(self) -> None:
-        """Write a checkpoint, if there is an output directory; training goes on where it has no room."""
-        if self._output is None:
-            return
-        result, meter = self._result, self._meter.state()
-        with self._pace.saving():
-            try:
-                Word2VecCheckpoint.write(
-                    self._output,
-                    result.steps,
-                    place=(self._position.epoch, self._position.batch),
-                    settings=result.settings,
-                    model=result.model,
-                    optimizer=result.optimizer,
-                    device=self._device.type,
-                    corpus=self._corpus.checksum,
-                    progress={
-                        "trained_words": result.trained_words,
-                        "pairs": result.pairs,
-                        "seconds": result.training_seconds,
-                        "loss": result.loss,
-                        "meter": meter,
-                        "position": tuple(self._position),
-                    },
-                )
-            except OutputError as error:
-                _log.warning("no checkpoint: %s", error)
-
-    def restore(self, checkpoint: Word2VecCheckpoint) -> None:
-        """Go on from a checkpoint."""
-        result, progress = self._result, checkpoint.content["progress"]
-        checkpoint.restore(result.model, result.optimizer)
-        with checkpoint.says_damaged():
-            self._position = BlockPosition(*progress["position"])
-            result.steps = checkpoint.step
-            result.trained_words, result.pairs = progress["trained_words"], progress["pairs"]
-            result.training_seconds, result.loss = progress["seconds"], progress["loss"]
-            self._meter.restore(progress["meter"])
+            save()
+        meter.close()
+    if not result.pairs and not result.interrupted:
+        raise CorpusError(
+            f"sample={settings.sample} left no two words of any line of {corpus.path}: raise it, or give 0 for all"
+        )
 
 
 class Meter:
