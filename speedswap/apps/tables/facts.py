@@ -1,4 +1,4 @@
-"""What is known of a table in files, for ``speedswap info``, and whether it is damaged, for ``speedswap verify``."""
+"""The facts of a table in files, for ``speedswap info``, and its check for damage, for ``speedswap verify``."""
 
 from __future__ import annotations
 
