@@ -246,7 +246,7 @@ def _whole(value: Any, *, is_kept: bool) -> Any:
 
 
 def _divided_as(like: Any, value: Any) -> Any:
-    """Return this rank's part of a whole tensor that it has, divided as another one of its shape is.
+    """Return this rank's part of a whole tensor that it has, divided as a DTensor of its shape is.
 
     Args:
         like: a DTensor; anything else leaves the value as it is.

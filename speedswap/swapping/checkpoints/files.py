@@ -1,4 +1,4 @@
-"""The files of one checkpoint: written into its folder, or linked there from the checkpoint before."""
+"""The files of one checkpoint: written into its folder, or linked there from the checkpoint before; and read again."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedswap.errors import CheckpointError
-from speedswap.swapping.checkpoints.format import Manifest, SavedTable, SavedTensor, damaged
+from speedswap.swapping.checkpoints.folders import Folders
+from speedswap.swapping.checkpoints.format import (
+    MANIFEST,
+    Manifest,
+    SavedTable,
+    SavedTensor,
+    damaged,
+    decode,
+    says_malformed,
+)
 from speedswap.tables import Table
 from speedswap.tables.files.open_directory import OpenDirectory, OpenFile, sync_names
 from speedswap.tables.files.tensor_file import TensorReader, TensorWriter
@@ -235,3 +245,37 @@ class TensorsOf:
 
     def _changed(self, name: str, file: str) -> CheckpointError:
         return damaged(self.folder, f"the bytes of {name!r} in {file} are not those that were written")
+
+
+def opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest, TensorsOf]:
+    """Return the folder of a checkpoint, its description and its tensors.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    folder = Path(path).absolute()
+    if step is not None or not (folder / MANIFEST).exists():
+        folder = Folders(folder).choose(step).path
+    try:
+        directory = OpenDirectory(folder)
+    except OSError as error:
+        raise damaged(folder, error) from error
+    return folder, Manifest.read(directory), TensorsOf(directory)
+
+
+def decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[str, Any]:
+    """Return parts of the checkpoint's data.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    with says_malformed(files.folder, "its content"):
+        content = {
+            part: decode(manifest.content[part], lambda name: files.read(manifest.tensors[name])) for part in parts
+        }
+        for each in content.get("optimizers", []):
+            if not isinstance(each["class"], str) or not {"state", "param_groups"} <= each["state"].keys():
+                raise ValueError("an optimizer's state is missing")
+        if not isinstance(content.get("model", {}), dict):
+            raise ValueError("the model's state is missing")
+    return content

@@ -41,7 +41,7 @@ class Folder(NamedTuple):
 
 
 class Folders:
-    """The checkpoints in a directory. Each is a folder of its own, ``000007-step-500``, that can be moved and copied.
+    """The checkpoints in a directory. Each is one folder, ``000007-step-500``, that can be moved and copied.
 
     Args:
         path: the directory; it need not exist.

@@ -1,7 +1,7 @@
 """The file ``CHECKPOINT`` in a checkpoint's folder: JSON with a checksum, which is never trusted.
 
-It describes tables and tensors, and has what a ``state_dict`` holds beside tensors, without pickle: JSON's own values
-stand for themselves, and whatever else there is, is an object with one key that begins with ``$``.
+It describes tables and tensors, and holds the rest of a ``state_dict``, without pickle: JSON's own values stand for
+themselves, and anything else is an object with one key that begins with ``$``.
 """
 
 from __future__ import annotations

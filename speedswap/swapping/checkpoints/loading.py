@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,15 +28,13 @@ from speedswap.swapping.checkpoints.dense import (
     restore_random_state,
     restored,
 )
-from speedswap.swapping.checkpoints.files import TensorsOf
+from speedswap.swapping.checkpoints.files import TensorsOf, decoded, opened
 from speedswap.swapping.checkpoints.folders import Folders
 from speedswap.swapping.checkpoints.format import (
-    MANIFEST,
     Delta,
     Manifest,
     SavedTable,
     damaged,
-    decode,
     says_malformed,
 )
 from speedswap.swapping.checkpoints.tables import (
@@ -56,7 +54,6 @@ from speedswap.swapping.optimizer_state import FoundState, OptimizerState
 from speedswap.swapping.optimizers import innermost, saved_settings
 from speedswap.swapping.table_module import TableModule
 from speedswap.tables import Column, Table
-from speedswap.tables.files.open_directory import OpenDirectory
 from speedswap.tables.shards import InOrder, Owners, Shard, own_shard, place_rows, take_shards
 from speedswap.tables.store import Commits
 
@@ -125,21 +122,21 @@ def load_checkpoint(
                 f"model is None, to read step and extra alone, so that {given} would not be loaded; give the model "
                 f"too, or leave {given} out"
             )
-        folder, manifest, files = _opened(path, step)
-        return LoadedCheckpoint(manifest.step, _decoded(manifest, files, ("extra",))["extra"], folder)
+        folder, manifest, files = opened(path, step)
+        return LoadedCheckpoint(manifest.step, decoded(manifest, files, ("extra",))["extra"], folder)
     modules = tables_of(model)
     ranks = SavingRanks.of(modules)
     with ranks.together():
         for module in modules.values():
             module.table.check_open()
-        folder, manifest, files = _opened(path, step)
+        folder, manifest, files = opened(path, step)
         if len({*ranks.share(manifest.token)}) > 1:
             raise CheckpointError(
                 f"path is {os.fspath(path)!r}, where ranks find different checkpoints; give all the same"
             )
         random = random_of(ranks.rank)
         names = ("model", "optimizers", "extra", *({random} & manifest.content.keys()))
-        content = _decoded(manifest, files, names)
+        content = decoded(manifest, files, names)
         check_model(content["model"], model, folder)
         if optimizers:
             with says_malformed(folder, "the optimizers"):
@@ -153,22 +150,23 @@ def load_checkpoint(
             require_restorable(target, content["extra"][key], key)
         modules = tables_of(model, optimizers, [each.name for each in manifest.tables])
         tables = _tables(manifest, files, model, modules)
-        attach_all(optimizers, modules.values(), frozen=[module for table, module in tables if _goes_on(table, module)])
+        attach_all(optimizers, modules.values(), frozen=[table.module for table in tables if table.goes_on])
         states = [each["state"] for each in content["optimizers"]] if optimizers else []
         state_of = dict(zip(map(innermost, optimizers), states, strict=True))
-        for table, module in tables:
-            table.trainer = module._step.state.optimizer if module._step.state.optimizer in state_of else None
-            table.check(module)
+        for table in tables:
+            trainer = table.module._step.state.optimizer
+            table.trainer = trainer if trainer in state_of else None
+            table.check()
         _take_settings(tables, state_of)
         with restored(extra or {}, content["extra"], folder):
             ranks.wait()  # nothing else has changed yet, on any rank
-        for table, module in tables:
-            table.load(module)
+        for table in tables:
+            table.load()
         ranks.wait()  # before dense parameters are divided, which all take part in
         load_dense(model, content["model"], optimizers, states)
-        for table, module in tables:
+        for table in tables:
             if table.trainer is not None:
-                module._step.state.resume(table.trainer, initial=table.saved.is_initial)
+                table.module._step.state.resume(table.trainer, initial=table.saved.is_initial)
         if random_state and random in content:
             restore_random_state(content[random])
         ranks.wait()
@@ -176,70 +174,32 @@ def load_checkpoint(
     return LoadedCheckpoint(manifest.step, content["extra"], folder)
 
 
-def _opened(path: str | os.PathLike[str], step: int | None) -> tuple[Path, Manifest, TensorsOf]:
-    """Return the folder of a checkpoint, its description and its tensors.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    folder = Path(path).absolute()
-    if step is not None or not (folder / MANIFEST).exists():
-        folder = Folders(folder).choose(step).path
-    try:
-        directory = OpenDirectory(folder)
-    except OSError as error:
-        raise damaged(folder, error) from error
-    return folder, Manifest.read(directory), TensorsOf(directory)
-
-
-def _decoded(manifest: Manifest, files: TensorsOf, parts: Sequence[str]) -> dict[str, Any]:
-    """Return parts of the checkpoint's data.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    with says_malformed(files.folder, "its content"):
-        content = {
-            part: decode(manifest.content[part], lambda name: files.read(manifest.tensors[name])) for part in parts
-        }
-        for each in content.get("optimizers", []):
-            if not isinstance(each["class"], str) or not {"state", "param_groups"} <= each["state"].keys():
-                raise ValueError("an optimizer's state is missing")
-        if not isinstance(content.get("model", {}), dict):
-            raise ValueError("the model's state is missing")
-    return content
-
-
-def _goes_on(table: Loading, module: TableModule) -> bool:
-    """Return whether a table takes its state up again although it may not be trained at present."""
-    return table.has_state and module.table.columns["weight"].stored_dtype != torch.int8
-
-
-def _take_settings(tables: Iterable[tuple[Loading, TableModule]], state_of: Mapping[Optimizer, dict[str, Any]]) -> None:
+def _take_settings(tables: Iterable[TableToLoad], state_of: Mapping[Optimizer, dict[str, Any]]) -> None:
     """Make room for the state that optimizers keep with the settings of a checkpoint, and not with their present ones.
 
     Args:
-        tables: every table of the checkpoint, with its module.
+        tables: every table of the checkpoint.
         state_of: the optimizers' state in the checkpoint, which is not loaded yet.
 
     Raises:
         CheckpointError, OptimizerError: with these settings they keep other state than was saved. No table has changed.
     """
     found: list[tuple[OptimizerState, FoundState]] = []
-    for table, module in tables:
-        if table.trainer is not None and table.lacks_state_in(module):
+    for table in tables:
+        state = table.module._step.state
+        if table.trainer is not None and not table.columns.keys() <= {"weight", *state.names}:
             with saved_settings(table.trainer, state_of[table.trainer]):
-                kept = module._step.state.examine(table.trainer)
-            table.check_columns(module, kept.columns)
-            found.append((module._step.state, kept))
+                kept = state.examine(table.trainer)
+            table.check_columns(kept.columns)
+            found.append((state, kept))
     for state, kept in found:
         state.add(kept)
 
 
 def _tables(
     manifest: Manifest, files: TensorsOf, model: nn.Module, modules: dict[str, TableModule]
-) -> list[tuple[Loading, TableModule]]:
-    """Return the tables of a checkpoint, each checked, with its module in the model.
+) -> list[TableToLoad]:
+    """Return the tables of a checkpoint, each checked.
 
     Args:
         modules: those of the model's tables, one each; others over the same tables may have had their place.
@@ -257,17 +217,15 @@ def _tables(
         )
     tables = []
     for saved in manifest.tables:
-        missing = [name for part in saved.parts for name in part.id_maps.values() if name not in manifest.tensors]
         if any(part.id_maps.keys() != saved.id_maps.keys() for part in saved.parts):
             raise damaged(files.folder, f"an id map of table {saved.name!r} is missing")
-        if missing:
-            raise damaged(files.folder, f"{missing[0]!r} is missing")
-        module = found[saved.name]
-        loading = Loading(saved, files, manifest.token, own_shard(module.table))
-        loading.check(module)
-        of_ranks = {key: [manifest.tensors[part.id_maps[key]] for part in saved.parts] for key in saved.id_maps}
-        loading.check_id_maps(module, {key: map(files.read, tensors) for key, tensors in of_ranks.items()})
-        tables.append((loading, module))
+        for name in (name for part in saved.parts for name in part.id_maps.values()):
+            if name not in manifest.tensors:
+                raise damaged(files.folder, f"{name!r} is missing")
+        tables.append(table := TableToLoad(saved, found[saved.name], files, manifest.token))
+        table.check()
+        for key in saved.id_maps:
+            table.check_id_map(key, (files.read(manifest.tensors[part.id_maps[key]]) for part in saved.parts))
     return tables
 
 
@@ -279,41 +237,43 @@ class _Source(NamedTuple):
     shard: Shard
 
 
-class Loading:
+class TableToLoad:
     """A table of a checkpoint on its way into a model.
 
     Args:
         saved: the table.
+        module: over the model's table that takes its place.
         tensors: the checkpoint's files.
         token: of the checkpoint.
-        target: the rows of the model's table that are in this process.
 
     Attributes:
+        columns: that were saved, by name.
         trainer: the optimizer that goes on with the rows' state; None where it is not loaded.
 
     Raises:
         CheckpointError: it is damaged.
     """
 
-    def __init__(self, saved: SavedTable, tensors: TensorsOf, token: str, target: Shard) -> None:
-        self.saved = saved
-        self._folder = tensors.folder
-        self._tensors = tensors
-        self._token = token
-        self._target = target
+    def __init__(self, saved: SavedTable, module: TableModule, tensors: TensorsOf, token: str) -> None:
+        self.saved, self.module = saved, module
+        self.trainer: Optimizer | None = None
+        self._folder, self._tensors, self._token = tensors.folder, tensors, token
+        self._where = f"table {module.table.name!r} of the model ({saved.name or 'itself'})"
+        self._target = target = own_shard(module.table)  # the rows that are in this process
         owners = Owners(saved.num_embeddings, len(saved.shards)) if saved.shards else InOrder(saved.num_embeddings)
-        ranks = range(owners.world_size)
         self._is_as_saved = owners == target.owners
-        if self._is_as_saved:
-            ranks = range(target.rank, target.rank + 1)
         self._sources = [
             self._open(saved.parts[rank], owners, rank)
-            for rank in ranks
+            for rank in ([target.rank] if self._is_as_saved else range(owners.world_size))
             if len(owners.places_shared(rank, target.owners, target.rank))
         ]
-        self._columns = self._sources[0].shard.table.columns
-        self.trainer: Optimizer | None = None
+        self.columns = self._sources[0].shard.table.columns
         self._id_maps = ExitStack()  # which changes no map if it is never closed
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the table takes its state up again although it may not be trained at present."""
+        return not self.saved.is_initial and self.module.table.columns["weight"].stored_dtype != torch.int8
 
     def _open(self, part: SavedTable, owners: Owners | InOrder, rank: int) -> _Source:
         """Open the files of some rows, and check that they are those of the checkpoint."""
@@ -355,99 +315,80 @@ class Loading:
                 raise damaged(self._folder, f"{delta.file} has rows that table {self.saved.name!r} lacks, or has twice")
             last = int(rows[-1])
 
-    def check(self, module: TableModule) -> None:
-        """Check that the table fits a module's.
+    def check(self) -> None:
+        """Check that the table fits the model's.
 
         Raises:
             CheckpointError: the message names the difference.
         """
-        table, saved = module.table, self.saved
-        where = self._in_model(module)
+        table, saved = self.module.table, self.saved
+        maps = table.store.notes.id_maps
         table.check_open(writing=True)
         if table.num_embeddings != saved.num_embeddings:
             raise CheckpointError(
-                f"{where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has {saved.num_embeddings}"
-                "; make the model with the same"
+                f"{self._where} has {table.num_embeddings} rows, but the checkpoint {self._folder} has "
+                f"{saved.num_embeddings}; make the model with the same"
             )
-        columns, is_trained = table.columns, self.trainer is not None
-        self.check_columns(module, [each for each in columns.values() if is_trained or each.name in self._columns])
-        if saved.id_maps.keys() != table.store.notes.id_maps.keys():
+        is_trained = self.trainer is not None
+        self.check_columns(each for each in table.columns.values() if is_trained or each.name in self.columns)
+        if saved.id_maps.keys() != maps.keys():
             raise CheckpointError(
-                f"{where} has {len(table.store.notes.id_maps)} id maps, but the checkpoint {self._folder} has "
-                f"{len(saved.id_maps)}; make the model with the same"
+                f"{self._where} has {len(maps)} id maps, but the checkpoint {self._folder} has {len(saved.id_maps)}; "
+                "make the model with the same"
             )
-        renews = any(id_map.evict is not None for id_map in table.store.notes.id_maps.values())
+        renews = any(id_map.evict is not None for id_map in maps.values())
         draws = any(column.rounding == "stochastic" for column in table.columns.values())
         if is_trained and table.seed != saved.seed and (renews or draws):
             why = "rows that start anew" if renews else "stochastic rounding"
             raise CheckpointError(
-                f"{where} has seed {table.seed}, but the checkpoint {self._folder} has {saved.seed}, on which {why} "
-                f"depends; make it with seed={saved.seed}"
+                f"{self._where} has seed {table.seed}, but the checkpoint {self._folder} has {saved.seed}, on which "
+                f"{why} depends; make it with seed={saved.seed}"
             )
 
-    def _name_of(self, module: TableModule, key: str) -> str:
-        return f"the id map of table {(key or module.table.name)!r} in checkpoint {self._folder}"
-
-    def check_columns(self, module: TableModule, columns: Iterable[Column]) -> None:
-        """Check that columns that a module's table has, or will have, are those that were saved.
+    def check_columns(self, columns: Iterable[Column]) -> None:
+        """Check that columns that the model's table has, or will have, are those that were saved.
 
         Raises:
             CheckpointError: one is not.
         """
         for column in columns:
-            theirs = self._columns.get(column.name)
+            theirs = self.columns.get(column.name)
             if theirs is None or (theirs.row_shape, theirs.dtype) != (column.row_shape, column.dtype):
                 found = "not there" if theirs is None else f"{theirs.row_shape} of {theirs.dtype} per row"
                 raise CheckpointError(
-                    f"column {column.name!r} of {self._in_model(module)} is {column.row_shape} of {column.dtype} per "
-                    f"row, but in the checkpoint {self._folder} it is {found}; make model and optimizer with the same "
-                    "settings"
+                    f"column {column.name!r} of {self._where} is {column.row_shape} of {column.dtype} per row, but in "
+                    f"the checkpoint {self._folder} it is {found}; make model and optimizer with the same settings"
                 )
 
-    def check_id_maps(self, module: TableModule, id_maps: Mapping[str, Iterable[Tensor]]) -> None:
-        """Read the id maps of a module's table, which :meth:`load` replaces.
+    def check_id_map(self, key: str, parts: Iterable[Tensor]) -> None:
+        """Read an id map of the model's table, which :meth:`load` replaces.
 
         Args:
-            module: it.
-            id_maps: bytes of the maps, by name; of all parts where ranks have saved them.
+            key: the map's name.
+            parts: its bytes, of each rank that has saved some.
 
         Raises:
-            CheckpointError: one is damaged, or is of a map with other settings.
+            CheckpointError: it is damaged, or is of a map with other settings.
         """
-        for key, raw in id_maps.items():
-            what = self._name_of(module, key)
-            try:
-                self._id_maps.enter_context(module.table.store.notes.id_maps[key].restoring(raw, what=what))
-            except CheckpointError:
-                raise
-            except TableFormatError as error:
-                raise damaged(self._folder, error) from error
-            except ValueError as error:
-                raise CheckpointError(f"{error}, in {self._in_model(module)}") from error
+        table = self.module.table
+        what = f"the id map of table {(key or table.name)!r} in checkpoint {self._folder}"
+        try:
+            self._id_maps.enter_context(table.store.notes.id_maps[key].restoring(parts, what=what))
+        except CheckpointError:
+            raise
+        except TableFormatError as error:
+            raise damaged(self._folder, error) from error
+        except ValueError as error:
+            raise CheckpointError(f"{error}, in {self._where}") from error
 
-    def _in_model(self, module: TableModule) -> str:
-        return f"table {module.table.name!r} of the model ({self.saved.name or 'itself'})"
-
-    @property
-    def has_state(self) -> bool:
-        """True if an optimizer had stepped on the rows."""
-        return not self.saved.is_initial
-
-    def lacks_state_in(self, module: TableModule) -> bool:
-        """Return whether state was saved that a module's optimizer does not keep as it is set."""
-        return not self._columns.keys() <= {"weight", *module._step.state.names}
-
-    def load(self, module: TableModule) -> None:
-        """Replace the rows of a module's table, its id maps and its attributes; of one that ranks own this rank's.
+    def load(self) -> None:
+        """Replace the rows of the model's table, its id maps and its attributes; of one that ranks own this rank's.
 
         The state stays that an attached optimizer keeps there, unless it is the one that goes on.
-
-        Args:
-            module: it, which was checked.
         """
-        table = module.table
-        keeps_state = self.trainer is None and module._step.state.optimizer is not None
-        module._step.abandon()
+        table, step = self.module.table, self.module._step
+        keeps_state = self.trainer is None and step.state.optimizer is not None
+        step.abandon()
         with table.lock, self._target.table.lock:  # no rows of the next batch are gathered from a part of it
             self._id_maps.close()
             own, first = self._target.table, self._sources[0]
@@ -457,7 +398,7 @@ class Loading:
                 commits.return_to(first.saved.commit)
                 own.store.note_change(None)
             else:
-                names = [name for name in own.columns if name in self._columns]
+                names = [name for name in own.columns if name in self.columns]
                 self._copy_to(own, ["weight"] if keeps_state else names)
             attributes = dict(first.saved.attributes)
             if keeps_state:

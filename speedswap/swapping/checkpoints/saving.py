@@ -96,15 +96,15 @@ def save_checkpoint(
             to a table where that is: it is restored only while the table's files are there. They keep one commit for
             all checkpoints, in ``path`` or elsewhere, beside the one to come: with a larger ``keep``, or with
             checkpoints in two directories, some have copies.
-        keep: the checkpoints that stay: the newest so many, or this one and the newest of these steps, or None for all.
-            Those that are damaged count for none.
+        keep: the checkpoints that stay: the newest ``keep``, or this one and the newest of these steps; None for all.
+            Damaged ones do not count.
 
     Raises:
         CheckpointError: another process is saving there, or the disk has other bytes than were written.
         PeerError: another rank has failed.
         TableFullError: the disk has no room. The checkpoints before are whole.
         TypeError: extra, or some state, cannot be written without pickle.
-        ValueError: extra contains itself, or is nested too deeply; step, keep or tables is none that there can be.
+        ValueError: extra contains itself, or is nested too deeply; step, keep or tables is out of range.
             Nothing was written.
         OptimizerError: the optimizer cannot train a table's rows.
 

@@ -46,8 +46,8 @@ class EmbeddingConfig:
             collection's by default.
         engine: an argument of version 0.1; give ``storage=speedswap.Pinned(engine=…)``.
         stored_dtype, state_dtype, rounding: compact columns, as for :class:`speedswap.Embedding`.
-        group: tables of different groups have different parameters, so that an optimizer may train them with settings
-            of their own. A part of a directory's name.
+        group: tables of different groups have different parameters, so that an optimizer may train each with different
+            settings. A part of a directory's name.
         trainable: False keeps the rows as they are, in a store of frozen tables.
 
     Raises:

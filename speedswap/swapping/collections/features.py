@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,15 @@ from speedswap.errors import IdError
 from speedswap.swapping.collections.configs import EmbeddingConfig, output_names
 from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor, offsets_of
+from speedswap.swapping.collections.one_feature import (
+    GivenFeature,
+    checked_feature,
+    has_methods,
+    require_ids,
+    require_weights,
+)
 from speedswap.swapping.graphs import leaving_transforms
-from speedswap.tables import is_single_key
 
-_INDEX = (torch.int64, torch.int32)
 _KEYED = ("keys", "values", "stride")
 _MOST_ORDERS = 64
 
@@ -226,143 +231,7 @@ def require_features(features: Any) -> Any:
     )
 
 
-def has_methods(thing: Any, names: Sequence[str]) -> bool:
-    """Return whether an object has all of some methods."""
-    return all(callable(getattr(thing, name, None)) for name in names)
-
-
 # ---------------------------------------------------------------------- by name
-
-
-class GivenFeature(NamedTuple):
-    """One feature's part of a mapping: its ids or keys, and the bags that they are in.
-
-    Attributes:
-        ids: a tensor, or keys of any kind.
-        offsets: each bag's first id; None for bags of one size.
-        weights: one per id, or None.
-        is_closed: True if the last of the offsets is the number of ids.
-    """
-
-    ids: Any
-    offsets: Any = None
-    weights: Any = None
-    is_closed: bool = False
-
-    def with_rows(self, rows: Tensor) -> Tensor | GivenFeature:
-        """Return the feature with rows in place of its keys."""
-        if self.offsets is None:
-            return rows if self.weights is None else self._replace(ids=rows)
-        return self._replace(ids=rows, offsets=self.offsets.to(rows.device) if self.is_closed else self.offsets)
-
-
-def given_feature(name: str, value: Any, *, takes_keys: bool = False) -> GivenFeature:
-    """Return a feature that is a tensor, a tuple (ids, offsets) or (ids, offsets, weights), or a jagged tensor.
-
-    Args:
-        name: the feature's.
-        value: what it was given.
-        takes_keys: True if anything else is keys.
-
-    Raises:
-        TypeError, ValueError: it is of no such form; the message names the feature.
-    """
-    if isinstance(value, GivenFeature):
-        return value
-    if isinstance(value, Tensor) and not value.is_nested:
-        return GivenFeature(value)
-    if isinstance(value, tuple | list) and not (takes_keys and (not value or is_single_key(value[0]))):
-        if len(value) not in (2, 3):
-            raise ValueError(
-                f"feature {name!r} is {a_kind(value)} of {len(value)}; give a tensor of ids, or "
-                "(ids, offsets[, weights])"
-            )
-        return GivenFeature(*value)
-    if has_methods(value, ["values", "offsets"]):  # of TorchRec, torch.nested, or here
-        jagged: Any = value.contiguous() if isinstance(value, Tensor) else value  # without ids between the bags
-        weights = jagged.weights_or_none() if has_methods(jagged, ["weights_or_none"]) else None
-        return GivenFeature(jagged.values(), jagged.offsets(), weights, is_closed=True)
-    if takes_keys:
-        return GivenFeature(value)
-    raise TypeError(
-        f"feature {name!r} is {a_kind(value)}; give a tensor of ids, (ids, offsets[, weights]), or a jagged tensor"
-    )
-
-
-class _Bags(NamedTuple):
-    """One feature's ids that were checked, in bags.
-
-    Attributes:
-        ids: int32 or int64; one dimension, or (bags, ids per bag).
-        stride: bags.
-        per_bag: ids of each bag, or -1 if they differ.
-        offsets: then each bag's first id; with one item more, the number of ids.
-        weights: one per id, or None.
-    """
-
-    ids: Tensor
-    stride: int
-    per_bag: int
-    offsets: Tensor | None = None
-    weights: Tensor | None = None
-
-    def require_ascending(self, name: str) -> None:
-        """Raise ValueError unless the offsets ascend from 0, and not past the ids."""
-        if self.offsets is None:
-            return
-        count, before = len(self.ids), 0
-        if len(self.offsets) > self.stride and int(self.offsets[-1]) != count:
-            raise ValueError(f"feature {name!r} has offsets up to {int(self.offsets[-1])}, but {count} ids")
-        for place, offset in enumerate(self.offsets.tolist()):
-            if place == 0 and offset != 0:
-                raise ValueError(f"offsets[0] of feature {name!r} is {offset}; the first bag begins at 0")
-            if not before <= offset <= count:
-                raise ValueError(
-                    f"offsets[{place}] of feature {name!r} is {offset} after {before}, and there are {count} ids; bags "
-                    "lie one after the other, so offsets ascend"
-                )
-            before = offset
-
-
-def _bags(name: str, value: Any) -> _Bags:
-    ids, offsets, weights, is_closed = given_feature(name, value)
-    _require_ids(f"feature {name!r}", ids)
-    if weights is not None:
-        _require_weights(f"weights of feature {name!r}", weights, ids)
-    if offsets is None:
-        if ids.ndim not in (1, 2):
-            raise ValueError(
-                f"feature {name!r} has shape {tuple(ids.shape)}; give (batch,), or (batch, ids per sample) filled up "
-                "with padding_idx, or (ids, offsets)"
-            )
-        return _Bags(ids, ids.shape[0], 1 if ids.ndim == 1 else ids.shape[1], None, weights)
-    _require_ids(f"offsets of feature {name!r}", offsets)
-    if ids.ndim != 1 or offsets.ndim != 1 or ids.device != offsets.device:
-        raise ValueError(
-            f"feature {name!r} has ids of shape {tuple(ids.shape)} on {ids.device} and offsets of shape "
-            f"{tuple(offsets.shape)} on {offsets.device}; both have one dimension, on one device"
-        )
-    if len(ids) and not len(offsets):
-        raise ValueError(f"feature {name!r} has {len(ids)} ids, but its offsets are empty; begin the first bag at 0")
-    return _Bags(ids, max(len(offsets) - is_closed, 0), -1, offsets, weights)
-
-
-def _require_ids(what: str, ids: Any) -> None:
-    kernels.require_dense(ids, what)
-    if ids.dtype not in _INDEX:
-        raise TypeError(f"{what} has dtype {ids.dtype}; convert it to torch.int64 or torch.int32, as ids.long() does")
-
-
-def _require_weights(what: str, weights: Any, ids: Tensor) -> None:
-    """Raise TypeError or ValueError unless weights are floating-point, one per id, on the ids' device."""
-    kernels.require_dense(weights, what)
-    if not weights.is_floating_point():
-        raise TypeError(f"{what} have dtype {weights.dtype}; convert them with .float()")
-    if weights.shape != ids.shape or weights.device != ids.device:
-        raise ValueError(
-            f"{what} have shape {tuple(weights.shape)} on {weights.device}, but ids {tuple(ids.shape)} on "
-            f"{ids.device}; give one per id"
-        )
 
 
 def _require_all_weighted(name: str, is_weighted: bool, weights: Tensor | None) -> None:
@@ -379,23 +248,23 @@ def _require_all_weighted(name: str, is_weighted: bool, weights: Tensor | None) 
 def read_slots(values: Sequence[Any], slots: Slots, is_weighted: bool) -> FeatureBatch:
     """Read what each slot was given, in any form; errors are those of :func:`read_features`."""
     if _are_alike(values):  # without a look at each: a thousand features are as many calls
-        bags = [_bags(slots.features[0], values[0])]
+        bags = [checked_feature(slots.features[0], values[0])]
         _require_all_weighted(slots.features[0], is_weighted, None)
         ids, flat, counts = values, torch.cat(tuple(values)).reshape(-1), [values[0].numel()] * len(slots)
     else:
-        bags = [_bags(name, value) for name, value in zip(slots.features, values, strict=True)]
+        bags = [checked_feature(name, value) for name, value in zip(slots.features, values, strict=True)]
+        stride, device = bags[0].stride, bags[0].ids.device
         for name, each in zip(slots.features, bags, strict=True):
-            if (each.stride, each.ids.device) != (bags[0].stride, bags[0].ids.device):
+            if each.stride != stride or each.ids.device != device:
                 raise ValueError(
                     f"feature {name!r} has {each.stride} bags on {each.ids.device}, but {slots.features[0]!r} has "
-                    f"{bags[0].stride} on {bags[0].ids.device}; give every feature one bag for each sample, on one "
-                    "device"
+                    f"{stride} on {device}; give every feature one bag for each sample, on one device"
                 )
             _require_all_weighted(name, is_weighted, each.weights)
         ids, flat = [each.ids for each in bags], torch.cat([each.ids.reshape(-1) for each in bags])
         counts = [each.numel() for each in ids]
     weights = [each.weights.reshape(-1) for each in bags if each.weights is not None]
-    starts, (_, stride, per_bag, _, _) = [0, *accumulate(counts)], bags[0]
+    starts, stride, per_bag = [0, *accumulate(counts)], bags[0].stride, bags[0].per_bag
     if per_bag >= 0 and all(each.per_bag == per_bag for each in bags):
         offsets = steps(len(slots) * stride + 1, per_bag, flat.device)
     else:
@@ -420,7 +289,7 @@ def _are_alike(values: Sequence[Any]) -> bool:
     return len(kinds) == 1 and True not in kinds
 
 
-def _offsets(bags: list[_Bags], slots: Slots, starts: Sequence[int]) -> Tensor:
+def _offsets(bags: list[GivenFeature], slots: Slots, starts: Sequence[int]) -> Tensor:
     """Return the offsets of all slots' bags, once they are known to ascend."""
     device, stride = bags[0].ids.device, bags[0].stride
     firsts = [
@@ -434,7 +303,7 @@ def _offsets(bags: list[_Bags], slots: Slots, starts: Sequence[int]) -> Tensor:
         wrong = wrong | (offsets[:-1:stride] != begins[:-1]).any()
     closed = [index for index, each in enumerate(bags) if each.offsets is not None and len(each.offsets) > stride]
     if closed:
-        lasts = torch.cat([bags[index].offsets[-1:] for index in closed])  # type: ignore[index]
+        lasts = torch.cat([bags[index].offsets[-1:] for index in closed])
         wrong = wrong | (lasts != near(torch.tensor([bags[index].ids.numel() for index in closed]), device)).any()
     if bool(wrong):
         for name, each in zip(slots.features, bags, strict=True):
@@ -447,7 +316,7 @@ def _offsets(bags: list[_Bags], slots: Slots, starts: Sequence[int]) -> Tensor:
 
 def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     keys, stride, ids = keyed.keys(), keyed.stride(), keyed.values()
-    _require_ids("features.values()", ids)
+    require_ids("features.values()", ids)
     if ids.ndim != 1:
         raise ValueError(f"features.values() has shape {tuple(ids.shape)}; it must have one dimension")
     order = slots.order(tuple(keys))
@@ -463,7 +332,7 @@ def _keyed(keyed: Any, slots: Slots, is_weighted: bool) -> FeatureBatch:
     if is_weighted and weights is None:
         raise ValueError("features has no weights, but is_weighted is True; give each id one, or make it with False")
     if weights is not None:
-        _require_weights("features.weights()", weights, ids)
+        require_weights("features.weights()", weights, ids)
     counts, begins = per_key.diff(), None
     announced: tuple[Tensor, ...] = ids, known
     if order is not None:
@@ -517,7 +386,7 @@ def near(tensor: Tensor, device: torch.device) -> Tensor:
 
 def steps(count: int, step: int, device: torch.device) -> Tensor:
     """Return 0, step, 2 · step, …: the offsets of bags of one size. Nothing changes them."""
-    # Each stream has its own: another one may have yet to make them.
+    # One per stream: work on another stream may not have made them yet.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if count <= _SMALL:
         return _small_steps(count, step, device, stream)

@@ -182,7 +182,7 @@ class TableGroup(TableModule):
             return super().__deepcopy__(memo)
         memo[id(self.keyed)] = {}
         copied = super().__deepcopy__(memo)
-        copied.keyed = copied._keyed_tables({})  # of its own rows
+        copied.keyed = copied._keyed_tables({})  # of the copied rows
         return copied
 
     def _settings(self) -> dict[str, Any]:

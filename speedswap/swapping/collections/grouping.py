@@ -44,7 +44,7 @@ class GroupKey(NamedTuple):
 
     @classmethod
     def of(cls, config: EmbeddingConfig, storage: Storage) -> GroupKey:
-        """Return the key of a table's group, with the collection's storage where it has none of its own."""
+        """Return the key of a table's group, with the collection's storage unless its config names one."""
         return cls(
             config.embedding_dim,
             config.dtype or torch.get_default_dtype(),

@@ -9,18 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedswap.swapping.collections.features import (
-    FeatureBatch,
-    GivenFeature,
-    Slots,
-    given_feature,
-    has_methods,
-    read_features,
-    read_slots,
-    require_features,
-)
+from speedswap.swapping.collections.features import FeatureBatch, Slots, read_features, read_slots, require_features
 from speedswap.swapping.collections.group import TableGroup
 from speedswap.swapping.collections.jagged import KeyedJaggedTensor
+from speedswap.swapping.collections.one_feature import GivenFeature, given_feature, has_methods
 from speedswap.swapping.keyed import AskedLookup, KeyedLookup, KeyedRows, ask_all, find_all, take_all
 
 
@@ -52,9 +44,11 @@ def read(
     named = _by_key(require_features(features))
     slots.require_features(list(named))
     values = [named[name] for name in slots.features]
-    device = _device_among(values)
+    parts = [given_feature(name, named[name], takes_keys=True) for name in slots.features]
+    tensors = (each for part in parts for each in (part.offsets, part.ids, part.weights) if isinstance(each, Tensor))
+    device = next((each.device for each in tensors), None)  # None for strings alone
     tables = [
-        _KeysOfTable(index, group, keyed, slots, values, slots.of_table[name], device)
+        _KeysOfTable(index, group, keyed, values, slots.of_table[name], parts, device or group.weight.device)
         for index, group in enumerate(groups)
         for name, keyed in group.keyed.items()
     ]
@@ -120,29 +114,24 @@ class _KeysOfTable:
     Attributes:
         index, group: the table's group, and its place among the collection's.
         keyed: the table's id map.
-        slots: the collection's lookups.
-        values: what each of these was given, in which rows take the place of keys.
+        values: what each of the collection's slots was given, in which rows take the place of keys.
         places: the slots of the table's features.
-        given: of the first tensor among all features, the device; None for strings alone.
-        parts: the table's features.
-        keys: all keys.
+        parts: the features of all slots; then those of the table.
         device: where rows are needed.
+        keys: all keys.
     """
 
     index: int
     group: TableGroup
     keyed: KeyedRows
-    slots: Slots
     values: list[Any]
     places: range
-    given: torch.device | None
+    parts: list[GivenFeature]
+    device: torch.device
 
     def __post_init__(self) -> None:
-        self.parts: list[GivenFeature] = [
-            given_feature(self.slots.features[place], self.values[place], takes_keys=True) for place in self.places
-        ]
+        self.parts = self.parts[self.places.start : self.places.stop]
         self.keys = _joined([part.ids for part in self.parts])
-        self.device = self.given or self.group.weight.device
 
     @property
     def counts(self) -> list[int]:
@@ -159,18 +148,6 @@ class _KeysOfTable:
         pieces = [rows] if len(self.parts) == 1 else torch.split(rows.reshape(-1), self.counts)
         for place, part, piece in zip(self.places, self.parts, pieces, strict=True):
             self.values[place] = part.with_rows(piece if len(self.parts) == 1 else piece.view(_shape(part.ids)))
-
-
-def _device_among(values: Sequence[Any]) -> torch.device | None:
-    """Return the device of the first tensor among features; None for strings alone."""
-    for value in values:
-        for each in value if isinstance(value, tuple | list) else [value]:
-            if isinstance(each, Tensor):
-                return each.device
-            if has_methods(each, ["values", "offsets"]):
-                device: torch.device = each.offsets().device
-                return device
-    return None
 
 
 def _joined(keys: Sequence[Any]) -> Any:

@@ -24,7 +24,7 @@ from speedswap.tables.record import count
 
 
 class _NoFile(str):
-    """The default ``diskname``, an object of its own: it names the collection in messages, and no file is made."""
+    """The default ``diskname``, known by identity: it names the collection in messages, and no file is made."""
 
 
 _NO_FILE = _NoFile("variable")
@@ -47,7 +47,7 @@ class ModelFactory(Collection):
         CPUPinn: False keeps the collection on the GPU where there is one, True in pinned host memory. A collection in
             files ignores it: its pages are never pinned, and rows pass through pinned memory.
         storage: where the rows live, in place of ``diskname`` and ``CPUPinn``, as for :class:`speedswap.Embedding`.
-            Ranks that own them together make each call at once, with indexes of their own; of rows that several ranks
+            Ranks that own them together make each call at once, each with its own indexes; of rows that several ranks
             write, the last rank's stays. ``model_variable`` has each rank's own rows, so a wrapper of the model has to
             leave its weight alone.
         former: arguments of version 0.1, with a DeprecationWarning.
