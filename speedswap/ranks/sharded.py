@@ -32,7 +32,6 @@ from speedswap.tables.store import Files, JointRows
 
 if TYPE_CHECKING:
     from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.id_map import IdMap
     from speedswap.tables.store import Checked
 
 
@@ -69,6 +68,7 @@ class ShardedStore(RowStore, Files, JointRows):
         self.num_embeddings = owners.num_embeddings
         self.storage, self.engine, self.seed = own.storage, own.engine, own.seed
         self.notes = own.notes  # the maps' part that this rank owns is kept with its rows
+        self.notes.map_of = lambda id_map: ShardedIdMap.of(id_map, group)
         self._weight = weight
         self.number = group.add(self)
         for each, found in self.notes.id_maps.items():
@@ -207,9 +207,6 @@ class ShardedStore(RowStore, Files, JointRows):
         block = self.own.lease(route.union, columns=["weight"], device=device)
         (came,) = bring(task, [route], [block.weight])
         return None if rows is None else came.index_select(0, places)
-
-    def map_of(self, id_map: IdMap) -> IdMap:
-        return ShardedIdMap.of(id_map, self.group)
 
     # ------------------------------------------------------------------ batches of rows
 

@@ -66,20 +66,11 @@ class Commit:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        try:
+        with ExitStack() as ended:  # each table commits, also where another one raises
+            for table in reversed(self._tables):
+                ended.callback(table.commit)
             if self._transfers is not None:
                 self._transfers.start()
-        finally:
-            self._commit(0)
-
-    def _commit(self, first: int) -> None:
-        """Commit the tables from one on: each of them, also where an earlier one raises."""
-        for place in range(first, len(self._tables)):
-            try:
-                self._tables[place].commit()
-            except BaseException:
-                self._commit(place + 1)
-                raise
 
 
 def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = None) -> Tensor:

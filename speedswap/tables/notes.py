@@ -28,6 +28,7 @@ class Notes:
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
             one that returns None leaves the attribute as it is. They must not hold the table.
         id_maps: maps from keys to rows that are kept with the rows, by name.
+        map_of: returns the map that a given one becomes when it is kept with the rows; the same unless ranks own them.
         writes: the number of scatters so far; the store counts them.
         version: goes up whenever rows or columns may have changed, through any table over these rows.
         is_viewed: whether rows may change without a call, through a tensor over their memory.
@@ -37,6 +38,7 @@ class Notes:
     attributes: dict[str, Any] = field(default_factory=dict)
     live_attributes: dict[str, Callable[[], Any]] = field(default_factory=dict)
     id_maps: dict[str, IdMap] = field(default_factory=dict)
+    map_of: Callable[[IdMap], IdMap] = field(default=lambda id_map: id_map)
     writes: int = 0
     version: int = 0
     is_viewed: bool = False

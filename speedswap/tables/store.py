@@ -23,7 +23,6 @@ from speedswap.tables.record import Block, Column
 if TYPE_CHECKING:
     from speedswap.collectives import RankGroup
     from speedswap.kernels import Lookup, Transfers
-    from speedswap.tables.id_map import IdMap
     from speedswap.tables.shards import Owners
     from speedswap.tables.table import Table
 
@@ -178,10 +177,6 @@ class RowStore(ABC):
     def note_change(self, rows: Tensor | range | None) -> None:
         """Note that rows are about to change: ids, a range of rows, or all rows and columns."""
         self.notes.note_change(rows)
-
-    def map_of(self, id_map: IdMap) -> IdMap:
-        """Return the map that a given one becomes when it is kept with these rows."""
-        return id_map
 
     # ------------------------------------------------------------------ batches of rows
 
@@ -437,9 +432,6 @@ class WrappedStore(RowStore):
 
     def is_backed_by(self, memory: Tensor) -> bool:
         return self.inner.is_backed_by(memory)
-
-    def map_of(self, id_map: IdMap) -> IdMap:
-        return self.inner.map_of(id_map)
 
     def gather(
         self,

@@ -363,7 +363,7 @@ class Table:
                 "make the table with id_map.num_rows rows"
             )
         self.check_resettable()
-        id_map = self.store.map_of(id_map)
+        id_map = self.store.notes.map_of(id_map)
         if id_map.evict is not None and id_map.holder() not in (None, self.store):
             raise ValueError(
                 f"id_map evicts and is another table's, whose rows start anew then; give table {self.name!r} a map of "
