@@ -447,7 +447,7 @@ def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine:
     copied = LocalStore(*given, engine=engine or source.engine)
     group = copied.add_unfilled(list(source.columns.values()))
     fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)
-    if all(is_lazy(each.start) for each in fresh.layout.held):  # else every row was written
+    if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # else every row was written
         for some in group.chunks(0, source.num_embeddings):
             rows = torch.arange(some.start, some.stop)
             fresh.fill(group.records(), torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))

@@ -186,4 +186,4 @@ def _copy_sources(cache: LogCache, layout: LogLayout, rows: torch.Tensor, column
             source, field = cache.fields((held.source,)), cache.fields((held.column.name,))
             values = torch.empty((len(rows), *held.column.row_shape), dtype=source[held.source].dtype)
             cache.gather(rows, source, {held.source: values})
-            cache.scatter(rows, field, {held.column.name: held.through[-1].begun_as(values, rows)})
+            cache.scatter(rows, field, {held.column.name: held.origin.through[-1].begun_as(values, rows)})

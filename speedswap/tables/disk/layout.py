@@ -35,19 +35,16 @@ class HeldColumn:
         column: as the table was made with it.
         offset: in bytes, into a record.
         birth: the number of the layout since which its values count; those of earlier records do not.
-        start: the column whose initial values untouched rows have: this one, also with another ``init``; for one that
-            began as a copy the column that was copied, as it was then.
-        source: the column that rows were copied from at its birth, if it began so.
-        through: the columns that copied ``start``, each the one before, as they began; this one last. Empty if it began
-            with values of its own.
+        origin: of the values of untouched rows; that of the column as the layout was made with it, also with another
+            ``init``.
+        source: the column that rows were copied from at its birth, if it began as a copy.
     """
 
     column: Column
     offset: int
     birth: int
-    start: Column
+    origin: Origin
     source: str | None = None
-    through: tuple[Column, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class LogLayout:
         layout = added(None, columns)
         if origins is None:
             return layout
-        held = [replace(each, source=None, **origins[each.column.name]._asdict()) for each in layout.held]
+        held = [replace(each, source=None, origin=origins[each.column.name]) for each in layout.held]
         return replace(layout, held=tuple(held))
 
     @cached_property
@@ -127,7 +124,7 @@ def added_unwritten(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
 def _with_columns(number: int, held: tuple[HeldColumn, ...], columns: Sequence[Column]) -> LogLayout:
     known = {each.column.name: each for each in held}
     for column in columns:
-        known[column.name] = _born(HeldColumn(column, 0, number, column), column, known)
+        known[column.name] = _born(HeldColumn(column, 0, number, Origin(column)), column, known)
     records = RecordLayout.of([each.column for each in known.values()])
     placed = tuple(replace(each, offset=offset) for each, offset in zip(known.values(), records.offsets, strict=True))
     return LogLayout(number, records.stride, placed)
@@ -156,11 +153,8 @@ def collapsed(layout: LogLayout) -> LogLayout:
 
 def _born(held: HeldColumn, start: Column, known: Mapping[str, HeldColumn]) -> HeldColumn:
     """Return a column that starts, in every row, with these initial values."""
-    if isinstance(start.init, CopyOf):
-        source = known[start.init.column]
-        through = (*source.through, start)
-        return replace(held, start=source.start, source=source.column.name, through=through)
-    return replace(held, start=start, source=None, through=())
+    source = start.init.column if isinstance(start.init, CopyOf) else None
+    return replace(held, source=source, origin=Origin.of(start, {name: each.origin for name, each in known.items()}))
 
 
 def moves(old: LogLayout, newest: LogLayout, group_rows: int) -> list[Move]:
@@ -248,14 +242,14 @@ class FreshRows(NamedTuple):
                 kernels.gather_records(records, places, [kernels.Part(source.offset, values, source.column.form())])
             else:
                 values = source.column.as_read(self._values(source, number, rows, records, places))
-            return held.through[-1].begun_as(values, rows)
-        start = held.start
+            return held.origin.through[-1].begun_as(values, rows)
+        start, through = held.origin
         if isinstance(start.init, Unknown):
             raise TableFormatError(
                 f"row {int(rows[0])} of column {held.column.name!r} has initial values that cannot be computed, and "
                 "was never written: the table's files are damaged; restore them from a copy"
             )
         values = initial_values({start.name: start}, rows, self.seed, self.num_embeddings)[start.name]
-        for before, column in pairwise((start, *held.through)):
+        for before, column in pairwise((start, *through)):
             values = column.begun_as(before.as_read(values), rows)
         return values

@@ -106,7 +106,7 @@ class OpenedLog(RowStore, Files):
 
     @property
     def origins(self) -> dict[str, Origin]:
-        return {each.column.name: Origin(each.start, each.through) for each in self._cache.layout.held}
+        return {each.column.name: each.origin for each in self._cache.layout.held}
 
     @property
     def cache_bytes(self) -> int:

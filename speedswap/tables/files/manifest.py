@@ -20,7 +20,7 @@ from speedswap.tables.disk.layout import GROUP_BYTES, HeldColumn, LogLayout, col
 from speedswap.tables.files.damage import is_int, require, says_damaged
 from speedswap.tables.files.open_directory import TRANSIENT, OpenDirectory, OpenFile, identity, write_all
 from speedswap.tables.init import CopyOf, Unknown, from_json
-from speedswap.tables.initial import InRanges
+from speedswap.tables.initial import InRanges, Origin
 from speedswap.tables.record import MAX_DIMS, ROUNDINGS, STORED_DTYPES, Column, RecordLayout, is_column_name
 
 FORMAT = "speedswap-table"
@@ -240,14 +240,16 @@ class LogManifest:
         def index(column: Column) -> int:
             return columns.setdefault(json.dumps(column_json(column)), len(columns))
 
+        def held(each: HeldColumn) -> list[Any]:
+            start, through = each.origin
+            own = [index(each.column), each.offset, each.birth, index(start), each.source]
+            return [*own, [index(column) for column in through]]
+
         layouts = [
             {
                 "number": layout.number,
                 "stride": layout.stride,
-                "held": [
-                    [index(h.column), h.offset, h.birth, index(h.start), h.source, [index(each) for each in h.through]]
-                    for h in layout.held
-                ],
+                "held": [held(each) for each in layout.held],
             }
             for layout in self.layouts
         ]
@@ -321,12 +323,14 @@ def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
         require(
             last.name == column.name and is_copy >= (source is not None), f"column {column.name!r} is a copy of none"
         )
-        held.append(HeldColumn(column, offset, birth, first, source, through))
+        held.append(HeldColumn(column, offset, birth, Origin(first, through), source))
     require_record([each.column for each in held], [each.offset for each in held], stride)
     names = {each.column.name for each in held}
     for each in held:
         require(each.source is None or each.source in names - {each.column.name}, f"a column is of {each.source!r}")
-        require(not isinstance(each.start.init, CopyOf), f"column {each.column.name!r} starts as a copy of a copy")
+        require(
+            not isinstance(each.origin.start.init, CopyOf), f"column {each.column.name!r} starts as a copy of a copy"
+        )
     inits = {each.column.name: each.column.init for each in held}
     for name, init in inits.items():
         seen = {name}
