@@ -55,6 +55,7 @@ from speedswap.kernels.records import (
     gather_records,
     round_rows,
     rounding_key,
+    scatter_block,
     scatter_records,
     stored_bytes,
 )

@@ -13,7 +13,8 @@ from speedswap._words import a_kind
 from speedswap.kernels import _C
 
 # From this size on torch's CPU memory is new from the system each time; on a GPU it comes from blocks of its own.
-_LARGE_BYTES = 1 << 20
+LARGE_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10  # as in csrc/rows_cpu.cpp
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -38,16 +39,18 @@ def has_memory(tensor: Tensor) -> bool:
 
     False if its storage was resized, and for stand-ins: FakeTensors and tensors wrapped by ``torch.func``.
     """
-    count = tensor.numel()
-    if not count:
+    nbytes = tensor.nbytes
+    if not nbytes:
         return True
     try:
-        nbytes, begin = tensor.untyped_storage().nbytes(), tensor.data_ptr()
+        held, begin = tensor.untyped_storage().nbytes(), tensor.data_ptr()
     except RuntimeError:  # no storage
         return False
-    if not tensor.is_contiguous():
-        count = _extent(tensor)
-    return begin != 0 and (tensor.storage_offset() + count) * tensor.dtype.itemsize <= nbytes
+    is_contiguous = tensor.is_contiguous()
+    if is_contiguous and held == nbytes:  # all of it
+        return begin != 0
+    count = tensor.numel() if is_contiguous else _extent(tensor)
+    return begin != 0 and (tensor.storage_offset() + count) * tensor.dtype.itemsize <= held
 
 
 def require_memory(tensor: Tensor, name: str) -> None:
@@ -62,7 +65,7 @@ def require_memory(tensor: Tensor, name: str) -> None:
 
 def require_dense(tensor: object, name: str) -> None:
     """Raise TypeError unless a value is a strided tensor with memory for each of its items."""
-    if not isinstance(tensor, Tensor):
+    if type(tensor) is not Tensor and not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {a_kind(tensor)}; pass a tensor, as torch.as_tensor makes one")
     if tensor.is_nested:
         raise TypeError(f"{name} is a nested tensor; make it dense with {name}.to_padded_tensor(0), or pass its parts")
@@ -107,9 +110,9 @@ def as_read(tensor: Tensor) -> Tensor:
 
 
 def as_ids(ids: Tensor) -> Tensor:
-    """Return ids as the CPU loops read them: int64, contiguous and aligned, in host memory."""
-    if ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.is_contiguous() and not ids.is_neg():
-        return ids if ids.data_ptr() % 8 == 0 else ids.clone()
+    """Return ids as the CPU loops read them: int64, contiguous and aligned, in host memory. They are not negated."""
+    if ids.dtype is torch.int64 and ids.is_cpu and ids.is_contiguous() and not ids.data_ptr() % 8:
+        return ids
     return as_read(ids.to("cpu", torch.int64))
 
 
@@ -144,14 +147,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
         dtype: of the tensor.
         device: the CPU by default.
     """
-    if not isinstance(device, torch.device):
-        device = torch.device(device or "cpu")
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _LARGE_BYTES:
-        result = torch.empty(shape, dtype=dtype, device=device)
-        if nbytes and not result.data_ptr():
+    if nbytes < LARGE_BYTES:
+        result = torch.empty(shape, dtype=dtype, device=device or "cpu")
+        if not result.data_ptr() and nbytes:
             address(result)  # raises
         return result
+    device = torch.device(device or "cpu")
     if device.type == "cpu":
         return torch.frombuffer(_C.Buffer(nbytes), dtype=torch.uint8).view(dtype).view(tuple(shape))
     result = torch.empty((_rounded(shape[0]), *shape[1:]), dtype=dtype, device=device)[: shape[0]]
@@ -185,6 +187,11 @@ _num_threads = _from_environment()
 def get_num_threads() -> int:
     """Return the number of threads for moving rows: torch's own unless one was set."""
     return torch.get_num_threads() if _num_threads is None else _num_threads
+
+
+def threads_for(nbytes: int) -> int:
+    """Return the number of threads for work on so many bytes; the loops give none of them less than 256 KiB."""
+    return 1 if nbytes <= _PIECE_BYTES else get_num_threads()
 
 
 def set_num_threads(num_threads: int | None) -> None:

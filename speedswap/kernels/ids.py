@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedswap.errors import IdError
 from speedswap.kernels import _C
-from speedswap.kernels.host import address, as_ids, empty, get_num_threads, require_dense
+from speedswap.kernels.host import address, as_ids, empty, get_num_threads, require_dense, threads_for
 
 
 def require_id_dtype(ids: Tensor) -> None:
@@ -123,10 +123,10 @@ def find_all(asked: Sequence[Asked]) -> list[tuple[Tensor, Tensor] | None]:
 
 def _found(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor] | None:
     """Return :func:`unique` of ids in host memory, whose dtype was checked; None if one is out of range."""
-    wide, threads = as_ids(ids), get_num_threads()
-    if _C.check_ids(wide.data_ptr(), wide.numel(), num_rows, threads) >= 0:
-        return None
-    return _unique(wide, threads)
+    wide = as_ids(ids)
+    count, pointer = wide.numel(), wide.data_ptr()
+    threads = threads_for(8 * count)
+    return None if _C.check_ids(pointer, count, num_rows, threads) >= 0 else _unique(wide, pointer, count, threads)
 
 
 def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,16 +148,15 @@ def unique(ids: Tensor) -> tuple[Tensor, Tensor]:
         (found,) = distinct([ids])
         assert found is not None
         return found
-    return _unique(as_ids(ids), get_num_threads())
+    wide = as_ids(ids)
+    return _unique(wide, wide.data_ptr(), wide.numel(), threads_for(wide.nbytes))
 
 
-def _unique(ids: Tensor, threads: int) -> tuple[Tensor, Tensor]:
-    count = ids.numel()
-    rows = torch.empty(count, dtype=torch.int64)
-    local = torch.empty(ids.shape, dtype=torch.int64)
-    found_rows = _C.unique(ids.data_ptr(), count, address(rows), local.data_ptr(), threads)
+def _unique(ids: Tensor, pointer: int, count: int, threads: int) -> tuple[Tensor, Tensor]:
+    rows, local = torch.empty(count, dtype=torch.int64), torch.empty(ids.shape, dtype=torch.int64)
+    found = _C.unique(pointer, count, address(rows), local.data_ptr(), threads)
     # A view would keep memory alive that is far too large for the rows.
-    return (rows if found_rows == count else rows[:found_rows].clone()), local
+    return (rows if found == count else rows[:found].clone()), local
 
 
 def by_owner(ids: Tensor, *, bits: int, factor: int, world_size: int) -> tuple[Tensor, Tensor, list[int]]:

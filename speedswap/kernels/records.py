@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import as_ids, empty, get_num_threads
+from speedswap.kernels.host import LARGE_BYTES, address, as_ids, empty, get_num_threads, threads_for
 
 # kernels/cuda/engines.py has them; auto is zero_copy for pinned memory, and staged for any other.
 ENGINES = ("auto", "zero_copy", "staged", "split")
@@ -152,10 +152,10 @@ class WantedColumn:
         copied = cpu_part(offset, 0, self.row_bytes, stored)
         self._form = copied[:2], copied[3:]
 
-    def part(self, block: Tensor) -> Copied | Converted:
-        """Return the column as the CPU loops take it, with a block in host memory."""
+    def part(self, pointer: int) -> Copied | Converted:
+        """Return the column as the CPU loops take it, with a block at an address of host memory."""
         place, rest = self._form
-        return (*place, block.data_ptr(), *rest)
+        return (*place, pointer, *rest)
 
 
 def stored_bytes(dtype: torch.dtype, items: int) -> int:
@@ -188,12 +188,32 @@ def gather_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None
 def gather_on_cpu(records: Records, ids: Tensor, columns: Mapping[str, WantedColumn]) -> dict[str, Tensor]:
     """Return a batch's rows of columns, by name, from and to host memory; ids are as for :func:`gather_records`."""
     ids = as_ids(ids)
-    count = ids.shape[0]
-    blocks = {name: empty((count, *column.row_shape), column.dtype, _CPU) for name, column in columns.items()}
+    count, blocks = ids.shape[0], {}
+    for name in columns:
+        shape, dtype = (count, *columns[name].row_shape), columns[name].dtype
+        is_small = count * columns[name].row_bytes < LARGE_BYTES
+        blocks[name] = torch.empty(shape, dtype=dtype, device=_CPU) if is_small else empty(shape, dtype, _CPU)
     if count:
-        parts = [column.part(blocks[name]) for name, column in columns.items()]
-        _C.gather(records.pointer, records.stride, ids.data_ptr(), count, parts, get_num_threads())
+        parts = [columns[name].part(address(blocks[name])) for name in columns]
+        _C.gather(records.pointer, records.stride, ids.data_ptr(), count, parts, threads_for(count * records.stride))
     return blocks
+
+
+def scatter_block(
+    records: Records, ids: Tensor, columns: Mapping[str, WantedColumn], blocks: Mapping[str, Tensor]
+) -> None:
+    """Copy a batch's rows of columns, in the dtype in which they are stored, from and to host memory.
+
+    Args:
+        records: the target.
+        ids: as for :func:`scatter_records`, at least one.
+        columns: without rounding that depends on the write.
+        blocks: the columns' rows by name, each in one piece.
+    """
+    ids = as_ids(ids)
+    count = ids.shape[0]
+    parts = [columns[name].part(blocks[name].data_ptr()) for name in columns]
+    _C.scatter(records.pointer, records.stride, ids.data_ptr(), count, parts, threads_for(count * records.stride))
 
 
 def scatter_records(records: Records, ids: Tensor, parts: Sequence[Part]) -> None:

@@ -33,7 +33,7 @@ from speedswap.ranks.joint_gradients import JointGradients, Standing, joint_step
 from speedswap.ranks.keys import ShardedKeys
 from speedswap.ranks.route import LentRows, Wanted
 from speedswap.ranks.scoring import top_rows_of_ranks
-from speedswap.swapping.batch_rows import LostUpdates, Padding
+from speedswap.swapping.batch_rows import BatchRows, Padding
 from speedswap.swapping.optimizer_state import OptimizerState
 from speedswap.swapping.prefetched import Request
 from speedswap.swapping.row_step import Leaving, RowStep, drop
@@ -133,7 +133,7 @@ class ShardedStep(RowStep):
 
     # ------------------------------------------------------------------ lookups
 
-    def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:
+    def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Bring a lookup's rows from the ranks that own them; see :meth:`RowStep.look_up`."""
         at_own_pace = self.group.own_pace.is_active
         if not trains:
@@ -141,9 +141,9 @@ class ShardedStep(RowStep):
                 return super().look_up(request, trains=False)
             ahead = self._rows_ahead(request)
             return self.store.look_up(request.ids_of, request.device, training=False, ahead=ahead)[:2]
-        if self.is_unsettled and self._optimizer_steps != LostUpdates.steps_anywhere:
+        if self.is_unsettled and self._optimizer_steps != BatchRows.steps_anywhere:
             self.settle()  # gradients that an optimizer has stepped without: none may ever take them
-            self._optimizer_steps = LostUpdates.steps_anywhere
+            self._optimizer_steps = BatchRows.steps_anywhere
         with nullcontext() if at_own_pace else self.store.task(Kind.LOOK_UP) as task:
             try:
                 self.before_forward()
@@ -196,7 +196,7 @@ class ShardedStep(RowStep):
         if not is_ahead:
             self._gradients.looked_up_alone.add(self.number)
         if not self._lent:
-            self._optimizer_steps = LostUpdates.steps_anywhere
+            self._optimizer_steps = BatchRows.steps_anywhere
         self._lent = [*self._lent, lent][-_MOST_LOOKUPS:]
         if self._asked is not None or not all(each.is_over for each in self._lent[:-1]):
             for each in self._lent:
@@ -356,12 +356,12 @@ class ShardedStep(RowStep):
         none = torch.empty(0, self.table.embedding_dim, dtype=self.table.dtype, device=self.weight.device)
         return torch.empty(0, dtype=torch.int64), none
 
-    def _accept(self) -> None:
+    def _accept(self, *, is_first: bool) -> None:
         own = self.weight.grad
         assert own is not None
         self.weight.grad = ShardedGrad.of(without_ranks(own), self.group, self.number)
-        self._rows.updates.accept()
-        self._rows.updates.accept_gradient(self._optimizer_steps)
+        self._rows.accept()
+        self._rows.accept_gradient(self._optimizer_steps, is_first=is_first)
 
     def own_gradient(self, grad: Tensor) -> Tensor:
         own = grad if isinstance(grad, ShardedGrad) else ShardedGrad.of(grad, self.group)
@@ -394,7 +394,7 @@ class ShardedStep(RowStep):
     def is_zeroed_here(self) -> bool:
         """True if the gradient of the rows that this rank owns was zeroed since it was stepped with."""
         grad = self.own_grad
-        return grad is not None and self._rows.updates.is_zeroed(grad)
+        return grad is not None and self._rows.is_zeroed(grad)
 
     def _fitting(self, column: Column, value: Any) -> Tensor:
         return super()._fitting(column, without_ranks(value))  # such as a momentum that begins as the gradient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,16 +18,17 @@ from speedswap._warnings import warn_once
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
-from speedswap.swapping.batch_rows import LostUpdates
+from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import FoundState
 from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings
-from speedswap.swapping.probe import is_probing
+from speedswap.swapping.probe import this_thread
 from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of, steps_of
 from speedswap.swapping.weight import with_tables
 from speedswap.swapping.whole_rows import rows_are_apart
 from speedswap.tables import Commit, Table
 
-_with_state_hooks: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_UNDER_WAY = "_speedswap_step"  # an optimizer's attribute while it steps
+_ALONE = nullcontext(lambda: None)  # with whom nothing has to be agreed
 # Rows of optimizers that were copied before, or without, their models.
 _copied_steps: weakref.WeakKeyDictionary[Optimizer, list[RowStep]] = weakref.WeakKeyDictionary()
 # They took a step only to make their state, as torch.distributed.checkpoint lets them.
@@ -45,8 +47,9 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
     A training step that does not reach a table is a :class:`~speedswap.errors.LostUpdateError` in the next training
     forward pass: the weight is in no optimizer although another one has stepped, or was changed in place without
     torch's optimizer hooks. Version counters show such a change; C++ code that writes past them is not found. An
-    optimizer that holds the weight without a call of ``add_param_group`` (a deep copy of an optimizer, groups changed
-    by hand) is known once it has called ``zero_grad`` or stepped, or is attached here. The ``state_dict`` of a deep
+    optimizer that holds the weight without a call of ``add_param_group`` (groups changed by hand) is known once it has
+    stepped, or is attached here. One that was made with the weight and does not step at all is found once others have
+    taken 100 steps. The ``state_dict`` of a deep
     copy has the tables' state from its first step on, or once it is attached here.
 
     Args:
@@ -80,13 +83,13 @@ def attach(optimizer: Optimizer, module_or_table: nn.Module | Table) -> None:
 def _attach(optimizer: Optimizer, steps: Iterable[RowStep]) -> None:
     """Attach to all or to none."""
     new = [step for step in steps if step.state.optimizer is not optimizer]
-    if not new and optimizer in _with_state_hooks:
+    if not new and _has_hooks(optimizer):
         return
     examined = [(step, _examined(optimizer, step, new)) for step in new]
     _warn_of_decay(optimizer, new)
     for step, found in examined:
         step.state.attach(optimizer, found)
-    _add_state_hooks(optimizer)
+    _add_hooks(optimizer)
 
 
 def _examined(optimizer: Optimizer, step: RowStep, new: Sequence[RowStep] = ()) -> FoundState:
@@ -122,12 +125,80 @@ def _warn_of_decay(optimizer: Optimizer, steps: Sequence[RowStep]) -> None:
             )
 
 
-def _add_state_hooks(optimizer: Optimizer) -> None:
-    if optimizer not in _with_state_hooks:
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return "__deepcopy__" in optimizer.__dict__
+
+
+def _add_hooks(optimizer: Optimizer) -> None:
+    """Let an optimizer's ``state_dict``, copies and failures be those of its tables, too."""
+    if not _has_hooks(optimizer):
         optimizer.register_state_dict_post_hook(_add_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
-        _with_state_hooks.add(optimizer)
         vars(optimizer)["__deepcopy__"] = functools.partial(_copied, weakref.ref(optimizer))
+        vars(optimizer)["step"] = _guarded(optimizer)
+
+
+def _guarded(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return an optimizer's step that takes the rows' step back if it raises: torch calls no hook then.
+
+    It replaces the method on the one instance, as torch's schedulers do. It does not see the very step in which an
+    optimizer attaches itself, nor steps that are called past it (``type(optimizer).step(optimizer)``): if such a one
+    raises, the next step or training forward pass takes it back.
+    """
+    reference = weakref.ref(optimizer)  # or it would keep itself alive
+    own: Callable[..., Any] | None = optimizer.__dict__.get("step")  # as a scheduler has wrapped it; else the class's
+
+    @functools.wraps(own or type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = reference()
+        assert optimizer is not None
+        state = optimizer.__dict__
+        if _UNDER_WAY in state and state[_UNDER_WAY].thread == threading.get_ident():
+            _take_back(state)  # its first step raised
+        try:
+            return type(optimizer).step(optimizer, *args, **kwargs) if own is None else own(*args, **kwargs)
+        finally:
+            if _UNDER_WAY in state:
+                _take_back(state)
+
+    def method(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    step.__func__ = method  # type: ignore[attr-defined]  # which a scheduler that is made later binds again
+    return step
+
+
+def _take_back(state: dict[str, Any]) -> None:
+    """Take back a step that was begun and not ended; ``state`` is the optimizer's dictionary."""
+    for step in state.pop(_UNDER_WAY).steps:
+        step.undo()
+
+
+class _UnderWay:
+    """A step of an optimizer, from torch's hook before it to the one after it.
+
+    Args:
+        steps: of the rows that take part.
+        args: the step's, which tell its end from that of another one inside of it.
+        has_closure: whether they do so only once a closure was called.
+
+    Attributes:
+        inner: steps of the same optimizer inside of this one, as ``super().step()`` is, that have begun and not ended.
+    """
+
+    def __init__(self, steps: Sequence[RowStep], args: tuple[Any, ...], has_closure: bool) -> None:
+        self.steps = steps
+        self.args = args
+        self.has_closure = has_closure
+        self.thread = threading.get_ident()
+        self.inner = 0
+
+    @property
+    def is_real(self) -> bool:
+        """True unless it has raised unnoticed, and its rows have gone on since."""
+        return self.thread == threading.get_ident() and (
+            self.has_closure or any(step.is_stepping for step in self.steps)
+        )
 
 
 def _copied(reference: weakref.ref[Optimizer], memo: dict[int, Any]) -> Optimizer:
@@ -141,7 +212,7 @@ def _copied(reference: weakref.ref[Optimizer], memo: dict[int, Any]) -> Optimize
     twin: Optimizer = make(*args)
     memo[id(optimizer)] = twin
     twin.__setstate__(copy.deepcopy(state, memo))
-    _add_state_hooks(twin)
+    _add_hooks(twin)
     if new:
         _copied_steps[twin] = new
     return twin
@@ -159,10 +230,8 @@ def _together(
     steps: Sequence[RowStep], optimizer: Optimizer | None = None
 ) -> AbstractContextManager[Callable[[], None]]:
     """Surround what is done for an optimizer's step, as :meth:`RowStep.joint_step`."""
-    for step in steps:
-        if step.is_sharded:
-            return step.joint_step(steps, optimizer)
-    return steps[0].joint_step(steps, optimizer)
+    sharded = [step for step in steps if step.is_sharded]
+    return sharded[0].joint_step(steps, optimizer) if sharded else _ALONE
 
 
 def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
@@ -173,7 +242,10 @@ def _call_of_ranks(optimizer: Optimizer) -> AbstractContextManager[bool]:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if is_probing():
+    if this_thread.probing:
+        return None
+    if _UNDER_WAY in optimizer.__dict__ and (outer := optimizer.__dict__[_UNDER_WAY]).is_real:
+        outer.inner += 1  # rows come with the outermost step and go with it
         return None
     require_no_replaced(optimizer)
     held = steps_of(optimizer)
@@ -184,7 +256,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     steps = [step for step in held if (closure is not None and step.weight.requires_grad) or step.takes_part()]
     if not steps:
         if _only_makes_state(optimizer) and any(step.weight.requires_grad for step in held):
-            _add_state_hooks(optimizer)
+            _add_hooks(optimizer)
             _with_initial_state.add(optimizer)
         return None
     with _together(steps):
@@ -203,32 +275,16 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             for step in begun:
                 step.undo()
             raise
-        return _Arguments(args, steps), kwargs
+        optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, args, has_closure=False)
+        return None
     for step in steps:
         closure = step.with_closure(optimizer, closure)
     if len(args) > 1:
-        return _Arguments((args[0], closure, *args[2:]), steps), kwargs
-    return _Arguments(args, steps), {**kwargs, "closure": closure}
-
-
-class _Arguments(tuple[Any, ...]):
-    """A step's arguments, freed with its frame: the only sign of a step that raised, for which torch calls no hook.
-
-    Args:
-        values: the arguments.
-        steps: the row steps that are to notice the failure.
-    """
-
-    steps: Sequence[RowStep] = ()
-
-    def __new__(cls, values: Iterable[Any], steps: Sequence[RowStep]) -> _Arguments:
-        arguments = super().__new__(cls, values)
-        arguments.steps = steps
-        return arguments
-
-    def __del__(self) -> None:
-        for step in self.steps:
-            step.notice_failure()
+        args = (args[0], closure, *args[2:])
+    else:
+        kwargs = {**kwargs, "closure": closure}
+    optimizer.__dict__[_UNDER_WAY] = _UnderWay(steps, args, has_closure=True)
+    return args, kwargs
 
 
 def _only_makes_state(optimizer: Optimizer) -> bool:
@@ -240,26 +296,31 @@ def _only_makes_state(optimizer: Optimizer) -> bool:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if is_probing():
+    if this_thread.probing:
         return
-    LostUpdates.steps_anywhere += 1
-    steps = steps_of(optimizer)
-    if steps:
-        with deferred_interrupts(), _together(steps, optimizer) as agree, Commit() as commit:
-            try:
-                # First all, on all ranks, so that one that does not fit keeps every table as it is.
-                leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]
-                for step, left in leaving:
-                    step.add_columns(left)
-                agree()
-                for step, left in leaving:
-                    step.swap_out(optimizer, left, commit)
-            except BaseException:
-                for step in steps:
-                    step.undo()
-                raise
-    if isinstance(args, _Arguments):
-        args.steps = ()  # a Ctrl-C inside of a destructor would be lost
+    BatchRows.steps_anywhere += 1
+    if _UNDER_WAY not in optimizer.__dict__:
+        return
+    under_way: _UnderWay = optimizer.__dict__[_UNDER_WAY]
+    if under_way.inner and args is not under_way.args:  # some hook may have replaced the outermost step's
+        under_way.inner -= 1
+        return
+    steps = under_way.steps
+    with deferred_interrupts(), _together(steps, optimizer) as agree, Commit() as commit:
+        try:
+            # First all, on all ranks, so that one that does not fit keeps every table as it is.
+            leaving = [(step, left) for step in steps if (left := step.check_out(optimizer)) is not None]
+            for step, left in leaving:
+                step.add_columns(left)
+            agree()
+            for step, left in leaving:
+                step.swap_out(optimizer, left, commit)
+        except BaseException:
+            for step in steps:
+                step.undo()
+            raise
+        finally:
+            del optimizer.__dict__[_UNDER_WAY]
 
 
 def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -271,15 +332,16 @@ def _add_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _put_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     initial = optimizer in _with_initial_state
     for place, step in _steps_of(optimizer):
-        step.notice_failure()
         is_new = (initial and step.weight.requires_grad) or step.state.goes_on(optimizer)
         if is_new and step.state.optimizer is None:
             step.state.attach(optimizer, _examined(optimizer, step))
         if step.state.optimizer is optimizer:
             step.state.notice_cleared(optimizer)
-            state_dict["state"].pop(place, None)  # as it was before a failure was noticed
+            state_dict["state"].pop(place, None)
             columns = {} if rows_are_apart() else step.state.read(initial=initial)
-            state = {**columns, **optimizer.state.get(step.weight, {})}
+            # In a step, or after one that has raised, the table and its scalars are those from before it.
+            scalars = step.state.scalars_before() if step.is_stepping else optimizer.state.get(step.weight, {})
+            state = {**columns, **scalars}
             if state:  # an empty entry would say that there is state
                 state_dict["state"][place] = state
 

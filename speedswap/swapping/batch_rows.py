@@ -21,6 +21,9 @@ from speedswap.swapping.optimizers import holds
 from speedswap.swapping.weight import TableWeight, as_plain
 from speedswap.tables import Block, Table
 
+# Steps of other optimizers for which the first one of an optimizer that may hold a weight is waited for.
+PATIENCE = 100
+
 
 class Padding:
     """Padding rows of a table: none, one, or one for each of the tables that it consists of.
@@ -64,99 +67,11 @@ class Padding:
         return rows
 
 
-class LostUpdates:
-    """The versions of a batch's rows and gradient that are accounted for; later ones are changes from outside.
-
-    The weight is an ordinary parameter with the batch's rows while a method runs.
-
-    Args:
-        table: the full rows.
-        weight: the parameter that stands for them.
-    """
-
-    steps_anywhere: ClassVar[int] = 0  # of any optimizer in this process
-
-    def __init__(self, table: Table, weight: TableWeight) -> None:
-        self._table = table
-        self._weight = weight
-        self._weight_version = 0
-        self._grad_version = 0
-        self._steps_seen = 0
-
-    def accept(self) -> None:
-        """Account for rows and gradient as they are now."""
-        self._weight_version = self._weight._version
-        if self._weight.grad is not None:
-            self._grad_version = self._weight.grad._version
-
-    def accept_gradient(self, steps: int | None = None) -> None:
-        """Account for every optimizer step so far: none of them has missed the gradient that has come.
-
-        Args:
-            steps: by then, if the gradient has come earlier.
-        """
-        self._steps_seen = LostUpdates.steps_anywhere if steps is None else steps
-
-    def is_zeroed(self, grad: Tensor) -> bool:
-        """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""
-        with as_plain():  # this rank's rows, where ranks own them
-            return grad._version != self._grad_version and not bool(grad.any())
-
-    def after_step(self) -> str | None:
-        """Return the error for rows that were changed after the optimizer's step; None if they were not."""
-        if self._weight._version == self._weight_version:
-            return None
-        return (
-            f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, which does "
-            "not reach the table; change them there, with table.gather and table.scatter"
-        )
-
-    def before_step(self, attached: Optimizer | None) -> str | None:
-        """Return the error for a gradient that no step has brought to the table, and none will; None if one may.
-
-        Args:
-            attached: the optimizer whose state is in the table.
-        """
-        if self._weight._version != self._weight_version:
-            return (
-                f"the rows of table {self._table.name!r} were changed on the device without the optimizer's hooks, so "
-                "the update did not reach the table; step with one of torch.optim, or with a subclass of "
-                "torch.optim.Optimizer that calls super().__init__"
-            )
-        if LostUpdates.steps_anywhere == self._steps_seen:
-            return None
-        if self.are_to_come(attached):
-            return None
-        return (
-            f"the weight of the embedding over table {self._table.name!r} is in no optimizer, so its gradient reaches "
-            "no table; pass model.parameters() to the optimizer (one that has it from elsewhere, as a copied optimizer "
-            "has, needs speedswap.attach(optimizer, model) before others step), or freeze it with "
-            "embedding.weight.requires_grad_(False)"
-        )
-
-    def are_to_come(self, attached: Optimizer | None) -> bool:
-        """Return whether an optimizer holds the weight, so that its step is still to come."""
-        known = (attached, *self._weight.taken_by)
-        return any(optimizer is not None and holds(optimizer, self._weight) for optimizer in known)
-
-    def save(self) -> tuple[bool, bool, int]:
-        """Return what :meth:`restore` takes, before a backward pass that may have to be undone."""
-        grad = self._weight.grad
-        was_changed = self._weight._version != self._weight_version
-        return was_changed, grad is not None and grad._version != self._grad_version, self._steps_seen
-
-    def restore(self, saved: tuple[bool, bool, int]) -> None:
-        """Account for rows and gradient that were put back; changes from before the save still count as such."""
-        was_changed, was_zeroed, self._steps_seen = saved
-        grad = self._weight.grad
-        self._weight_version = self._weight._version - was_changed
-        self._grad_version = 0 if grad is None else grad._version - was_zeroed
-
-
 class BatchRows:
     """Rows from one or more lookups, in a weight that is otherwise a placeholder of one row.
 
-    The weight is :meth:`opened` around every call but :meth:`save`.
+    It remembers the versions of rows and gradient that are accounted for; later ones are changes from outside. The
+    weight is :meth:`opened` around every call but :meth:`save` and :meth:`is_zeroed`.
 
     Args:
         table: the full rows.
@@ -164,39 +79,37 @@ class BatchRows:
 
     Attributes:
         block: the rows as they were gathered; without their state, once that is in the table; None for a placeholder.
-        updates: the changes that are accounted for.
     """
+
+    steps_anywhere: ClassVar[int] = 0  # of any optimizer in this process
 
     def __init__(self, table: Table, weight: TableWeight) -> None:
         self._table = table
         self._weight = weight
         self.block: Block | None = None
         self._version = 0  # the table's, when the rows were gathered
-        self.updates = LostUpdates(table, weight)
+        self._weight_version = 0
+        self._grad_version = 0
+        self._steps_seen = 0  # of any optimizer, when the last gradient came
+        self._steps_before = 0  # the same of the first gradient that waits for a step
         with as_plain():
             self._placeholder = weight.detach()
 
     @property
     def are_current(self) -> bool:
         """True if the table has not changed since the rows were gathered."""
-        return self._version == self._table.version
-
-    def open(self) -> None:
-        """Let the weight be the tensor behind it: an ordinary parameter."""
-        self._weight.__class__ = nn.Parameter  # type: ignore[assignment]
-
-    def close(self) -> None:
-        """Let the weight stand for the whole table."""
-        self._weight.__class__ = TableWeight
+        return self._version == self._table.store.notes.version
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open the weight for the length of a block."""
-        self.open()
+        """Let the weight be the tensor behind it, an ordinary parameter, for the length of a block."""
+        self._weight.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
             yield
         finally:
-            self.close()
+            self._weight.__class__ = TableWeight
+
+    # ------------------------------------------------------------------ rows and gradient
 
     def add(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
         """Add the rows and the gradient of a lookup to those of the lookups before.
@@ -209,11 +122,11 @@ class BatchRows:
         """
         before = self._weight.grad
         if keeps is None:
-            keeps = before is not None and not self.updates.is_zeroed(before)
+            keeps = before is not None and not self.is_zeroed(before)
         if self.block is not None and before is not None and keeps:
             block, grad = self._merged(self.block, before, block, version, grad)
-        elif version != self._table.version:
-            block = self._gather(block.rows, grad.device)  # other steps were taken since the forward pass
+        elif version != self._table.store.notes.version:
+            block = self._table.lease(block.rows, device=grad.device)  # other steps were taken since the forward pass
         self._adopt(block, grad)
 
     def _merged(
@@ -226,10 +139,10 @@ class BatchRows:
         total = torch.zeros(len(union), new_grad.shape[1], dtype=new_grad.dtype, device=device)
         total.index_copy_(0, old_places, grad.to(device))
         total.index_copy_(0, new_places, total.index_select(0, new_places) + new_grad)
-        are_current = self._version == new_version == self._table.version
+        are_current = self._version == new_version == self._table.store.notes.version
         has_state = block.columns.keys() == new.columns.keys()  # else a step without rows has dropped it
         if not are_current or not has_state or self._weight.device != device:
-            return self._gather(union, device), total
+            return self._table.lease(union, device=device), total
         columns = {}
         for name, values in new.columns.items():
             columns[name] = values.new_empty(len(union), *values.shape[1:])
@@ -240,25 +153,21 @@ class BatchRows:
     def renew(self, grad: Tensor) -> None:
         """Gather the rows again, for another step with this gradient."""
         assert self.block is not None
-        self._adopt(self._gather(self.block.rows, grad.device), grad)
-
-    def _gather(self, rows: Tensor, device: torch.device) -> Block:
-        return self._table.lease(rows, device=device)
+        self._adopt(self._table.lease(self.block.rows, device=grad.device), grad)
 
     def _adopt(self, block: Block, grad: Tensor) -> None:
         """Let the weight stand for these rows."""
-        self.block = block
-        self._version = self._table.version
-        self._weight.grad = None  # a gradient of another shape would not let the data change
-        self._weight.data = block.weight.detach()
-        self._weight.grad = grad
-        self.updates.accept()
+        weight, self.block, self._version = self._weight, block, self._table.store.notes.version
+        weight.grad = None  # a gradient of another shape would not let the data change
+        weight.data = block.columns["weight"]
+        weight.grad = grad
+        self._weight_version, self._grad_version = weight._version, grad._version
 
     def drop_state(self) -> None:
         """Note that weight and state are in the table now; rows and gradient may still be looked at."""
         assert self.block is not None
-        self.block = Block(self.block.rows, {"weight": self.block.weight})
-        self.updates.accept()
+        self.block = Block(self.block.rows, {"weight": self.block.columns["weight"]})
+        self.accept()
 
     def release(self) -> None:
         """Drop rows and gradient: the weight is a placeholder of one row."""
@@ -269,20 +178,27 @@ class BatchRows:
         self._weight.data = self._placeholder
 
     def save(self) -> Callable[[], None]:
-        """Return a function that gives the weight its present rows and gradient again."""
+        """Return a function that gives the weight its present rows and gradient again, before a pass that may fail.
+
+        Changes from before the save still count as such.
+        """
+        weight = self._weight
         with as_plain():
-            data, grad = self._weight.data, self._weight.grad
+            data, grad = weight.data, weight.grad
             values = None if grad is None else grad.detach().clone()
-            block, version, updates = self.block, self._version, self.updates.save()
+            was_changed = weight._version != self._weight_version
+            was_zeroed = grad is not None and grad._version != self._grad_version
+        block, version, steps = self.block, self._version, (self._steps_seen, self._steps_before)
 
         @torch.no_grad()
         def restore() -> None:
-            self._weight.grad = None  # or the data could not change its shape
-            self._weight.data = data
+            weight.grad = None  # or the data could not change its shape
+            weight.data = data
             if grad is not None and values is not None:
-                self._weight.grad = grad.copy_(values)
-            self.block, self._version = block, version
-            self.updates.restore(updates)
+                weight.grad = grad.copy_(values)
+            self.block, self._version, (self._steps_seen, self._steps_before) = block, version, steps
+            self._weight_version = weight._version - was_changed
+            self._grad_version = 0 if weight.grad is None else weight.grad._version - was_zeroed
 
         return restore
 
@@ -291,3 +207,69 @@ class BatchRows:
         assert self.block is not None
         memory = value.untyped_storage().data_ptr()
         return any(column.untyped_storage().data_ptr() == memory for column in self.block.columns.values())
+
+    # ------------------------------------------------------------------ changes from outside
+
+    def accept(self) -> None:
+        """Account for rows and gradient as they are now."""
+        self._weight_version = self._weight._version
+        if (grad := self._weight.grad) is not None:
+            self._grad_version = grad._version
+
+    def accept_gradient(self, steps: int, *, is_first: bool) -> None:
+        """Account for the optimizer steps of this process so far: none of them has missed the gradient that has come.
+
+        Args:
+            steps: by then.
+            is_first: no other gradient waits for a step.
+        """
+        self._steps_seen = steps
+        if is_first:
+            self._steps_before = steps
+
+    def is_zeroed(self, grad: Tensor) -> bool:
+        """Return whether ``zero_grad(set_to_none=False)`` has zeroed a gradient: its rows have left the step."""
+        if grad._version == self._grad_version:
+            return False
+        with as_plain():  # this rank's rows, where ranks own them
+            return not bool(grad.any())
+
+    def lost_after_step(self) -> str | None:
+        """Return the error for rows that were changed after the optimizer's step; None if they were not."""
+        if self._weight._version == self._weight_version:
+            return None
+        return (
+            f"the rows of table {self._table.name!r} were changed on the device after the optimizer's step, which does "
+            "not reach the table; change them there, with table.gather and table.scatter"
+        )
+
+    def lost_before_step(self, attached: Optimizer | None) -> str | None:
+        """Return the error for a gradient that no step has brought to the table, and none will; None if one may.
+
+        Args:
+            attached: the optimizer whose state is in the table.
+        """
+        if self._weight._version != self._weight_version:
+            return (
+                f"the rows of table {self._table.name!r} were changed on the device without the optimizer's hooks, so "
+                "the update did not reach the table; step with one of torch.optim, or with a subclass of "
+                "torch.optim.Optimizer that calls super().__init__"
+            )
+        if BatchRows.steps_anywhere == self._steps_seen or self.may_be_stepped(attached):
+            return None
+        return (
+            f"the weight of the embedding over table {self._table.name!r} is in no optimizer, so its gradient reaches "
+            "no table; pass model.parameters() to the optimizer (one that has it from elsewhere, as a copied optimizer "
+            "has, needs speedswap.attach(optimizer, model) before others step), or freeze it with "
+            "embedding.weight.requires_grad_(False)"
+        )
+
+    def may_be_stepped(self, attached: Optimizer | None) -> bool:
+        """Return whether an optimizer's step with the gradient may still come.
+
+        One that has not stepped yet is not known, only that something has asked the weight what an optimizer asks its
+        parameters: its first step is waited for as long as others have not taken :data:`PATIENCE` steps.
+        """
+        if attached is not None and holds(attached, self._weight):
+            return True
+        return self._weight.may_be_taken and BatchRows.steps_anywhere - self._steps_before < PATIENCE

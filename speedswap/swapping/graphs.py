@@ -20,20 +20,9 @@ R = TypeVar("R")
 
 _Gather = Callable[[Tensor], tuple[Block, Tensor]]
 
+_compiler, _eval_frame = torch.compiler, torch._C._dynamo.eval_frame
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def _is_exporting() -> bool:
-    """Return whether ``torch.export``, ``torch.jit.trace``, ``torch.onnx`` or ``make_fx`` records what runs."""
-    # Not torch.compiler.is_exporting: until torch 2.12 that is True in torch.compile's graphs as well.
-    if getattr(torch.compiler, "_is_exporting_flag", False) or torch._C._get_tracing_state() is not None:
-        return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
-
-
-def _may_compile() -> bool:
-    """Return whether a compiler sees the functions that are called now."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
@@ -47,12 +36,19 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_exporting():
+        # torch.export, torch.jit.trace, torch.onnx or make_fx records what runs. Not torch.compiler.is_exporting: until
+        # torch 2.12 that is True in torch.compile's graphs as well.
+        if (
+            getattr(_compiler, "_is_exporting_flag", False)
+            or torch._C._get_tracing_state() is not None
+            or torch._C._get_dispatch_mode(_PROXY) is not None
+        ):
             raise WeightError(f"{type(args[0]).__name__} was to be exported: {NOT_TAKEN_ALONG}")
-        if torch.compiler.is_compiling() or ("torch._dynamo" in sys.modules and _may_compile()):
+        # A compiler sees the functions that are called now.
+        if _compiler.is_compiling() or ("torch._dynamo" in sys.modules and _eval_frame.get_eval_frame_callback()):
             disabled: Any = getattr(function, "_outside_graphs", None)
             if disabled is None:
-                disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+                disabled = _compiler.disable(function)  # type: ignore[no-untyped-call]
                 function._outside_graphs = disabled  # type: ignore[attr-defined]
             return disabled(*args, **kwargs)  # type: ignore[no-any-return]
         return function(*args, **kwargs)

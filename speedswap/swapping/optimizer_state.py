@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -95,12 +95,13 @@ class OptimizerState:
         self.weight = weight
         self._stored_as = state_dtype, rounding
         self.is_trainable = table.columns["weight"].stored_dtype != torch.int8
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self.attached: Callable[[], Optimizer | None] = _nobody  # a weak reference, once there is one
         self._former: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._row_state = RowState((), {})
         self._is_initial = True  # torch initializes the state of the rows itself
         self._scalars = Scalars("")
         self._before: dict[str, Any] = {}  # the scalars before the step that is under way
+        self._after: dict[str, Any] = {}  # the optimizer's state after it
         self.warning: str | None = None  # to log, unless a state is loaded before the next step
         self._is_copied = False  # with the table, for a copy of the optimizer
 
@@ -114,7 +115,7 @@ class OptimizerState:
     @property
     def optimizer(self) -> Optimizer | None:
         """The optimizer whose state for these rows lives in the table."""
-        return self._optimizer() if self._optimizer is not None else None
+        return self.attached()
 
     def require_trainable(self) -> None:
         """Raise OptimizerError if the rows are for lookup only."""
@@ -126,32 +127,41 @@ class OptimizerState:
 
     # ------------------------------------------------------------------ in a step
 
-    def save_scalars(self, optimizer: Optimizer) -> None:
-        """Note the scalars that :meth:`put_back` returns to, before anything of a step."""
+    def save_scalars(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Note the scalars that :meth:`put_back` returns to, before a step; return the optimizer's state, if any."""
         state = optimizer.state.get(self.weight)
-        self._before = {key: _copy(value) for key, value in state.items()} if state else {}
+        self._before = {key: _copy(state[key]) for key in state} if state else {}
+        return state
 
     def notice_cleared(self, optimizer: Optimizer) -> None:
         """Let every row's state start over if the optimizer's was cleared, as by ``optimizer.state.clear()``."""
         if self.weight not in optimizer.state:
             self.load(None)
 
-    def put_in(self, optimizer: Optimizer, block: Block) -> None:
-        """Give the optimizer the state of a batch's rows, just before its step."""
-        self.notice_cleared(optimizer)
-        state = optimizer.state[self.weight]
+    def put_in(self, optimizer: Optimizer, block: Block, state: dict[str, Any] | None) -> None:
+        """Give the optimizer the state of a batch's rows, just before its step.
+
+        Args:
+            optimizer: the attached one.
+            block: the rows.
+            state: what :meth:`save_scalars` has returned.
+        """
+        if state is None:
+            self.load(None)  # it was cleared
+            state = optimizer.state[self.weight]
         if self._is_initial:
             return
-        device = block.weight.device
-        for key, initial in self._row_state.scalars.items():
+        row_state, columns = self._row_state, block.columns
+        device = columns["weight"].device
+        for key in row_state.scalars:
             if key not in state:
-                state[key] = _copy(initial)
+                state[key] = _copy(row_state.scalars[key])
             value = state[key]
-            if isinstance(value, Tensor) and value.device != device and self._kernels_count(optimizer):
+            if type(value) is Tensor and value.device != device and self._kernels_count(optimizer):
                 state[key] = value.to(device)  # a module was moved since
-        for column in self._row_state.columns:
-            state[column.name] = block[column.name]
-        self._scalars.remember(self._row_state.scalars, self._before)
+        for column in row_state.columns:
+            state[column.name] = columns[column.name]
+        self._scalars.remember(row_state.scalars, self._before)
 
     def _kernels_count(self, optimizer: Optimizer) -> bool:
         """Return whether kernels count the optimizer's steps: they read any address as one of their own device."""
@@ -164,18 +174,17 @@ class OptimizerState:
     def take(self, optimizer: Optimizer) -> tuple[list[tuple[Column, Any]], FoundState | None]:
         """Return what the optimizer's step has left of each column, and columns that the table lacks, if any."""
         state, row_state, more = optimizer.state[self.weight], self._row_state, None
-        left = _values_of(row_state, state)
-        if len(left) < len(state) and any(
-            name not in row_state.scalars and all(name != column.name for column, _ in left) for name in state
-        ):
+        self._after = state
+        if not state.keys() <= row_state.names:
             # A setting changed, and the optimizer keeps more state than it did.
             more = self._probe(optimizer)
-            left = _values_of(more.row_state, state)
-        return left, more
+            row_state = more.row_state
+        columns = [column for column in row_state.columns if column.name in state]
+        return [(column, state[column.name]) for column in columns if state[column.name] is not None], more
 
     def keep_scalars(self, optimizer: Optimizer, written: Iterable[str], commit: Commit) -> None:
         """Leave only scalars in the optimizer, now that the table has the columns of these names."""
-        state = optimizer.state[self.weight]
+        state = self._after
         held = [name for name in written if name in state]
         for name in held:
             del state[name]
@@ -183,13 +192,17 @@ class OptimizerState:
             self._is_initial = False
             self._scalars.remember(self._row_state.scalars, state)
         commit.add(self.table)
-        self._before = {}
+        self._before = self._after = {}
 
     def put_back(self) -> None:
         """Give the optimizer the scalars from before a step that has not reached the table."""
         optimizer = self.optimizer
         if optimizer is not None and self.weight in optimizer.state:
-            optimizer.state[self.weight] = dict(self._before)
+            optimizer.state[self.weight] = self.scalars_before()
+
+    def scalars_before(self) -> dict[str, Any]:
+        """Return the scalars from before the step that is under way."""
+        return dict(self._before)
 
     # ------------------------------------------------------------------ attaching an optimizer
 
@@ -219,7 +232,7 @@ class OptimizerState:
             found: what :meth:`examine` has returned for it.
             loaded: state that will be written next; by default that which the optimizer holds is.
         """
-        replaced, is_first = self.optimizer, self._optimizer is None
+        replaced, is_first = self.optimizer, self.attached is _nobody
         existing = self.add(found)
         noted = self._noted_scalars()
         resumes = is_first and bool(existing) and noted.get("class") == type(optimizer).__name__
@@ -232,7 +245,8 @@ class OptimizerState:
             self._note_scalars_of(optimizer)  # none yet, before the state that they went with is gone
             self.table.reset_columns(existing)
         with deferred_interrupts():
-            self._optimizer = weakref.ref(optimizer)
+            self.attached = weakref.ref(optimizer)
+            self.weight.may_be_taken = False  # by it alone
             if replaced is not None:
                 self._former.add(replaced)
             self._note_scalars_of(optimizer)
@@ -492,14 +506,8 @@ class OptimizerState:
         return found
 
 
-def _values_of(row_state: RowState, state: dict[str, Any]) -> list[tuple[Column, Any]]:
-    """Return the row state's columns that a parameter's state has, with their values."""
-    found = []
-    for column in row_state.columns:
-        value = state.get(column.name)
-        if value is not None:
-            found.append((column, value))
-    return found
+def _nobody() -> None:
+    """Return no optimizer: none was attached yet."""
 
 
 def _are_scalars(value: object) -> bool:
@@ -512,6 +520,8 @@ def _are_scalars(value: object) -> bool:
 
 def _copy(value: Any) -> Any:
     """Return a value of an optimizer's state that later steps do not change."""
+    if type(value) is Tensor and not value.requires_grad:
+        return value.clone()
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 

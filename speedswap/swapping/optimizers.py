@@ -1,12 +1,10 @@
-"""Facts about torch's optimizers: the parameters of one, their settings, the one that steps, the steps under way."""
+"""Facts about torch's optimizers: the parameters of one, their settings, the one that steps."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from numbers import Real
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,22 +59,6 @@ def innermost(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer that takes the steps: the one that another holds as its ``optimizer``, or itself."""
     inner = getattr(optimizer, "optimizer", None)
     return innermost(inner) if isinstance(inner, Optimizer) else optimizer
-
-
-def is_inner_step(optimizer: Optimizer) -> bool:
-    """Return whether the step that begins or ends is called by one of the same optimizer, as ``super().step()`` is."""
-    return steps_under_way(optimizer, inspect.currentframe()) == 2
-
-
-def steps_under_way(optimizer: Optimizer, frame: FrameType | None) -> int:
-    """Count the steps of an optimizer that a frame of some thread is inside of, up to two."""
-    steps = 0
-    while frame is not None and steps < 2:
-        # Torch calls every step in the same function, which calls the hooks too.
-        if frame.f_code.co_name == "wrapper" and frame.f_globals.get("__name__") == Optimizer.__module__:
-            steps += frame.f_locals["args"][0] is optimizer
-        frame = frame.f_back
-    return steps
 
 
 @contextmanager

@@ -25,6 +25,11 @@ class Request(NamedTuple):
     ids_of: Callable[[], Tensor]
 
 
+def ids_of(request: Request | Tensor) -> Tensor:
+    """Return the ids of a lookup."""
+    return request.ids_of() if isinstance(request, Request) else request
+
+
 class Announced(NamedTuple):
     """A lookup that a later batch will ask a table for.
 

@@ -9,6 +9,7 @@ gradients are generic random ones: special ones (of rank one, say) may hide that
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
 from collections import OrderedDict, defaultdict
@@ -31,16 +32,16 @@ _STEPS = 3
 _SEED = 20_190_901
 _LR = 0.01
 # Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
-_NOT_COPIED = frozenset({"state", "step", "__deepcopy__"})
+_NOT_COPIED = frozenset({"state", "step", "__deepcopy__", "_speedswap_step"})
 
 
 class _Thread(threading.local):
-    """A flag per thread: others take steps of their own meanwhile."""
+    """Whether the optimizer that steps in this thread is a copy that is tried out; others step meanwhile."""
 
     probing = False
 
 
-_thread = _Thread()
+this_thread = _Thread()
 # The random generators of a probe are those of the process. A forked child finds the lock free.
 _one_at_a_time = Locked()
 
@@ -59,6 +60,11 @@ class RowState:
     columns: tuple[Column, ...]
     scalars: dict[str, Any]
     from_gradient: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names of columns and scalars."""
+        return frozenset(self.scalars).union(column.name for column in self.columns)
 
 
 @dataclass
@@ -91,11 +97,6 @@ class _FirstValues(dict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
-
-
-def is_probing() -> bool:
-    """Return whether the optimizer that steps right now, in this thread, is a copy of :func:`probe`."""
-    return _thread.probing
 
 
 def probe(
@@ -275,11 +276,11 @@ def _run(
 
 def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
     """Let an optimizer that is tried out step, which no table takes for a training step."""
-    _thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
+    this_thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
     try:
         type(optimizer).step(optimizer, *args)
     finally:
-        _thread.probing = False
+        this_thread.probing = False
 
 
 def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Optimizer:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from types import FrameType
 from typing import Any
 
-from torch import nn
-
 from speedswap._words import AVERAGE_OTHERS
-from speedswap.errors import WeightError
 from speedswap.tables import Table
 
 _SCORES = (
@@ -40,6 +36,9 @@ _OTHERWISE = (
     "embedding.read(ids) a copy; embedding.table.write and .scatter change rows"
 )
 _REMEDIES = {
+    "new_tensor": "torch.nn.init.trunc_normal_ looks at the values that it draws, and cannot fill a table; call "
+    "embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.trunc_normal_, …)), or give that as init= when "
+    "the embedding is made",
     **dict.fromkeys(
         _SCORES.split(),
         "embedding.score(queries, k=…) finds the best rows of the whole table, embedding(ids) gives rows that can be "
@@ -64,8 +63,6 @@ _REMEDIES = {
     **dict.fromkeys(_MEMORY.split(), NOT_TAKEN_ALONG),
     **dict.fromkeys(_HOOKS.split(), "it is in no graph; take gradients of embedding(ids), and put hooks there"),
 }
-# Of torch.nn.init: they begin by drawing in place, but then look at the values.
-_SEVERAL_PASSES = ("_no_grad_trunc_normal_", "sparse_")
 
 
 def name_of(func: Any) -> str:
@@ -80,14 +77,3 @@ def refusal(func: Any, table: Table | None) -> str:
     remedy = _REMEDIES.get(name, _UPDATE if name.endswith("_") and not name.endswith("__") else _OTHERWISE)
     of = "a table" if table is None else f"table {table.name!r} ({table.num_embeddings:,} × {table.embedding_dim})"
     return f"the weight of the embedding over {of} was used in {name}, but its rows are not on the device: {remedy}"
-
-
-def require_one_pass(caller: FrameType) -> None:
-    """Raise WeightError before an initializer that cannot fill a table in place has begun."""
-    if caller.f_globals.get("__name__") == nn.init.__name__ and caller.f_code.co_name in _SEVERAL_PASSES:
-        name = caller.f_code.co_name.removeprefix("_no_grad_")
-        raise WeightError(
-            f"torch.nn.init.{name} looks at the values that it draws, so it cannot fill a table in place; call "
-            f"embedding.reset_parameters(speedswap.init.from_torch(torch.nn.init.{name}, …)), or give that as init= "
-            "when the embedding is made"
-        )

@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from speedswap.errors import LostUpdateError, OptimizerError, ThreadError
 from speedswap.swapping.batch_rows import BatchRows, Padding
 from speedswap.swapping.keyed import KeyedRows
 from speedswap.swapping.optimizer_state import FoundState, OptimizerState
-from speedswap.swapping.optimizers import is_inner_step, parameters_of, steps_under_way
+from speedswap.swapping.optimizers import parameters_of
 from speedswap.swapping.prefetched import PrefetchedLookup, Request
 from speedswap.swapping.scoring import top_rows
 from speedswap.swapping.weight import TableWeight, as_plain
@@ -66,9 +65,6 @@ class Leaving(NamedTuple):
 
     values: dict[str, Tensor]
     more: FoundState | None
-
-
-_ALONE = nullcontext(lambda: None)  # with whom nothing has to be agreed
 
 
 class RowStep(Locked):
@@ -97,7 +93,6 @@ class RowStep(Locked):
         self._status = _Status.IDLE
         self._rows = BatchRows(self.table, self.weight)
         self._in_closure = False
-        self._has_inner_steps = False
         self._thread = 0  # that is inside the optimizer's step
         self._abandoned = 0  # times
         self._renewed: list[tuple[int, Tensor]] = []  # since the last step: the table's version then, and the rows
@@ -115,17 +110,18 @@ class RowStep(Locked):
             table = copy.deepcopy(self.table, memo)
             twin = RowStep(self.state.over(table, TableWeight(table, self.weight.device)), self.padding)
             twin.weight.requires_grad_(self.weight.requires_grad)
+            twin.weight.may_be_taken = self.weight.may_be_taken or self.state.optimizer is not None  # by a copy
             memo |= {id(self): twin, id(self.weight): twin.weight}
         found: RowStep = memo[id(self)]
         return found
 
     # ------------------------------------------------------------------ lookups
 
-    def look_up(self, request: Request, *, trains: bool) -> tuple[Tensor, Tensor]:
+    def look_up(self, request: Request | Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
         """Bring the distinct rows of a lookup to the device where they are needed.
 
         Args:
-            request: the lookup.
+            request: the lookup; or its ids, where no lookahead is under way and this process owns the rows.
             trains: whether the rows get a gradient.
 
         Returns:
@@ -137,20 +133,27 @@ class RowStep(Locked):
             IdError: an id is outside the table. Nothing was read.
             OptimizerError, LostUpdateError, ThreadError: as :meth:`before_forward` does.
         """
+        if trains:
+            self.before_forward()
+        columns = None if trains else _WEIGHT
+        if type(request) is Request:
+            block, local = self._lease(request, columns)
+        else:
+            block, local = self.lease(request, columns)  # type: ignore[arg-type]
+        weight = block.columns["weight"]
         if not trains:
-            block, local = self._lease(request, ["weight"])
-            return block.weight, local
-        self.before_forward()
-        block, local = self._lease(request, None)
-        leaf = self._leaf(block.columns["weight"].detach())  # its hook would keep the block's own tensor alive for ever
-        leaf.register_post_accumulate_grad_hook(functools.partial(self.receive, block, self.table.version))  # type: ignore[no-untyped-call]
+            return weight, local
+        leaf = weight.detach()  # a hook of the block's own tensor would keep it alive for ever
+        self._leaf(leaf)
+        received = functools.partial(self.receive, block, self.table.store.notes.version)
+        leaf.register_post_accumulate_grad_hook(received)  # type: ignore[no-untyped-call]
         return leaf, local
 
     def _leaf(self, weight: Tensor) -> Tensor:
         """Let rows get a gradient, which belongs to this step."""
-        leaf = weight.requires_grad_()
-        leaf.gradient_keeper = self  # type: ignore[attr-defined]
-        return leaf
+        weight.requires_grad = True
+        weight.gradient_keeper = self  # type: ignore[attr-defined]
+        return weight
 
     def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Lease the distinct rows of ids from the table; return them and each id's place among them."""
@@ -199,26 +202,26 @@ class RowStep(Locked):
         """
         if not self.state.is_trainable:
             self.state.require_trainable()
+        if self._status is _Status.IDLE:
+            return
         with self.lock:
-            if self._status is _Status.IDLE:
-                return
             self._require_no_other_step()
-            self._rows.open()
+            weight, rows, lost = self.weight, self._rows, None
+            weight.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
-                if self._has_failed:
-                    self._abandon()
-                lost = None
-                if self._status is _Status.READY:
-                    lost = self._rows.updates.before_step(self.state.optimizer)
-                elif self._status is _Status.STEPPED:
-                    lost = self._rows.updates.after_step()
-                    if lost is None and self.weight.grad is None:
+                if self._status is _Status.STEPPED:
+                    lost = rows.lost_after_step()
+                    if lost is None and weight.grad is None:
                         self._release()
+                elif self._status is _Status.READY:
+                    lost = rows.lost_before_step(self.state.optimizer)
+                elif self._has_failed:
+                    self._abandon()
                 if lost is not None:
                     self._abandon()
                     raise LostUpdateError(lost)
             finally:
-                self._rows.close()
+                weight.__class__ = TableWeight
 
     def receive(self, block: Block, version: int, leaf: Tensor) -> None:
         """Take the gradient that a backward pass has summed up in a forward's leaf.
@@ -242,25 +245,23 @@ class RowStep(Locked):
     def _take(self, block: Block, version: int, grad: Tensor, *, keeps: bool | None = None) -> None:
         """Add a gradient to that of the step, while the lock is held; arguments are those of :meth:`BatchRows.add`."""
         self._require_no_other_step()
-        self._rows.open()
+        weight = self.weight
+        weight.__class__ = nn.Parameter  # type: ignore[assignment]
         try:
             if self._has_failed:
                 self._abandon()
             self._rows.add(block, version, grad, keeps=keeps)
-            self._accept()
+            self._accept(is_first=self._status is not _Status.READY)
             self._status = _Status.READY
         finally:
-            self._rows.close()
+            weight.__class__ = TableWeight
 
-    def _accept(self) -> None:
-        """Account for the gradient that has come, which no optimizer step has missed."""
-        self._rows.updates.accept_gradient()
+    def _accept(self, *, is_first: bool) -> None:
+        """Account for the gradient that has come, which no optimizer step has missed; ``is_first``: none waits yet."""
+        self._rows.accept_gradient(BatchRows.steps_anywhere, is_first=is_first)
 
     def settle(self) -> None:
         """Let the gradients of all backward passes be in the weight's, before it is looked at."""
-
-    def forget_passes(self) -> None:
-        """Drop the gradients of backward passes that are not in the weight's yet."""
 
     def begin_step(self, sign: str) -> None:
         """Note that the training loop begins another step.
@@ -276,7 +277,7 @@ class RowStep(Locked):
             block, grad = self._rows.block, _tensor.grad.__get__(self.weight)  # without a look for more to come
             if self._status is _Status.READY and grad is not None and block is not None:
                 drop(grad, block.rows, rows)
-                self._rows.updates.accept()
+                self._rows.accept()
 
     def save_gradient(self) -> Callable[[], None]:
         """Note the gradient, and the rows that it belongs to, before a backward pass that may have to be undone.
@@ -308,7 +309,7 @@ class RowStep(Locked):
     def require_held(self, optimizer: Optimizer, parameter: nn.Parameter) -> None:
         """Raise LostUpdateError if an optimizer holds the parameter that these rows have replaced, in their place."""
         is_waiting = self._status is _Status.READY and self._replaced is not None and self._replaced() is parameter
-        if is_waiting and not self._rows.updates.are_to_come(self.state.optimizer):
+        if is_waiting and not self._rows.may_be_stepped(self.state.optimizer):
             raise LostUpdateError(
                 f"this {type(optimizer).__name__} holds the weight that table {self.table.name!r} has replaced, and no "
                 "optimizer holds the new one, so the rows' gradient reaches no table; make the optimizer after "
@@ -355,10 +356,8 @@ class RowStep(Locked):
         """Give the optimizer the rows' state, just before its own step."""
         with self.lock:
             self._require_no_other_step()
-            if self._status is _Status.STEPPING and is_inner_step(optimizer):
-                self._has_inner_steps = True
-                return
-            self._rows.open()
+            weight = self.weight
+            weight.__class__ = nn.Parameter  # type: ignore[assignment]
             try:
                 self._swap_in(optimizer)
             except BaseException:
@@ -366,33 +365,34 @@ class RowStep(Locked):
                 raise
             finally:
                 if self._status is not _Status.STEPPING:
-                    self._rows.close()
+                    weight.__class__ = TableWeight
 
     def _swap_in(self, optimizer: Optimizer) -> None:
-        grad = self.weight.grad
-        if self._rows.block is None or grad is None:
+        rows, grad = self._rows, self.weight.grad
+        if rows.block is None or grad is None:
             return
         if self._status is _Status.STEPPING:
             self.state.put_back()  # the step before raised; this one starts over
         if self._status is not _Status.READY and self._is_zeroed(grad):
             self.weight.grad = None  # lazily: rows without a gradient are not touched
             return
-        if self._status is not _Status.READY or not self._rows.are_current:
+        if self._status is not _Status.READY or not rows.are_current:
             # A second step with one gradient, or after one that raised, or the table has changed: it has the truth.
-            self._rows.renew(grad)
-        block = self._rows.block
-        if grad.shape != block.weight.shape:
+            rows.renew(grad)
+        block = rows.block
+        leased = block.columns["weight"]
+        if grad.shape != leased.shape:
             raise LostUpdateError(
                 f"the gradient of the embedding over table {self.table.name!r} was replaced by one of shape "
                 f"{tuple(grad.shape)}, but the batch has {len(block.rows)} rows of {self.table.embedding_dim}; change "
                 "it in place, or keep its shape"
             )
         # The rows that a graph has saved are about to change; their data has a version of its own.
-        torch.autograd.graph.increment_version(block.weight)
-        self.state.save_scalars(optimizer)
+        torch.autograd.graph.increment_version(leased)
+        state = self.state.save_scalars(optimizer)
         self._thread = threading.get_ident()
         self._status = _Status.STEPPING  # from here on, undo takes back what a Ctrl-C leaves half done
-        self.state.put_in(optimizer, block)
+        self.state.put_in(optimizer, block, state)
 
     def joint_step(
         self, steps: Sequence[RowStep], optimizer: Optimizer | None = None
@@ -408,7 +408,7 @@ class RowStep(Locked):
             has failed, and RanksError if their optimizers have other settings. What fails after it leaves the ranks'
             tables at different steps, and ends their work together.
         """
-        return _ALONE
+        return nullcontext(lambda: None)
 
     def call_of_ranks(self, steps: Sequence[RowStep]) -> AbstractContextManager[bool]:
         """Surround a call about embeddings, whose errors other ranks learn of; provide whether ranks own their rows."""
@@ -422,7 +422,7 @@ class RowStep(Locked):
 
     def _is_zeroed(self, grad: Tensor) -> bool:
         """Return whether a gradient that has been stepped with was zeroed since."""
-        return self._rows.updates.is_zeroed(grad)
+        return self._rows.is_zeroed(grad)
 
     def check_out(self, optimizer: Optimizer) -> Leaving | None:
         """Return what the optimizer's step has left for the table, before :meth:`swap_out` of any table.
@@ -433,10 +433,6 @@ class RowStep(Locked):
         with self.lock:
             if self._status is not _Status.STEPPING:
                 return None
-            if self._has_inner_steps:
-                if is_inner_step(optimizer):
-                    return None
-                self._has_inner_steps = False
             left, more = self.state.take(optimizer)
             values = {"weight": self._fitting(self.table.columns["weight"], self.weight.data)}
             for column, value in left:
@@ -447,7 +443,18 @@ class RowStep(Locked):
         """Return what a step has left of a column, once it is known to be the rows'."""
         block = self._rows.block
         assert block is not None
-        wanted, device = (block.rows.shape[0], *column.row_shape), block.weight.device
+        leased = block.columns.get(column.name)
+        # In the very memory that was leased, as steps leave it, it fits.
+        if (
+            leased is not None
+            and type(value) is Tensor
+            and value.dtype is leased.dtype
+            and value.shape == leased.shape
+            and value.is_contiguous()
+            and 0 != value.data_ptr() == leased.data_ptr()
+        ):
+            return leased
+        wanted, device = (block.rows.shape[0], *column.row_shape), block.columns["weight"].device
         if not isinstance(value, Tensor):
             found = a_kind(value)
         elif value.layout != torch.strided:
@@ -489,30 +496,25 @@ class RowStep(Locked):
                 self._status = _Status.STEPPED
                 self._renewed.clear()
             finally:
-                self._rows.close()
+                self.weight.__class__ = TableWeight
 
     # ------------------------------------------------------------------ a step that fails
 
-    def notice_failure(self) -> None:
-        """Let the weight stand for the whole table again, and the optimizer's state be as before, if a step raised.
+    @property
+    def is_stepping(self) -> bool:
+        """True inside of an optimizer's step, and after one that has raised unnoticed."""
+        return self._status is _Status.STEPPING
+
+    def undo(self) -> None:
+        """Take the optimizer's step back, as far as it has not reached the table.
 
         Rows and gradient stay, for a second try; the next forward pass drops them.
         """
-        if not self.lock.acquire(blocking=False):
-            return  # it is in use: by a step, or by what will notice itself
-        try:
-            if not self._is_under_way():
-                self.undo()
-        finally:
-            self.lock.release()
-
-    def undo(self) -> None:
-        """Take the optimizer's step back, as far as it has not reached the table."""
         with self.lock:
             if self._status is _Status.STEPPING:
                 self.state.put_back()
                 self._status = _Status.FAILED
-                self._rows.close()
+                self.weight.__class__ = TableWeight
 
     def abandon(self) -> None:
         """Forget rows and gradients, and what a step that was not completed has done to the optimizer's scalars."""
@@ -532,20 +534,12 @@ class RowStep(Locked):
 
     def _require_no_other_step(self) -> None:
         """Raise if another thread is inside the optimizer's step for these rows, which this one would undo."""
-        is_stepping = self._status is _Status.STEPPING and not self._in_closure
-        if is_stepping and self._thread != threading.get_ident() and self._is_under_way():
-            raise ThreadError(
-                f"the embedding over table {self.table.name!r} is inside its optimizer's step in another thread; train "
-                "a module in one thread at a time, as with torch's own (others may look up under torch.no_grad())"
-            )
-
-    def _is_under_way(self) -> bool:
-        """Return whether the thread that began the optimizer's step is still inside it."""
-        optimizer = self.state.optimizer
-        if self._status is not _Status.STEPPING or optimizer is None:
-            return False
-        # A frame is in no variable here: one that knew itself would keep alive what its callers hold.
-        return steps_under_way(optimizer, sys._current_frames().get(self._thread)) > 0
+        if self._status is not _Status.STEPPING or self._in_closure or self._thread == threading.get_ident():
+            return
+        raise ThreadError(
+            f"the embedding over table {self.table.name!r} is inside its optimizer's step in another thread; train "
+            "a module in one thread at a time, as with torch's own (others may look up under torch.no_grad())"
+        )
 
     def _release(self) -> None:
         self._rows.release()
@@ -561,13 +555,16 @@ def drop(grad: Tensor, rows: Tensor, dropped: Tensor) -> None:
     grad.masked_fill_(torch.isin(rows, dropped.to(rows.device)).unsqueeze(1), 0)
 
 
+_WEIGHT = ("weight",)
 _by_weight: weakref.WeakValueDictionary[int, RowStep] = weakref.WeakValueDictionary()
 _by_replaced: dict[int, weakref.ref[RowStep]] = {}  # without entries in nearly every program
 
 
 def require_no_replaced(optimizer: Optimizer) -> None:
     """Raise LostUpdateError if an optimizer holds a parameter in whose place rows of a table wait for a step."""
-    for parameter in parameters_of(optimizer) if _by_replaced else ():
+    if not _by_replaced:
+        return
+    for parameter in parameters_of(optimizer):
         reference = _by_replaced.get(id(parameter))
         if reference is not None and (step := reference()) is not None:
             step.require_held(optimizer, parameter)
@@ -581,13 +578,15 @@ def step_of(parameter: Tensor) -> RowStep | None:
 
 def steps_of(optimizer: Optimizer) -> list[RowStep]:
     """Return the training steps of all embeddings whose weights an optimizer holds."""
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            keeper = getattr(parameter, "_keeper", None)  # also of a weight that is open: an ordinary parameter then
-            if keeper is not None and (step := keeper()) is not None and step.weight is parameter:
-                found.append(step)
-    return found
+    return [
+        step
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        # Of an open weight too, which is an ordinary parameter.
+        if (keeper := getattr(parameter, "_keeper", None)) is not None
+        and (step := keeper()) is not None
+        and step.weight is parameter
+    ]
 
 
 def every_step() -> list[RowStep]:

@@ -24,7 +24,7 @@ from speedswap.swapping.batch_rows import Padding
 from speedswap.swapping.graphs import constant_rows, in_transform, refuse_training
 from speedswap.swapping.keyed import KeyedRows, of_one_commit, rows_for
 from speedswap.swapping.optimizer_state import OptimizerState
-from speedswap.swapping.prefetched import Announced, PrefetchedLookup, Request
+from speedswap.swapping.prefetched import Announced, PrefetchedLookup, Request, ids_of
 from speedswap.swapping.row_step import RowStep
 from speedswap.swapping.scoring import Exclude, Scored, read_rows
 from speedswap.swapping.weight import MetaWeight, TableWeight, as_plain
@@ -440,13 +440,16 @@ class TableModule(nn.Module):
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Look up ids where they are; as :meth:`_looked_up`, with positions of the ids' shape."""
-        if not isinstance(ids, Tensor):
+        if type(ids) is not Tensor and not isinstance(ids, Tensor):
             kernels.require_dense(ids, "ids")
-        given = (ids,) if ids.numel() or self._step.is_sharded else ()
+        step = self._step
+        if step.announced is None and not step.is_sharded:
+            return self._looked_up(ids)
+        given = (ids,) if ids.numel() or step.is_sharded else ()
         weight, local = self._looked_up(Request(given, ids.device, lambda: ids))
         return weight, local if local.shape == ids.shape else local.view(ids.shape)
 
-    def _looked_up(self, request: Request) -> tuple[Tensor, Tensor]:
+    def _looked_up(self, request: Request | Tensor) -> tuple[Tensor, Tensor]:
         """Return a lookup's rows and each id's place among them, as :meth:`RowStep.look_up` does.
 
         Raises:
@@ -458,18 +461,19 @@ class TableModule(nn.Module):
         """
         weight, step = self.weight, self._step
         if weight is not step.weight and self._is_replacement(weight):
-            return self._in_place_of_table(weight, request.ids_of())
+            return self._in_place_of_table(weight, ids_of(request))
         trains = torch.is_grad_enabled() and weight.requires_grad
         if in_transform():
             if trains:
                 refuse_training(self.table.name)
-            return constant_rows(request.ids_of(), functools.partial(step.lease, columns=["weight"]))
+            return constant_rows(ids_of(request), functools.partial(step.lease, columns=["weight"]))
         if self._handed_out is not None:
             self._handed_out.warn_if_changed(self.table)
         if trains:
             if self._assigned is not None:
                 self._require_untied()
-            require_own_table(self.table.name, weight, step.weight, self.local_to_rank or step.is_sharded)
+            if weight is not step.weight or is_in_job():
+                require_own_table(self.table.name, weight, step.weight, self.local_to_rank or step.is_sharded)
         return step.look_up(request, trains=trains)
 
     def _require_untied(self) -> None:

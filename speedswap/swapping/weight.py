@@ -12,7 +12,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from speedswap.collectives import RankGroup, of_all_ranks
 from speedswap.errors import WeightError
-from speedswap.swapping.refusals import name_of, refusal, require_one_pass
+from speedswap.swapping.refusals import name_of, refusal
 from speedswap.tables import Table, init
 from speedswap.tables.table import put, require_alike
 
@@ -55,7 +55,6 @@ class _Rows:
             if func in _ANSWERS:
                 return _ANSWERS[func](subject, *others, **kwargs)
             if func in _IN_PLACE:
-                require_one_pass(sys._getframe(1))
                 return subject._fill(func, *others, **kwargs)
         raise WeightError(refusal(func, _table_among([subject, *others, *kwargs.values()])))
 
@@ -228,10 +227,11 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         device: the device of the batch's rows.
 
     Attributes:
-        taken_by: the live optimizers that have asked for what one asks of its own parameters.
+        may_be_taken: whether something has asked what an optimizer asks of its own parameters, since an optimizer that
+            holds this one was last known.
     """
 
-    taken_by: weakref.WeakSet[Optimizer]
+    may_be_taken = False
     _keeper: Callable[[], Any]  # a weak reference to the training step
 
     def __new__(cls, table: Table, device: torch.device | str | None = None) -> TableWeight:
@@ -248,27 +248,25 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
 
     def _standing_for(self, table: Table) -> TableWeight:
         self._table = weakref.ref(table)
-        self.taken_by = weakref.WeakSet()
+        self.may_be_taken = False
         self._keeper = _nobody
         return self
 
-    # An optimizer asks for these two in methods of its own. A property sees which method asks; a torch function may be
-    # called by a mode instead, as under torch.set_default_device.
+    # A property sees who asks; a torch function may be called by a mode instead, as under torch.set_default_device.
     @property
     def is_leaf(self) -> bool:  # type: ignore[override,unused-ignore]
-        self._note_optimizer(sys._getframe(1))
+        self.may_be_taken = True  # Optimizer.add_param_group asks
         return True
 
     @property
     def grad(self) -> Tensor | None:
-        asking, keeper = sys._getframe(1), self._keeper()
-        is_zero_grad = asking.f_code.co_name == _ZERO_GRAD
-        self._note_optimizer(asking)
-        if keeper is not None:  # which may have to ask other ranks, unless the gradient is about to be dropped
-            keeper.forget_passes() if is_zero_grad else keeper.settle()
+        keeper, drops = self._keeper(), False
+        if keeper is not None and keeper.group is not None:  # ranks meet for a look, but not to drop the gradient
+            drops = sys._getframe(1).f_code.co_name == _ZERO_GRAD
+            keeper.forget_passes() if drops else keeper.settle()
         with as_plain():
             found: Tensor | None = _tensor.grad.__get__(self)
-        if found is None and is_zero_grad and keeper is not None:
+        if found is None and drops:
             keeper.begin_step(_ZERO_GRAD)
         return found
 
@@ -276,7 +274,8 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
     def grad(self, grad: Tensor | None) -> None:
         keeper = self._keeper()
         self._set_grad(grad)
-        if grad is None and keeper is not None and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
+        is_of_ranks = keeper is not None and keeper.group is not None
+        if grad is None and is_of_ranks and sys._getframe(1).f_code.co_name == _ZERO_GRAD:
             keeper.begin_step(_ZERO_GRAD)
 
     @grad.deleter
@@ -284,19 +283,11 @@ class TableWeight(_Rows, nn.Parameter):  # type: ignore[misc]
         self._set_grad(None)
 
     def _set_grad(self, grad: Tensor | None) -> None:
-        if (keeper := self._keeper()) is not None:
+        if (keeper := self._keeper()) is not None and keeper.group is not None:
             keeper.forget_passes()
-            if keeper.group is not None and grad is not None:
+            if grad is not None:
                 grad = keeper.own_gradient(grad)
         super()._set_grad(grad)
-
-    def _note_optimizer(self, asking: FrameType) -> None:
-        """Note the optimizer in whose ``add_param_group`` or ``zero_grad`` a frame is, if it is in one."""
-        # Locals are read of such frames alone: a frame keeps what it was asked for.
-        if asking.f_code.co_name in _OF_OPTIMIZERS:
-            optimizer = asking.f_locals.get("self")
-            if isinstance(optimizer, Optimizer):
-                self.taken_by.add(optimizer)
 
     @property
     def gradient_keeper(self) -> Any:
@@ -355,7 +346,6 @@ def _answered(names: str, answer: Callable[..., Any], *places: Any) -> dict[Any,
 _tensor: Any = Tensor  # its attributes are descriptors here
 
 _ZERO_GRAD = Optimizer.zero_grad.__name__  # and Module's
-_OF_OPTIMIZERS = (Optimizer.add_param_group.__name__, _ZERO_GRAD)
 
 # True of the tensor behind a weight and of the whole table, or about a batch's gradient.
 _PLAIN = (
@@ -363,7 +353,7 @@ _PLAIN = (
         "grad _grad grad_dtype requires_grad requires_grad_ retains_grad is_leaf grad_fn device dtype layout itemsize "
         "_version output_nr is_cpu is_cuda is_ipu is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized "
         "is_sparse is_sparse_csr is_vulkan is_xla is_xpu is_complex is_floating_point is_signed is_inference is_conj "
-        "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_tensor new_zeros _is_view "
+        "is_neg element_size get_device data_ptr is_shared new_empty new_full new_ones new_zeros _is_view "
         "__dir__",
         Tensor,
     )

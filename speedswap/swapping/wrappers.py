@@ -65,7 +65,7 @@ def is_in_job() -> bool:
 
 
 def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Parameter, local_to_rank: bool) -> None:
-    """Check, before rows are looked up for training, that they are meant to be trained by this process alone.
+    """Check, before rows are looked up for training in a job, that they are meant to be trained by this process alone.
 
     Args:
         table: its name.
@@ -83,7 +83,7 @@ def require_own_table(table: str, weight: nn.Parameter, step_weight: nn.Paramete
             "ignored_params=speedswap.parameters_to_ignore(model). (torch.func.functional_call takes a tensor, "
             "not an nn.Parameter)"
         )
-    if not is_in_job() or dist.get_world_size() == 1:
+    if dist.get_world_size() == 1:
         return
     if not local_to_rank:
         raise RanksError(

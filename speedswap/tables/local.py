@@ -138,7 +138,7 @@ class LocalStore(RowStore):
             ValueError: none does.
         """
         for group in self.groups:
-            if any(each.name == column for each in group.layout.columns):
+            if column in [each.name for each in group.layout.columns]:
                 return group
         raise ValueError(f"column {column!r} is not in table {self.name!r}; it has {', '.join(self.columns)}")
 
@@ -236,21 +236,18 @@ class LocalStore(RowStore):
         return Block(rows, {name: blocks[name] for name in names})
 
     def scatter(self, block: Block, values: Mapping[str, Tensor], transfers: Transfers | None = None) -> None:
-        groups = self._fields(values)
-        blocks = {name: kernels.as_read(value.detach()) for name, value in values.items()}
-        forms = {
-            name: None if field.stored is None else self._form(name, field)
-            for _, fields in groups
-            for name, field in fields.items()
+        groups, leased = self._fields(values), block.columns
+        blocks = {
+            name: values[name]
+            if name in leased and values[name] is leased[name]
+            else kernels.as_read(values[name].detach())
+            for name in values
         }
-        moves = [
-            (group, [kernels.Part(field.offset, blocks[name], forms[name]) for name, field in fields.items()])
-            for group, fields in groups
-        ]
         if transfers is not None:
+            forms = {name: self._form(name, fields[name]) for _, fields in groups for name in fields}
             self._written = True
             write = PendingWrite(block, blocks, forms)
-            self._scatter_later(write, moves, transfers)
+            self._scatter_later(write, [(group, self._parts(fields, blocks)) for group, fields in groups], transfers)
             self.notes.writes += 1
             self._pending.add_write(write)
             return
@@ -259,15 +256,22 @@ class LocalStore(RowStore):
         self._pending.finish_prefetches()
         self._written = True  # from here on
         try:
-            for group, parts in moves:
-                if parts[0].block.device.type == "cpu" and group.memory.fence is not None:
+            for group, fields in groups:
+                records, is_host = group.records(), blocks[next(iter(fields))].is_cpu
+                if is_host and records.fence is not None:
                     group.memory.settle()
-                kernels.scatter_records(group.records(), block.rows, parts)
+                if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:
+                    kernels.scatter_block(records, block.rows, fields, blocks)
+                else:
+                    kernels.scatter_records(records, block.rows, self._parts(fields, blocks))
         except BaseException:
             self._pending.make_stale()
             raise
         self.notes.writes += 1
         self._pending.make_stale()
+
+    def _parts(self, fields: Mapping[str, kernels.WantedColumn], blocks: Mapping[str, Tensor]) -> list[kernels.Part]:
+        return [kernels.Part(field.offset, blocks[name], self._form(name, field)) for name, field in fields.items()]
 
     def _scatter_later(self, write: PendingWrite, moves: _Moves, transfers: Transfers) -> None:
         """Give a pending write its work: to the CPU loops' thread if all is host memory, else to the transfers."""

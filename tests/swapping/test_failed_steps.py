@@ -257,10 +257,9 @@ def test_step_without_a_gradient_after_one_that_raised_changes_nothing() -> None
     assert optimizer.state[items.weight]["step"] == 2
 
 
-def test_completed_step_leaves_nothing_to_a_destructor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python drops a Ctrl-C that comes inside of one, so only a step that raised may have work for it."""
+def test_only_a_step_that_raised_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     noticed: list[RowStep] = []
-    monkeypatch.setattr(RowStep, "notice_failure", lambda step: noticed.append(step))
+    monkeypatch.setattr(RowStep, "undo", lambda step: noticed.append(step))
     items = speedswap.Embedding(ROWS, DIM, seed=3)
     optimizer = Raises(items.parameters(), lr=0.1)
     train(items, optimizer, range(2))
@@ -419,7 +418,7 @@ def test_step_after_one_whose_context_managers_were_left_open_is_torchs() -> Non
         expected.append(theirs.weight.detach().clone())
     with lost_at(0) as places:
         step(*begin())
-    assert len(places) > 20
+    assert len(places) > 10
     for number in range(1, len(places) + 1):
         module, optimizer = begin()
         with lost_at(number) as found, contextlib.suppress(Lost, OptimizerError):
