@@ -36,7 +36,7 @@ _NOT_COPIED = frozenset({"state", "step", "__deepcopy__", "_speedswap_step"})
 
 
 class _Thread(threading.local):
-    """Whether the optimizer that steps in this thread is a copy that is tried out; others step meanwhile."""
+    """A flag per thread, true while an optimizer that is tried out steps; others take steps of their own meanwhile."""
 
     probing = False
 
