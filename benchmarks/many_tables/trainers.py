@@ -15,9 +15,9 @@ from several_tables import Fbgemm, Shape, Trainer
 from torch import Tensor, nn
 
 import speedswap
-from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE, SPARSE, has_fused
+from speedswap.apps.bench.trainers import DENSE, LEARNING_RATE, SPARSE
 
-__all__ = ["Contestant", "Ours", "Separate", "Torch", "contestants"]
+__all__ = ["Contestant", "Ours", "Separate", "Torch", "contestants", "has_fused"]
 
 
 class Ours:
@@ -153,6 +153,19 @@ class Contestant(NamedTuple):
     name: str
     package: str
     make: Callable[[Shape, str, str], Trainer]
+
+
+def has_fused(optimizer: str, device: str) -> bool:
+    """Return whether torch has an optimizer fused there: up to release 2.11, Adagrad on the CPU alone."""
+    weight = nn.Parameter(torch.zeros(1, device=device))
+    weight.grad = torch.zeros_like(weight)
+    try:
+        DENSE[optimizer]([weight], lr=LEARNING_RATE[optimizer], fused=True).step()
+    except RuntimeError as error:
+        if "fused" not in str(error):
+            raise
+        return False
+    return True
 
 
 def contestants(optimizer: str, device: str) -> list[Contestant]:

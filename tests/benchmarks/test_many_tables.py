@@ -9,10 +9,10 @@ import pytest
 import torch
 from bench_many_tables import Plan, main, measure
 from many_tables import trainers
-from many_tables.trainers import Contestant, Ours, Separate, contestants
+from many_tables.trainers import Contestant, Ours, Separate, contestants, has_fused
 from several_tables import Shape, draw, verify
 
-from speedswap.apps.bench.trainers import OPTIMIZERS, has_fused, step_peers
+from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
 from speedswap.apps.errors import WrongResultError
 
 SMALL = Plan(Shape(3, 400, 8, 32), ("uniform",), (1, 4), 400, 64, steps=4, repeats=1)

@@ -29,10 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to a parser's commands."""
     parser = commands.add_parser(
         "bench",
-        help="measure this machine: rows to the device and back, and training steps, beside other libraries",
-        description="Measure this machine. Every result is verified before it is timed; figures stand beside a floor "
-        "and beside other libraries, all measured in turn. docs/design/benchmarks.md has the details. The machine's "
-        "own limits and ten large tables are measured by bench_ceilings.py and bench_tables.py, under benchmarks in "
+        help="measure this machine: rows to the device and back, and training steps, compared with other libraries",
+        description="Measure this machine. Every result is verified before it is timed; figures are compared with a "
+        "floor and with other libraries, all measured in turn. docs/design/benchmarks.md has the details. The limits of "
+        "the machine and ten large tables are measured by bench_ceilings.py and bench_tables.py, under benchmarks in "
         "the repository.",
     )
     parser.add_argument(
@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--compute",
         type=_numbers,
         metavar="RATIOS",
-        help="step: compute beside the swap, over the swap's time, separated by commas (default: 1,2,4)",
+        help="step: compute during the swap, over the swap's time, separated by commas (default: 1,2,4)",
     )
     parser.add_argument("--folder", type=Path, help="transfer: of the temporary tables on disk (default: the system's)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here, PNG or SVG by the name")
@@ -129,24 +129,22 @@ def draw(path: Path | None, figures: Mapping[str, Figure]) -> None:
 def _check_writable(path: Path | None) -> None:
     if path is None:
         return
+    folder = path.absolute().parent
     if path.is_dir():
         raise BenchmarkError(f"{str(path)!r} is a directory: give a file")
     if path.is_symlink() and not path.exists():
         raise BenchmarkError(f"{str(path)!r} is a link that leads nowhere: give a file")
-    if not path.absolute().parent.is_dir():
-        raise BenchmarkError(
-            f"{str(path)!r} cannot be written: the directory {str(path.absolute().parent)!r} does not exist"
-        )
+    if not folder.is_dir():
+        raise BenchmarkError(f"{str(path)!r} cannot be written: the directory {str(folder)!r} does not exist")
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    wrong = argparse.ArgumentTypeError(
-        f"{text[:60]!r} is not one or more numbers above 0, separated by commas (and of at most {_MOST_COMPUTE})"
-    )
     try:
         numbers = tuple(float(word) for word in text.replace(",", " ").split())
     except ValueError:
-        raise wrong from None
+        numbers = ()
     if not numbers or not all(0 < number <= _MOST_COMPUTE for number in numbers):
-        raise wrong
+        raise argparse.ArgumentTypeError(
+            f"{text[:60]!r} is not one or more numbers above 0, separated by commas (and of at most {_MOST_COMPUTE})"
+        )
     return numbers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -47,17 +48,16 @@ def in_turn(candidates: Mapping[Name, Callable[[int], object]], *, repeats: int,
     that it can take other rows: no call finds its rows in the cache.
     """
     seconds: dict[Name, list[float]] = {name: [] for name in candidates}
-    call = 0
+    calls = itertools.count()
     for repeat in range(warm_up + repeats):
         for name, candidate in candidates.items():
             time.sleep(REST_SECONDS)
-            candidate(call)
+            candidate(next(calls))
             synchronize()
             begin = time.perf_counter()
-            candidate(call + 1)
+            candidate(next(calls))
             synchronize()
             took = time.perf_counter() - begin
-            call += 2
             if repeat >= warm_up:
                 seconds[name].append(took)
     return {name: statistics.median(times) for name, times in seconds.items()}
@@ -132,23 +132,21 @@ def cache_bytes() -> int:
 
 
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return platform.machine()
+    found = re.search(r"^model name\s*:\s*(.*)", _text("/proc/cpuinfo"), re.MULTILINE)
+    return platform.processor() or platform.machine() if found is None else found[1].strip()
 
 
 def _driver() -> str | None:
     """Return the NVIDIA driver's version, None without one."""
-    try:
-        said = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", said)
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", _text("/proc/driver/nvidia/version"))
     return None if found is None else found[0]
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def _commit() -> str | None:

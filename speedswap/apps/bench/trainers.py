@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -209,38 +209,26 @@ class Contestant:
 COLUMNS = {"sgd": 1, "adagrad": 2, "adam": 3}
 
 
-def has_fused(optimizer: str, device: str) -> bool:
-    """Return whether torch has an optimizer fused there: up to release 2.11, Adagrad on the CPU alone."""
-    weight = nn.Parameter(torch.zeros(1, device=device))
-    weight.grad = torch.zeros_like(weight)
-    try:
-        DENSE[optimizer]([weight], lr=LEARNING_RATE[optimizer], fused=True).step()
-    except RuntimeError as error:
-        if "fused" not in str(error):
-            raise
-        return False
-    return True
-
-
 def contestants(optimizer: str, device: str) -> Iterator[Contestant]:
-    """Yield the trainers that have this optimizer: ours first."""
+    """Yield the trainers of this optimizer: ours first. Some torch releases lack a fused implementation of it."""
     columns = COLUMNS[optimizer]
-    sparse_name = SPARSE[optimizer].__name__ + (", sparse" if optimizer != "adam" else "")
-    yield Contestant("speedswap", "speedswap", Ours, columns)
-    fused = has_fused(optimizer, device)
-    if fused:
-        yield Contestant("speedswap, fused", "speedswap", partial(Ours, fused=True), columns)
-    yield Contestant("speedswap, lookahead", "speedswap", partial(Ours, ahead=True), columns)
-    if fused:
-        yield Contestant("speedswap, fused, lookahead", "speedswap", partial(Ours, fused=True, ahead=True), columns)
-    yield Contestant(f"torch {sparse_name}", "torch", partial(Torch, sparse=True, home="cpu"), columns)
-    if device != "cpu":
-        yield Contestant(f"torch {sparse_name}, on the GPU", "torch", partial(Torch, sparse=True, home=device), columns)
+    ours: dict[str, dict[str, Any]] = {
+        "speedswap": {},
+        "speedswap, fused": {"fused": True},
+        "speedswap, lookahead": {"ahead": True},
+        "speedswap, fused, lookahead": {"fused": True, "ahead": True},
+    }
+    for name, how in ours.items():
+        yield Contestant(name, "speedswap", partial(Ours, **how), columns)
+    sparse = f"torch {SPARSE[optimizer].__name__}" + (", sparse" if optimizer != "adam" else "")
+    on_gpu = "" if device == "cpu" else ", on the GPU"
+    yield Contestant(sparse, "torch", partial(Torch, sparse=True, home="cpu"), columns)
+    if on_gpu:
+        yield Contestant(sparse + on_gpu, "torch", partial(Torch, sparse=True, home=device), columns)
     if optimizer == "adam":
-        where = "" if device == "cpu" else ", on the GPU"
         dense = partial(Torch, sparse=False, home=device)
-        yield Contestant(f"torch Adam, dense{where}", "torch", dense, columns + 1, dense=True)
-    if optimizer != "adam" or device != "cpu":
+        yield Contestant(f"torch Adam, dense{on_gpu}", "torch", dense, columns + 1, dense=True)
+    if optimizer != "adam" or on_gpu:  # which FBGEMM's CPU build lacks
         yield Contestant("FBGEMM", "FBGEMM", Fbgemm, columns)
 
 
