@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench",
         help="measure this machine: rows to the device and back, and training steps, compared with other libraries",
         description="Measure this machine. Every result is verified before it is timed; figures are compared with a "
-        "floor and with other libraries, all measured in turn. docs/design/benchmarks.md has the details. The limits of "
+        "floor and with other libraries, all measured in turn. docs/design/benchmarks.md has the details. Limits of "
         "the machine and ten large tables are measured by bench_ceilings.py and bench_tables.py, under benchmarks in "
         "the repository.",
     )
