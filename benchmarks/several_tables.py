@@ -16,7 +16,6 @@ from torch import Tensor
 
 from speedswap.apps.bench import trainers
 from speedswap.apps.bench.workload import spread_ids
-from speedswap.apps.errors import WrongResultError
 
 __all__ = ["IDS", "ZIPF_EXPONENT", "Fbgemm", "Shape", "Trainer", "draw", "verify"]
 
@@ -142,11 +141,4 @@ def verify(
         found = trainer.weights()
     finally:
         trainer.close()
-    wrong = ~torch.isclose(found, expected, rtol=1e-5, atol=atol).all(dim=2)
-    if wrong.any():
-        table, row = wrong.nonzero()[0].tolist()
-        raise WrongResultError(
-            f"{name} trains {int(wrong.sum())} rows of {_SMALL.tables * _SMALL.rows} wrongly with {what or optimizer}: "
-            f"row {row} of table {table} is {found[table, row, :4].tolist()}… after {len(batches)} steps, and should "
-            f"be {expected[table, row, :4].tolist()}…"
-        )
+    trainers.require_alike(name, what or optimizer, found, expected, len(batches), atol=atol)

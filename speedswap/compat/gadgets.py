@@ -52,6 +52,7 @@ class DataGadget(CupyMethods):
             ValueError, TypeError: it is damaged or pickled, or has no rows of one of torch's dtypes.
         """
         array = self._mapped("r")
+        self._describe(array)
         self.storage = as_storage("pinned" if self.CPUPinn else "device")
         self.make(initializers.zeros())
         ColumnArray(self.table, "weight", self.shape).fill(array.__getitem__)
@@ -130,13 +131,16 @@ class DataGadget(CupyMethods):
         return f"the data of {self.name!r}"
 
     def _mapped(self, mode: Literal["r", "r+"]) -> npt.NDArray[Any]:
-        """Map the file into memory, and take its shape and dtype for the collection's."""
+        """Map the file into memory."""
         array = np.load(self.fileName, mmap_mode=mode, allow_pickle=False)
         if not isinstance(array, np.ndarray) or array.ndim == 0 or array.size == 0:
             raise ValueError(f"{self.name!r} holds no rows; give a .npy file of shape (n, …)")
+        return array
+
+    def _describe(self, array: npt.NDArray[Any]) -> None:
+        """Take the file's shape and dtype for the collection's."""
         dtype = arrays.as_dtype(array.dtype.newbyteorder("="), f"the dtype of {self.name!r}")
         self.num_rows, self.row_shape, self.row_dtype = len(array), array.shape[1:], dtype
-        return array
 
     def _whole_rows(self, indexes: Any) -> Tensor | None:
         """Return the ids of the rows that an index selects, in the index's shape; None for an index of another kind.
@@ -206,6 +210,7 @@ class DataGadgetMM(DataGadget):
                 "converts it"
             )
         assert isinstance(array, np.memmap)
+        self._describe(array)
         store = NpyStore(Path(self.fileName), self.num_rows, self.name)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable", category=UserWarning)

@@ -623,3 +623,13 @@ def test_another_file_can_be_loaded(name: str) -> None:
     gadget.loadCupy("other.npy")
     assert gadget.getNumpyVersion().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert gadget.getData([1]).tolist() == [[3, 4, 5]]
+
+
+def test_data_in_a_file_is_as_before_where_another_file_cannot_be_used() -> None:
+    gadget = gadget_of(np.arange(8, dtype=np.float32).reshape(4, 2), "DataGadgetMM")
+    np.save("other.npy", np.asfortranarray(np.zeros((9, 3), np.float32)))
+    with pytest.raises(ValueError, match="Fortran"):
+        gadget.loadCupy("other.npy")
+    assert gadget.getData([3]).tolist() == [[6, 7]]
+    with pytest.raises(IdError):
+        gadget.getData([4])

@@ -260,12 +260,28 @@ def verify(optimizer: str, one: Contestant, device: str) -> None:
         found = trainer.weights()
     finally:
         trainer.close()
-    wrong = ~torch.isclose(found, expected, rtol=1e-5, atol=1e-6).all(dim=1)
+    require_alike(one.name, optimizer, found, expected, len(taken))
+
+
+def require_alike(
+    name: str, optimizer: str, found: Tensor, expected: Tensor, steps: int, *, atol: float = 1e-6
+) -> None:
+    """Raise WrongResultError, which names the first wrong row, unless a trainer's rows are as expected.
+
+    Args:
+        name: of the trainer.
+        optimizer: its own, for the message.
+        found, expected: weights after the steps, shape (rows, dim), or (tables, rows, dim).
+        steps: their number.
+        atol: of weights, besides ``rtol`` 1e-5.
+    """
+    wrong = ~torch.isclose(found, expected, rtol=1e-5, atol=atol).all(dim=-1)
     if wrong.any():
-        row = int(wrong.nonzero()[0])
+        place = tuple(wrong.nonzero()[0].tolist())
+        row = f"row {place[-1]}" + (f" of table {place[0]}" if len(place) > 1 else "")
         raise WrongResultError(
-            f"{one.name} trains {int(wrong.sum())} rows of {_NUM_ROWS} wrongly with {optimizer}: row {row} is "
-            f"{found[row, :4].tolist()}… after {len(taken)} steps, and should be {expected[row, :4].tolist()}…"
+            f"{name} trains {int(wrong.sum())} rows of {wrong.numel()} wrongly with {optimizer}: {row} is "
+            f"{found[place][:4].tolist()}… after {steps} steps, and should be {expected[place][:4].tolist()}…"
         )
 
 
