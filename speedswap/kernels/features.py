@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import address, as_ids, as_read, get_num_threads
+from speedswap.kernels.host import address, as_ids, as_read, threads_for
 from speedswap.kernels.ids import require_id_dtype
 
 
@@ -56,15 +56,17 @@ def merge_ids(asked: FeatureIds) -> Tensor:
     ids, counts = _joined(asked)
     if ids.device.type != "cpu":
         return _merged_by_torch(asked, ids, counts)
-    ids, counts, bases, limits = as_read(ids), as_ids(counts), as_ids(asked.bases), as_ids(asked.limits)
+    count, pointer, size = ids.numel(), ids.data_ptr(), ids.dtype.itemsize
+    if not ids.is_contiguous() or pointer % size:
+        ids = as_read(ids)
+        pointer = ids.data_ptr()
+    counts, bases, limits = as_ids(counts), as_ids(asked.bases), as_ids(asked.limits)
     begins = None if asked.begins is None else as_read(asked.begins)
-    count = ids.numel()
     wanted = count if begins is None else int(counts.sum())
     rows = torch.empty(wanted, dtype=torch.int64)
     starts = 0 if begins is None else begins.data_ptr()
     features = (counts.shape[0], starts, counts.data_ptr(), bases.data_ptr(), limits.data_ptr())
-    threads = get_num_threads()
-    if not _C.merge_ids(ids.data_ptr(), count, ids.dtype.itemsize, features, address(rows), wanted, threads):
+    if not _C.merge_ids(pointer, count, size, features, address(rows), wanted, threads_for(8 * wanted)):
         raise ValueError(
             f"counts is {counts.tolist()} and begins {None if begins is None else begins.tolist()}, but there are "
             f"{count} ids; give each feature a range of them"

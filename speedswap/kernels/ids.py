@@ -81,8 +81,11 @@ class Asked(NamedTuple):
     what: str
 
 
-def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
+def find_rows(ids: Tensor, num_rows: int, what: str) -> tuple[Tensor, Tensor]:
     """Check a batch's ids, and return its rows and each id's position among them; on a GPU in one round trip.
+
+    Args:
+        ids, num_rows, what: as for :func:`check_ids`.
 
     Returns:
         As :func:`unique` does.
@@ -90,11 +93,10 @@ def find_rows(asked: Asked) -> tuple[Tensor, Tensor]:
     Raises:
         IdError, TypeError: as :func:`check_ids` does.
 
-    >>> find_rows(Asked(torch.tensor([[7, 3], [3, 9]]), 10, "table 'items'"))
+    >>> find_rows(torch.tensor([[7, 3], [3, 9]]), 10, "table 'items'")
     (tensor([3, 7, 9]), tensor([[1, 0],
             [0, 2]]))
     """
-    ids, num_rows, what = asked
     require_id_dtype(ids)
     if ids.device.type == "cpu":
         found = _found(ids, num_rows)

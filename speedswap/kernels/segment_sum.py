@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedswap.kernels import _C
-from speedswap.kernels.host import address, as_read, empty, get_num_threads, require_memory
+from speedswap.kernels.host import address, as_read, empty, get_num_threads, require_memory, threads_for
 from speedswap.kernels.ids import check_ids
 from speedswap.kernels.tensor_rows import gather_rows
 
@@ -72,7 +72,8 @@ def expand_known(block: Tensor, local: Tensor) -> Tensor:
     out = empty((*local.shape, dim), block.dtype)
     if count and dim and num_rows:
         parts = [(0, row_bytes, out.data_ptr(), row_bytes)]
-        _C.gather(block.data_ptr(), row_bytes, local.data_ptr(), count, parts, get_num_threads())
+        threads = threads_for(count * row_bytes)
+        _C.gather(block.data_ptr(), row_bytes, local.data_ptr(), count, parts, threads)
     return out
 
 

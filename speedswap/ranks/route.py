@@ -66,7 +66,7 @@ class Wanted:
         Raises:
             IdError, TypeError: as :func:`speedswap.kernels.find_rows` does.
         """
-        rows, local = kernels.find_rows(kernels.Asked(ids, owners.num_embeddings, what))
+        rows, local = kernels.find_rows(ids, owners.num_embeddings, what)
         wanted, places = cls.of(owners, rows)
         return wanted, places.to(local.device)[local]
 

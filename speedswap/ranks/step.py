@@ -152,8 +152,7 @@ class ShardedStep(RowStep):
                     task.give_up(drops=True)
                 raise
             if task is None:
-                asked = kernels.Asked(request.ids_of(), self.store.num_embeddings, f"table {self.name!r}")
-                rows, local = kernels.find_rows(asked)
+                rows, local = kernels.find_rows(request.ids_of(), self.store.num_embeddings, f"table {self.name!r}")
                 came = self.group.own_pace.look_up(self.store.number, rows.cpu())
                 weights, way, ahead = came.to(request.device), None, None
             else:

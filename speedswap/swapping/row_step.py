@@ -158,7 +158,7 @@ class RowStep(Locked):
     def lease(self, ids: Tensor, columns: Sequence[str] | None) -> tuple[Block, Tensor]:
         """Lease the distinct rows of ids from the table; return them and each id's place among them."""
         table = self.state.whole
-        rows, local = kernels.find_rows(kernels.Asked(ids, table.num_embeddings, f"table {table.name!r}"))
+        rows, local = kernels.find_rows(ids, table.num_embeddings, f"table {table.name!r}")
         return table.lease(rows, columns=columns, device=ids.device), local
 
     def _lease(self, request: Request, columns: Sequence[str] | None) -> tuple[Block, Tensor]:

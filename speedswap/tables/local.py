@@ -257,7 +257,7 @@ class LocalStore(RowStore):
         self._written = True  # from here on
         try:
             for group, fields in groups:
-                records, is_host = group.records(), blocks[next(iter(fields))].is_cpu
+                records, is_host = group.records(), not [name for name in fields if not blocks[name].is_cpu]
                 if is_host and records.fence is not None:
                     group.memory.settle()
                 if is_host and records.device.type == "cpu" and not [n for n in fields if fields[n].stored is not None]:

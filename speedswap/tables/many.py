@@ -66,6 +66,9 @@ class Commit:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        if self._transfers is None and len(self._tables) == 1:  # as in most steps
+            self._tables[0].commit()
+            return
         with ExitStack() as ended:  # each table commits, also where another one raises
             for table in reversed(self._tables):
                 ended.callback(table.commit)

@@ -132,7 +132,7 @@ def test_the_lookup_of_the_rows_finds_an_id_outside(device: str):
     ids = [torch.tensor([0], device=device), torch.tensor([6], device=device)]
     merged = merge_ids(FeatureIds(ids, bases, limits))
     with pytest.raises(IdError, match=r"ids\[1\] is -1"):
-        kernels.find_rows(kernels.Asked(merged, 10, "table 'both'"))
+        kernels.find_rows(merged, 10, "table 'both'")
 
 
 def test_what_is_no_lookup_of_features_is_refused():
