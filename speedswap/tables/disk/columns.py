@@ -137,7 +137,7 @@ class LogColumns(OpenedLog):
                 if was_saved:
                     commits.return_to(self._head_of(before), before.log)
                     self._describe_again()
-                self._directory.discard_log(manifest.log)
+                self._directory.discard_logs(keep=before.manifest.log)
             raise
         with deferred_interrupts():
             if not was_saved:

@@ -336,10 +336,6 @@ class TableDirectory(Locked):
         self._remove_all(() if named else names)
         return files
 
-    def discard_log(self, number: int) -> None:
-        """Remove the files of a log, as far as they are there."""
-        self._remove_all(log_names(number))
-
     def discard_logs(self, *, keep: int) -> None:
         """Remove the files of every log but one."""
         self._remove_all(
