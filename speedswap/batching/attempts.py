@@ -259,7 +259,8 @@ class MicroBatchSize:
 
     Attributes:
         size: the size that the last batch was split into; None before the first one if it is to be found.
-        known: the limit in the situation of the last batch.
+        known: the limit in the situation of the last batch; of size None while nothing has failed.
+        looked_at: when the free memory was looked at.
     """
 
     def __init__(self, size: int | None, grow_after: int, tell: Callable[..., None]) -> None:
@@ -270,13 +271,8 @@ class MicroBatchSize:
         self._grow_after = grow_after
         self._initial: int | None = None
         self._limits = Limits()
-        self._looked_at = _NEVER
+        self.looked_at = _NEVER
         self._memory = 0
-
-    @property
-    def limit(self) -> int | None:
-        """The most that a micro-batch may have, however small the last batch was; None while nothing has failed."""
-        return self.known.size
 
     def begin_with(self, size: int | None) -> None:
         """Begin every situation not met yet with a size; with the whole batch where it is None."""
@@ -289,16 +285,12 @@ class MicroBatchSize:
         if self.is_fixed:
             return self.known.choose(batch_size)
         now = time.monotonic()
-        if now - self._looked_at > _SECONDS_BETWEEN_LOOKS:
-            self._looked_at, self._memory = now, memory_class(device)
+        if now - self.looked_at > _SECONDS_BETWEEN_LOOKS:
+            self.looked_at, self._memory = now, memory_class(device)
         self.known.end_trial(due_again=True)
         self.known = self._limits.nearest(key, self._memory, self._grow_after, self._initial)
         self.known.end_trial(due_again=True)
         return self.known.choose(batch_size)
-
-    def look_again(self) -> None:
-        """Look at the free memory before the next batch."""
-        self._looked_at = _NEVER
 
     def agree(self, size: int, agreed: int) -> int:
         """Adopt the size that other ranks need, where it is smaller than this rank's.
@@ -382,7 +374,7 @@ class BatchAttempts(Attempts):
             if not self.may_shrink:
                 raise self._final(failure)
             self.release(failure, largest)
-            sizes.look_again()
+            sizes.looked_at = _NEVER
             sizes.tell("on_out_of_memory", error=failure, old_size=largest, new_size=smaller)
             why = (str(failure).splitlines() or ["no message"])[0]
             if elsewhere:

@@ -24,19 +24,11 @@ from speedswap.errors import MemoryBudgetError, OptimizerError
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes of an optimizer: its state, and what its step needs temporarily in addition."""
-
-    state: int
-    temporaries: int
-
-
 def measure_step(
     optimizer: Optimizer | OptimizerFactory,
     parameters: Mapping[Tensor, torch.layout | None],
     nbytes: Callable[[Tensor], int],
-) -> StepMemory:
+) -> tuple[int, int]:
     """Step a twin of an optimizer twice, on stand-ins for its parameters.
 
     The stand-ins are fake tensors, which have a shape and a device but no memory. An optimizer that reads numbers out
@@ -46,6 +38,9 @@ def measure_step(
         optimizer: a torch optimizer, or a function that makes one of parameters, such as its class. It is not changed.
         parameters: the trained ones, each with the layout of its gradient; None for one that gets none.
         nbytes: returns the bytes of a tensor.
+
+    Returns:
+        The bytes of the optimizer's state, and of what its step needs temporarily in addition.
 
     Raises:
         OptimizerError: its step cannot be tried: it wants to evaluate the loss, or failed.
@@ -75,7 +70,7 @@ def _measured(
     optimizer: Optimizer | OptimizerFactory,
     parameters: Mapping[Tensor, torch.layout | None],
     nbytes: Callable[[Tensor], int],
-) -> StepMemory:
+) -> tuple[int, int]:
     with mode:
         twin = _twin(optimizer, parameters)
         step = _unhooked(type(twin))
@@ -84,7 +79,7 @@ def _measured(
         with LimitedMemory(nbytes=nbytes) as second:
             step(twin)
         state = sum(map(nbytes, storages(dict(twin.state)).values()))
-        return StepMemory(state, max(0, second.peak_bytes, first.peak_bytes - state))
+        return state, max(0, second.peak_bytes, first.peak_bytes - state)
 
 
 def _twin(optimizer: Optimizer | OptimizerFactory, parameters: Mapping[Tensor, torch.layout | None]) -> Optimizer:
@@ -223,18 +218,11 @@ class MemoryEstimate:
 
     def table(self, micro_batch_sizes: Sequence[int] = (1, 8, 64, 512)) -> str:
         """Return the parts and their sum as text, one column per size."""
-        rows: list[tuple[str, Callable[[int], int]]] = [
-            ("parameters", lambda _: self.parameters),
-            ("buffers", lambda _: self.buffers),
-            ("gradients", lambda _: self.gradients),
-            ("optimizer state", lambda _: self.optimizer_state),
-            ("inputs", self.inputs),
-            ("activations", self.activations),
-            ("temporaries", self.temporaries),
-            ("total", self.total),
-        ]
         lines = [["micro-batch size", *map(str, micro_batch_sizes)]]
-        lines += [[name, *(_readable(value(size)) for size in micro_batch_sizes)] for name, value in rows]
+        for name in ("parameters", "buffers", "gradients", "optimizer_state"):
+            lines.append([name.replace("_", " "), *[_readable(getattr(self, name))] * len(micro_batch_sizes)])
+        for name in ("inputs", "activations", "temporaries", "total"):
+            lines.append([name, *(_readable(getattr(self, name)(size)) for size in micro_batch_sizes)])
         if self.context:
             lines.append(["beside torch", *[_readable(self.context)] * len(micro_batch_sizes)])
         return "\n".join(f"{name:<16}" + "".join(f"{cell:>12}" for cell in cells) for name, *cells in lines)
@@ -301,17 +289,17 @@ def estimate_memory(
     )
     runs = trials(trial, batch, _SIZES, trial_bytes)
     last, before = runs[-1], runs[-2]
-    step = StepMemory(0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
-    inputs = _rate(before.inputs, last.inputs, last.size - before.size)
+    state, temporaries = (0, 0) if optimizer is None else measure_step(optimizer, trial.grads, trial.nbytes)
+    inputs = max(0, -((before.inputs - last.inputs) // (last.size - before.size)))  # per sample, rounded up
     activations = curve([run.size for run in runs], [run.timeline.after_forward for run in runs])
     per_sample = math.ceil(activations.per_sample)
     at_start = last.gradients_before if accumulate else 0
-    at_step = step.temporaries + last.gradients
+    at_step = temporaries + last.gradients
     return MemoryEstimate(
         parameters=trial.bytes_of(trial.own_parameters()),
         buffers=trial.bytes_of(trial.buffers()),
         gradients=max(at_start, last.gradients),
-        optimizer_state=step.state,
+        optimizer_state=state,
         inputs_fixed=max(0, last.inputs - inputs * last.size),
         inputs_per_sample=inputs,
         activations_fixed=last.timeline.after_forward - per_sample * last.size,
@@ -345,11 +333,6 @@ def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _device_of(model: nn.Module, batch: Batch) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), batch.device)
-
-
-def _rate(before: int, after: int, samples: int) -> int:
-    """Return the bytes per sample, rounded up."""
-    return max(0, -((before - after) // samples))
 
 
 def _context(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from speedswap.batching.functions import key_of, name_of, named_values
-from speedswap.batching.nested import NO_AUX, Batch, joined, kept, loss_of_samples, parted
+from speedswap.batching.nested import NO_AUX, Arguments, Batch, joined, kept, loss_of_samples, parted
 from speedswap.batching.ranks import TrainingRanks
 from speedswap.batching.rollback import HALF_PRECISION, Changes
 from speedswap.errors import BatchError
@@ -63,9 +63,7 @@ def whole_batch_statistics(norms: list[_BatchNorm]) -> Iterator[None]:
 class _Moments:
     """Count, mean and sum of squared deviations of everything that one layer has normalized."""
 
-    def __init__(self, norm: _BatchNorm) -> None:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
+    def __init__(self, norm: Any) -> None:
         self._norm = norm
         self._running = norm.running_mean, norm.running_var
         self._before = norm.running_mean.double().clone(), norm.running_var.double().clone()
@@ -91,11 +89,8 @@ class _Moments:
             return
         factor = self._norm.momentum
         if self._tracked is not None:
-            tracked = self._norm.num_batches_tracked
-            assert tracked is not None
-            tracked.copy_(self._tracked + 1)
-            factor = 1 / float(tracked) if factor is None else factor
-        assert factor is not None
+            self._norm.num_batches_tracked.copy_(self._tracked + 1)
+            factor = 1 / float(self._tracked + 1) if factor is None else factor
         seen = self._mean, self._squares / max(1, self._count - 1)
         for buffer, before, new in zip(self._running, self._before, seen, strict=True):
             buffer.copy_(before.lerp(new, factor))
@@ -166,8 +161,6 @@ class _HostCopy:
 
 
 _log = logging.getLogger("speedswap")
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(eq=False)

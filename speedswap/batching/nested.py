@@ -16,6 +16,8 @@ from speedswap._words import a_kind
 from speedswap.batching.functions import name_of
 from speedswap.errors import BatchError
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 _METHODS = ("keys", "values", "lengths", "stride", "weights_or_none")
 
 
@@ -101,14 +103,13 @@ class Batch:
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, may_be_empty: bool = False
     ) -> None:
-        self._args = args
-        self._kwargs = kwargs or {}
+        self._given: Any = args, kwargs or {}
         self._first: Any = None
         self.size = self._check(may_be_empty)
 
     def _check(self, may_be_empty: bool) -> int:
         size, where = -1, ""
-        for path, leading, value in _leading_sizes(self._args, self._kwargs):
+        for path, leading, value in _leading_sizes(*self._given):
             if size < 0:
                 size, where, self._first = leading, path, value
             elif leading != size:
@@ -129,7 +130,7 @@ class Batch:
         first = self._first.values() if is_keyed(self._first) else self._first
         return first.device if isinstance(first, Tensor) else torch.device("cpu")
 
-    def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def part(self, start: int, stop: int) -> Arguments:
         """Return the arguments for samples ``start`` to ``stop - 1``."""
 
         def cut(value: Any) -> Any:
@@ -137,9 +138,10 @@ class Batch:
                 return value
             return chosen(value, slice(start, stop)) if is_jagged(value) else value[start:stop]
 
-        return self._cut(cut)
+        parts: Arguments = _part(self._given, self.size, cut)
+        return parts
 
-    def take(self, indices: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def take(self, indices: Sequence[int]) -> Arguments:
         """Return the arguments for some samples, copied, in this order; a sample may be taken more than once.
 
         >>> Batch((torch.tensor([5, 6, 7]),)).take([2, 0, 2])[0]
@@ -151,20 +153,12 @@ class Batch:
                 return chosen(value, list(indices))
             return [value[index] for index in indices] if isinstance(value, (list, tuple)) else value[list(indices)]
 
-        return self._cut(cut)
-
-    def _cut(self, cut: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args = tuple([_part(value, self.size, cut) for value in self._args])
-        return args, {name: _part(value, self.size, cut) for name, value in self._kwargs.items()}
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor in it, split or not."""
-        yield from tensors_of(self._args)
-        yield from tensors_of(self._kwargs)
+        parts: Arguments = _part(self._given, self.size, cut)
+        return parts
 
     def refuse_graphs(self) -> None:
         """Raise if a tensor was computed with a graph, which its first part's backward pass would free."""
-        for tensor in self.tensors():
+        for tensor in tensors_of(self._given):
             if tensor.requires_grad and not tensor.is_leaf:
                 raise BatchError(
                     f"a tensor of shape {tuple(tensor.shape)} in the batch was computed with a graph, which the first "
@@ -173,14 +167,14 @@ class Batch:
 
     def columns(self) -> Iterator[Any]:
         """Yield everything that is split: tensors, arrays and the like."""
-        for _, _, value in _leading_sizes(self._args, self._kwargs):
+        for _, _, value in _leading_sizes(*self._given):
             yield value
 
     def signature(self) -> Hashable:
         """Return the dtypes and shapes of one sample, as a key."""
         return tuple(
             (path, str(getattr(value, "dtype", "")), tuple(value.shape[1:]) if hasattr(value, "shape") else ())
-            for path, _, value in _leading_sizes(self._args, self._kwargs)
+            for path, _, value in _leading_sizes(*self._given)
         )
 
 
@@ -258,11 +252,13 @@ def _part(value: Any, size: int, cut: Callable[[Any], Any]) -> Any:
         return cut(value)
     if is_plain_list(value):
         return cut(value) if len(value) == size else value
+    return _changed(value, lambda item: _part(item, size, cut))
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container with each of its items changed; other values as they are."""
     fields = _fields(value)
-    if fields is None:
-        return value
-    parts = [_part(item, size, cut) for _, item in fields]
-    return _rebuilt(value, parts)
+    return value if fields is None else _rebuilt(value, [change(item) for _, item in fields])
 
 
 def _rebuilt(value: Any, parts: list[Any]) -> Any:
@@ -319,12 +315,7 @@ def joined_fields(parts: list[Any], join: Callable[[list[Any]], Any], otherwise:
 
 def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested value with ``change`` applied to each tensor."""
-    if isinstance(value, Tensor):
-        return change(value)
-    fields = _fields(value)
-    if fields is None:
-        return value
-    return _rebuilt(value, [replace_tensors(item, change) for _, item in fields])
+    return change(value) if isinstance(value, Tensor) else _changed(value, lambda item: replace_tensors(item, change))
 
 
 NO_AUX: Any = object()

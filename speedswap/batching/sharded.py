@@ -37,9 +37,9 @@ class Sharded(Peers):
     in_step = True
     may_differ = False
 
-    def __init__(self, roots: Sequence[FSDPModule], owners: RankGroup | None) -> None:
+    def __init__(self, roots: Sequence[Any], owners: RankGroup | None) -> None:
         self._roots = list(roots)
-        self._members = [part for root in _modules(roots) for part in root.modules() if isinstance(part, FSDPModule)]
+        self._members: list[Any] = [part for root in roots for part in root.modules() if isinstance(part, FSDPModule)]
         self._groups = _groups(self._members)
         meshes = [group.mesh_info.mesh for group in self._groups]
         if any(mesh != meshes[0] for mesh in meshes):
@@ -100,7 +100,7 @@ class Sharded(Peers):
     def _votes(self) -> Iterator[None]:
         """Vote before every pass of a module, which begins with a gather of its parameters."""
         with ExitStack() as stack:
-            for module in _modules(self._members):
+            for module in self._members:
                 for hook in (
                     module.register_forward_pre_hook(self._before_forward, prepend=True),
                     module.register_forward_hook(self._before_backward, prepend=True),
@@ -181,8 +181,8 @@ class Sharded(Peers):
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             outputs.extend(tensor for tensor in tensors_of(output) if tensor.requires_grad)
 
-        random, buffers = RandomState(), Buffers(parameters_and_buffers(_modules(self._roots))[1])
-        hooks = [root.register_forward_hook(keep) for root in _modules(self._roots)]
+        random, buffers = RandomState(), Buffers(parameters_and_buffers(self._roots)[1])
+        hooks = [root.register_forward_hook(keep) for root in self._roots]
         try:
             yield
         finally:
@@ -239,11 +239,6 @@ def shard_roots(modules: Sequence[nn.Module]) -> list[FSDPModule]:
         else:
             waiting += module.children()
     return list(found)
-
-
-def _modules(members: Sequence[FSDPModule]) -> list[nn.Module]:
-    """Return FSDP modules typed as modules: fully_shard adds its class to a module's own."""
-    return [member for member in members if isinstance(member, nn.Module)]
 
 
 def _groups(members: Sequence[FSDPModule]) -> list[Any]:

@@ -218,7 +218,7 @@ class BatchSplitter:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size that a resumed run begins with, so that it need not run out of memory to find it again."""
-        return {"micro_batch_size": self._sizes.limit}
+        return {"micro_batch_size": self._sizes.known.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin with the micro-batch size of another run; it grows again if it can. A fixed size stays."""

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from speedswap._words import a_kind
 from speedswap.batching.attempts import Limit
-from speedswap.batching.micro_batches import Arguments, MicroBatches
-from speedswap.batching.nested import Batch, concatenate, kept, loss_of_all, replace_tensors, tensors_of
+from speedswap.batching.micro_batches import MicroBatches
+from speedswap.batching.nested import Arguments, Batch, concatenate, kept, loss_of_all, replace_tensors, tensors_of
 from speedswap.batching.rollback import Buffers, Changes, RandomState
 from speedswap.errors import BatchError
 
