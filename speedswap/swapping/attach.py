@@ -20,8 +20,7 @@ from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
 from speedswap.swapping.batch_rows import BatchRows
 from speedswap.swapping.optimizer_state import FoundState
-from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings
-from speedswap.swapping.probe import this_thread
+from speedswap.swapping.optimizers import holds, innermost, parameters_of, saved_settings, this_thread
 from speedswap.swapping.row_step import RowStep, every_step, require_no_replaced, step_of, steps_of
 from speedswap.swapping.weight import with_tables
 from speedswap.swapping.whole_rows import rows_are_apart

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from speedswap.errors import OptimizerError
 from speedswap.kernels import deferred_interrupts
-from speedswap.swapping.probe import RowState, probe
+from speedswap.swapping.optimizers import RowState, probe
 from speedswap.swapping.weight import TableWeight, is_one_value
 from speedswap.swapping.whole_rows import read_all, says_checkpoint, write_all
 from speedswap.tables import Block, Column, Commit, Table

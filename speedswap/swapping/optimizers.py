@@ -1,14 +1,34 @@
-"""Facts about torch's optimizers: the parameters of one, their settings, the one that steps."""
+"""Torch's optimizers: the parameters and settings of one, and the state that it keeps per row.
+
+An optimizer can train a table's rows if a row's update depends on that row alone. That is tested here rather than
+looked up in a list: a copy of the optimizer, with its settings, takes a few steps on a small random parameter, again
+with one row changed, and again with only some of the rows. The results of the other rows must not change. The
+gradients are generic random ones: special ones (of rank one, say) may hide that an optimizer mixes rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import functools
+import inspect
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from speedswap._locks import Locked
+from speedswap.errors import OptimizerError
+from speedswap.swapping.weight import is_one_value
+from speedswap.swapping.whole_rows import is_divided
+from speedswap.tables import Column, init
+from speedswap.tables.init import seeded
 
 _OF_THE_DEVICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # ways to the same result
 
@@ -79,3 +99,323 @@ def saved_settings(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[None
         for group, own in zip(groups, before, strict=True):
             group.clear()
             group.update(own)
+
+
+_STEPS = 3
+_SEED = 20_190_901
+_LR = 0.01
+# Settings that bind an instance to its owner: hooks, and the step that a learning-rate scheduler wraps.
+_NOT_COPIED = frozenset({"state", "step", "__deepcopy__", "_speedswap_step"})
+
+
+class _Thread(threading.local):
+    """A flag per thread, true while an optimizer that is tried out steps; others take steps of their own meanwhile."""
+
+    probing = False
+
+
+this_thread = _Thread()
+# The random generators of a probe are those of the process. A forked child finds the lock free.
+_one_at_a_time = Locked()
+
+
+@dataclass(frozen=True)
+class RowState:
+    """An optimizer's state for one parameter, divided.
+
+    Attributes:
+        columns: state tensors that have a row for each row of the parameter, with their initial values.
+        scalars: everything else (``step``), at its initial value.
+        from_gradient: columns that the optimizer makes out of its first gradient, as SGD does its momentum. Rows that
+            come after its first step start them from zero.
+    """
+
+    columns: tuple[Column, ...]
+    scalars: dict[str, Any]
+    from_gradient: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names of columns and scalars."""
+        return frozenset(self.scalars).union(column.name for column in self.columns)
+
+
+@dataclass
+class _Run:
+    """The toy parameter and its state after some steps."""
+
+    before: Tensor
+    weight: Tensor
+    state: dict[str, Any]
+    first: dict[str, Any] = field(default_factory=dict)  # each state entry as it was first set
+
+
+class _FirstValues(dict[str, Any]):
+    """A parameter's state that remembers the first value of each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Any] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self.first:
+            self.first[key] = value.detach().clone() if isinstance(value, Tensor) else value
+        super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+def probe(
+    optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype: torch.dtype, *, fresh: bool = False
+) -> RowState:
+    """Find an optimizer's row state.
+
+    Args:
+        optimizer: any torch optimizer that holds ``weight``; it is not changed.
+        weight: the parameter that stands for the rows.
+        embedding_dim: items per row.
+        dtype: of the rows.
+        fresh: begin without the state that the optimizer has for the weight: it is the rest of an attached one's.
+
+    Raises:
+        OptimizerError: it mixes rows, takes sparse gradients only, or keeps state that has no rows.
+    """
+    with _one_at_a_time.lock:
+        return _probe(optimizer, weight, embedding_dim, dtype, fresh)
+
+
+def _probe(optimizer: Optimizer, weight: nn.Parameter, embedding_dim: int, dtype: torch.dtype, fresh: bool) -> RowState:
+    name = type(optimizer).__name__
+    num_rows = 7 if embedding_dim != 7 else 11
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def draw() -> list[Tensor]:
+        shape = (num_rows, embedding_dim)
+        return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(_STEPS + 1)]
+
+    plain, other = draw(), draw()
+    changed = [tensor.clone() for tensor in plain]
+    for tensor, replacement in zip(changed, other, strict=True):
+        tensor[0] = replacement[0]
+
+    start: dict[str, Any] | None = {} if fresh else None
+
+    def moved(values: list[Tensor]) -> _Run:
+        return _run(optimizer, weight, [value.to(weight.device) for value in values], start=start, moving=True)
+
+    exact = moved(plain)
+    if not _same_rows(exact, moved(changed), slice(1, None), slice(1, None), exactly=True):
+        raise OptimizerError(
+            f"{name} mixes rows: one row's update changes with another row's gradient, so it needs the whole table at "
+            "every step. Use an optimizer that works element by element or row by row (SGD, Adagrad, Adam, …) for the "
+            "embedding, in an optimizer of its own if the rest of the model is to keep this one"
+        )
+    if not _same_rows(exact, moved([value[1:4] for value in plain]), slice(1, 4), slice(None), exactly=False):
+        raise OptimizerError(
+            f"{name} mixes rows: a row's update depends on how many other rows are in the batch. Use an optimizer that "
+            "works element by element or row by row (SGD, Adagrad, Adam, …) for the embedding"
+        )
+    sample, sample_other = (
+        _run(optimizer, weight, [value.to(weight.device, dtype) for value in values], start=start)
+        for values in (plain, other)
+    )
+    columns, scalars, derived = [], {}, []
+    for key, value in sample.state.items():
+        if isinstance(value, Tensor) and value.dim() >= 1 and value.shape[0] == num_rows:
+            initial = _first_value(key, sample, sample_other)
+            if initial is None:
+                initial = init.zeros()
+                derived.append(key)
+            columns.append(Column(key, tuple(value.shape[1:]), value.dtype, initial))
+        elif _is_scalar(value):
+            scalars[key] = sample.first.get(key, value)
+        else:
+            raise OptimizerError(
+                f"{name} keeps {key!r}, of type {type(value).__name__}, without a row for each of a parameter's "
+                f"{num_rows} rows; use another optimizer for the embedding"
+            )
+    if derived and not _starts_from_zero(optimizer, weight, plain, exact):
+        raise OptimizerError(
+            f"{name} starts its state {derived[0]!r} with values that differ from row to row, which rows outside the "
+            "first batch would not get; use another optimizer for the embedding"
+        )
+    return RowState(tuple(columns), scalars, tuple(derived))
+
+
+def _first_value(key: str, sample: _Run, other: _Run) -> init.Initializer | None:
+    """Return the initializer of a state that starts as a constant or as a copy of the weight; None for any other."""
+    first, first_other = sample.first.get(key), other.first.get(key)
+    if isinstance(first, Tensor) and isinstance(first_other, Tensor):
+        if torch.equal(first, first_other) and _is_uniform(first):
+            return init.constant(first.flatten()[0].item())
+        if torch.equal(first, sample.before) and torch.equal(first_other, other.before):
+            return init.copy_of("weight")
+    return None
+
+
+def _starts_from_zero(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], exact: _Run) -> bool:
+    """Return whether zero serves as the state of a row that was not in the first step.
+
+    SGD makes its momentum from the first gradient. For a row that comes later, zero must do the same as a first step
+    without a gradient, or as one with it; weight decay aside, which would be a gradient of its own.
+    """
+    zeros = {
+        key: torch.zeros_like(value) if isinstance(value, Tensor) and value.dim() else exact.first.get(key, value)
+        for key, value in exact.state.items()
+    }
+    for gradients in (values[1:], [torch.zeros_like(values[0]), *values[1:]]):
+        series = [value.to(weight.device) for value in (values[0], *gradients)]
+        fresh, zeroed = (
+            _run(optimizer, weight, series, start=start, decay=False, moving=True) for start in ({}, zeros)
+        )
+        if _close(fresh.weight, zeroed.weight):
+            return True
+    return False
+
+
+def _is_scalar(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _is_uniform(tensor: Tensor) -> bool:
+    flat = tensor.flatten()
+    return bool((flat == flat[0]).all())
+
+
+def _same_rows(a: _Run, b: _Run, rows_a: slice, rows_b: slice, *, exactly: bool) -> bool:
+    compare: Callable[[Tensor, Tensor], bool] = torch.equal if exactly else _close
+    if not compare(a.weight[rows_a], b.weight[rows_b]):
+        return False
+    num_a, num_b = len(a.weight), len(b.weight)
+    for key, value in a.state.items():
+        twin = b.state.get(key)
+        if isinstance(value, Tensor) and isinstance(twin, Tensor) and value.dim() and twin.dim():
+            by_row = value.shape[0] == num_a and twin.shape[0] == num_b
+            if by_row and not compare(value[rows_a], twin[rows_b]):
+                return False
+    return True
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def _run(
+    optimizer: Optimizer,
+    weight: nn.Parameter,
+    values: list[Tensor],
+    *,
+    start: dict[str, Any] | None = None,
+    decay: bool = True,
+    moving: bool = False,
+) -> _Run:
+    """Take steps with a copy of the optimizer on ``values[0]``, with the other values as gradients.
+
+    Args:
+        start: the state to begin with.
+        decay: False to switch weight decay off.
+        moving: replace a learning rate of 0, with which a warm-up begins: the weight would show nothing.
+    """
+    toy = nn.Parameter(values[0].clone())
+    clone = _clone(optimizer, weight, toy)
+    if start is not None:
+        clone.state[toy] = _FirstValues()
+        clone.state[toy].update({k: v.clone() if isinstance(v, Tensor) else v for k, v in start.items()})
+    for group in clone.param_groups:
+        if not decay and "weight_decay" in group:
+            group["weight_decay"] = 0.0
+        if moving and "lr" in group and not group["lr"]:
+            group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
+    step: Callable[..., Any] = type(optimizer).step
+    with seeded(_SEED, toy.device), torch.enable_grad():
+        for grad in values[1:]:
+            toy.grad = grad.clone()
+            args = [_closure(toy, grad)] if _needs_closure(step) else []
+            try:
+                step_unnoticed(clone, *args)
+            except Exception as error:
+                raise _refusal(optimizer, weight, values, error) from error
+    state = clone.state[toy]
+    first = state.first if isinstance(state, _FirstValues) else {}
+    return _Run(values[0], toy.detach(), dict(state), first)
+
+
+def step_unnoticed(optimizer: Optimizer, *args: Any) -> None:
+    """Let an optimizer that is tried out step, which no table takes for a training step."""
+    this_thread.probing = True  # not by a context manager: a Ctrl-C as one begins may leave it open
+    try:
+        type(optimizer).step(optimizer, *args)
+    finally:
+        this_thread.probing = False
+
+
+def _clone(optimizer: Optimizer, weight: nn.Parameter, toy: nn.Parameter) -> Optimizer:
+    """Copy an optimizer, settings and all; the copy holds ``toy`` for ``weight``, and nothing for other parameters."""
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            memo[id(parameter)] = toy if parameter is weight else nn.Parameter(torch.empty(0))
+    clone: Optimizer = type(optimizer).__new__(type(optimizer))
+    clone.state = defaultdict(_FirstValues)
+    memo[id(optimizer.state)] = clone.state
+    for key, value in optimizer.state.get(weight, {}).items():
+        # State that was made with the optimizer (Adagrad) begins so; state loaded into it goes to the table, every row.
+        if is_divided(value):
+            value = torch.zeros(1, *value.shape[1:], dtype=value.dtype)
+        if isinstance(value, Tensor) and value.dim():
+            row = value[:1] if is_one_value(value) or _is_uniform(value) else torch.zeros_like(value[:1])
+            value = row.expand(len(toy), *value.shape[1:])
+            value = value.to(torch.promote_types(value.dtype, toy.dtype) if value.is_floating_point() else value.dtype)
+        clone.state[toy][key] = (
+            value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+        )
+    for key, value in vars(optimizer).items():
+        if key in _NOT_COPIED:
+            continue
+        if isinstance(value, OrderedDict) and key.endswith("_hooks"):
+            vars(clone)[key] = OrderedDict()
+            continue
+        try:
+            vars(clone)[key] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot be examined: its attribute {key!r} cannot be copied ({error}); use "
+                "another optimizer for the embedding"
+            ) from error
+    return clone
+
+
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _closure(toy: nn.Parameter, grad: Tensor) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        toy.grad = grad.clone()
+        return (toy.detach() * grad).sum()
+
+    return closure
+
+
+def _refusal(optimizer: Optimizer, weight: nn.Parameter, values: list[Tensor], error: Exception) -> OptimizerError:
+    """Return the error for an optimizer that could not step; it may take sparse gradients only."""
+    name = type(optimizer).__name__
+    toy = nn.Parameter(values[0].clone())
+    toy.grad = values[1].to_sparse(1)
+    try:
+        step_unnoticed(_clone(optimizer, weight, toy))
+    except Exception:
+        return OptimizerError(f"{name} cannot step on a parameter of shape {tuple(toy.shape)}: {error}")
+    twin = f"torch.optim.{name.removeprefix('Sparse')}" if name.startswith("Sparse") else "its dense twin"
+    return OptimizerError(
+        f"{name} takes sparse gradients only ({error}); use {twin}: a table's rows get dense gradients of the batch's "
+        "rows alone, so it does the same work"
+    )

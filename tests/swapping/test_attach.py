@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import speedswap
 from speedswap.errors import IdError, LostUpdateError, OptimizerError, TableTooLargeError, WeightError
-from speedswap.swapping.probe import probe, this_thread
+from speedswap.swapping.optimizers import probe, this_thread
 
 ROWS, DIM = 20, 4
 

@@ -20,8 +20,7 @@ from speedswap._words import a_kind
 from speedswap.errors import CheckpointError
 from speedswap.swapping.attach import attach
 from speedswap.swapping.checkpoints.format import Encoder, require, says_malformed
-from speedswap.swapping.optimizers import holds, innermost, parameters_of
-from speedswap.swapping.probe import step_unnoticed
+from speedswap.swapping.optimizers import holds, innermost, parameters_of, step_unnoticed
 from speedswap.swapping.table_module import TableModule
 from speedswap.swapping.weight import TableWeight
 from speedswap.swapping.whole_rows import rows_apart

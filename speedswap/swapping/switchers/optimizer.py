@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from speedswap._words import a_kind
 from speedswap.collectives import of_all_ranks
 from speedswap.errors import OptimizerError
-from speedswap.swapping.optimizers import holds
-from speedswap.swapping.probe import probe
+from speedswap.swapping.optimizers import holds, probe
 from speedswap.swapping.row_step import step_of
 from speedswap.swapping.switchers import arrays
 from speedswap.swapping.switchers.arrays import trainable_dtype
