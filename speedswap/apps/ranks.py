@@ -95,7 +95,7 @@ class Job:
         place: Storage
         if storage in ON_DISK:
             folder, remove = scratch_folder(model, scratch)
-            place = Disk(folder, scratch=True)
+            place = Disk(folder / "tables", scratch=True)  # the folder itself is locked by this process
         else:
             place, remove = as_storage(storage), lambda: None
         return place if self.process_group is None else Ranks(place, self.process_group, reduction="sum"), remove
