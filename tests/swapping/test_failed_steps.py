@@ -242,6 +242,44 @@ def test_step_that_raised_may_be_taken_again_with_the_same_gradient() -> None:
     assert_equal(columns(items), columns(twin))
 
 
+def test_first_step_that_raised_is_taken_back_by_the_next_one() -> None:
+    """In it an optimizer attaches itself; a state_dict in between has nothing of a batch's rows."""
+    items, twin = (speedswap.Embedding(ROWS, DIM, seed=3) for _ in range(2))
+    optimizer = torch.optim.Adam(items.parameters(), lr=0.1)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("in the middle of the step")
+
+    hook = optimizer.register_step_post_hook(fail)  # before the table is written
+    backward(items)
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()
+    hook.remove()
+    assert not optimizer.state_dict()["state"]
+    optimizer.step()
+    train(items, optimizer, range(1, 3))
+    train(twin, torch.optim.Adam(twin.parameters(), lr=0.1), range(3))
+    assert_equal(columns(items), columns(twin))
+
+
+def test_a_step_is_taken_back_under_learning_rate_schedulers() -> None:
+    """Which wrap the optimizer's step as well: one before it is attached, and one after."""
+    items, twin = (speedswap.Embedding(ROWS, DIM, seed=3) for _ in range(2))
+    optimizer = Raises(items.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    train(items, optimizer, range(1))
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    optimizer.zero_grad()
+    backward(items, 1)
+    optimizer.failures = 1
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()
+    assert items.weight.shape == (ROWS, DIM)
+    optimizer.step()
+    train(twin, torch.optim.Adam(twin.parameters(), lr=0.1), range(2))
+    assert_equal(columns(items), columns(twin))
+
+
 def test_step_without_a_gradient_after_one_that_raised_changes_nothing() -> None:
     items = speedswap.Embedding(ROWS, DIM, seed=3)
     optimizer = Raises(items.parameters(), lr=0.1)
