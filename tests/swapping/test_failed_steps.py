@@ -263,7 +263,7 @@ def test_first_step_that_raised_is_taken_back_by_the_next_one() -> None:
 
 
 def test_a_step_is_taken_back_under_learning_rate_schedulers() -> None:
-    """Which wrap the optimizer's step as well: one before it is attached, and one after."""
+    """They wrap the optimizer's step as well: one before it is attached, and one after."""
     items, twin = (speedswap.Embedding(ROWS, DIM, seed=3) for _ in range(2))
     optimizer = Raises(items.parameters(), lr=0.1)
     torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
