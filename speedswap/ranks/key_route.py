@@ -33,6 +33,33 @@ def owners_of_keys(numbers: Tensor, world_size: int) -> Tensor:
     return ((spread >> 32 & 0xFFFFFFFF) * world_size) >> 32
 
 
+def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
+    """Return the number of keys that each rank can own: an equal share, and at least those that it has.
+
+    What is left where some have more is shared equally by the others. Shares stay the same as ranks fill them up, so
+    that a training evicts the same keys after it was loaded.
+
+    Args:
+        capacity: rows of all ranks.
+        used_by: rows that each rank has keys for, in their order; the sum is at most ``capacity``.
+    """
+    shares = [0] * len(used_by)
+    within = [*range(len(used_by))]
+    while within:
+        each, more = divmod(
+            capacity - sum(used for rank, used in enumerate(used_by) if rank not in within), len(within)
+        )
+        for place, rank in enumerate(within):
+            shares[rank] = each + (place < more)
+        beyond = [rank for rank in within if used_by[rank] > shares[rank]]
+        if not beyond:
+            break
+        for rank in beyond:
+            shares[rank] = used_by[rank]
+        within = [rank for rank in within if rank not in beyond]
+    return shares
+
+
 @dataclass(frozen=True)
 class KeyRoute:
     """The keys of several maps that this rank asks the owners about, and those that it is asked about.

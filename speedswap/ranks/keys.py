@@ -14,7 +14,7 @@ from speedswap import kernels
 from speedswap.collectives import Kind, RankGroup, Task
 from speedswap.errors import IdMapError, IdMapFullError
 from speedswap.kernels import deferred_interrupts
-from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys
+from speedswap.ranks.key_route import FULL, NEW, RENEWED, KeyRoute, NewKeys, owners_of_keys, shares_of
 from speedswap.swapping.keyed import KeyedLookup, KeyedRows
 from speedswap.tables import Keys, Table, as_keys
 from speedswap.tables.files.damage import require, says_damaged
@@ -363,33 +363,6 @@ def _fits_ring(part: SavedMap, share: int) -> bool:
     """Return whether keys on probation can stay where they are, in a ring of so many places."""
     used = part.cursor.probation_used
     return used == share or used == part.cursor.last_place < share
-
-
-def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
-    """Return the number of keys that each rank can own: an equal share, and at least those that it has.
-
-    What is left where some have more is shared equally by the others. Shares stay the same as ranks fill them up, so
-    that a training evicts the same keys after it was loaded.
-
-    Args:
-        capacity: rows of all ranks.
-        used_by: rows that each rank has keys for, in their order; the sum is at most ``capacity``.
-    """
-    shares = [0] * len(used_by)
-    within = [*range(len(used_by))]
-    while within:
-        each, more = divmod(
-            capacity - sum(used for rank, used in enumerate(used_by) if rank not in within), len(within)
-        )
-        for place, rank in enumerate(within):
-            shares[rank] = each + (place < more)
-        beyond = [rank for rank in within if used_by[rank] > shares[rank]]
-        if not beyond:
-            break
-        for rank in beyond:
-            shares[rank] = used_by[rank]
-        within = [rank for rank in within if rank not in beyond]
-    return shares
 
 
 def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
