@@ -1,1 +1,1 @@
-"""A log on disk behind the door that every store has: a cache of rows, commits, and rows ahead of their step."""
+"""Stores whose rows live in a log on disk: a row cache, commits, and prefetch."""

@@ -1,7 +1,7 @@
-"""Rows that are held in the cache: brought from disk ahead of their step, and between its gather and its scatter.
+"""Rows held in the cache: prefetched from disk, or kept between a step's gather and its scatter.
 
-Only bringing them into the cache runs ahead: the step that takes them gathers them from there. So nothing has to be
-forwarded from the steps before, which write to the same cache.
+A prefetch only loads rows into the cache; the step itself gathers them from there. So writes of earlier steps, which go
+to the same cache, need not be forwarded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _CPU = torch.device("cpu")
 
 
 class HeldRows(NamedTuple):
-    """A block's rows in the cache: the work that holds them there, and their places."""
+    """A block's rows in the cache: their places, and the work that pins them there."""
 
     bringing: kernels.Bringing
     places: Tensor
 
 
 class _Brought(NamedTuple):
-    """A batch's rows, and the work that holds them in the cache; None where there was no room for more of them."""
+    """A batch's rows, and the work that holds them in the cache; None if the cache had no room for them."""
 
     rows: Tensor
     local: Tensor
@@ -39,12 +39,12 @@ class _Brought(NamedTuple):
 
 
 class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
-    """Rows on their way from disk, for a batch that is to come.
+    """Rows being read from disk for a later batch.
 
     Args:
-        held: takes them over when they are taken.
-        cache: where they are brought.
-        device: where the block goes.
+        held: holds the rows once they have been taken.
+        cache: the cache they are loaded into.
+        device: the block's device.
     """
 
     def __init__(self, held: RowsHeld, cache: LogCache, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
         return Block(found.rows, blocks, found.held), found.local
 
     def abandon(self) -> None:
-        """Let the rows be asked for again, and leave the cache."""
+        """Release the rows; they must be requested again."""
         if not self.is_stale:
             self.is_stale = True
             with suppress(Exception):  # the next gather of these rows raises it again
@@ -98,27 +98,27 @@ class RowsAheadOfStep(Transfer["_Brought | None"], Prefetched):
 
 
 class RowsHeld:
-    """The rows of one store that steps hold in its cache: those to come, and the one that gathered last."""
+    """The rows of one store that later steps, and the step that gathered last, hold in its cache."""
 
     def __init__(self) -> None:
         self._waiting: list[weakref.ref[RowsAheadOfStep]] = []
         self._last: HeldRows | None = None
 
     def keep(self, held: HeldRows) -> HeldRows:
-        """Hold the rows that a step has gathered, which it can be expected to scatter, instead of the last ones."""
+        """Hold the rows that a step has gathered and will probably scatter; release those of the step before."""
         self.taken(None)
         self._last = held
         return held
 
     def taken(self, place: HeldRows | None) -> HeldRows | None:
-        """Return a block's rows if they are still held; nothing is held here any more."""
+        """Return a block's rows if they are still held, and stop holding any."""
         last, self._last = self._last, None
         if last is not None and last is not place:
             last.bringing.release()
         return last if last is place else None
 
     def add(self, cache: LogCache, lookup: Lookup, transfers: Transfers) -> RowsAheadOfStep:
-        """Begin to bring a lookup's rows, with the other transfers of its batch."""
+        """Start loading a lookup's rows, with the other transfers of its batch."""
         prefetch = RowsAheadOfStep(self, cache, lookup.device)
         transfers.add(prefetch, lambda: prefetch.begin(lookup), lookup.device, inputs=[lookup.ids], lookup=lookup)
         self._waiting = [each for each in self._waiting if (other := each()) is not None and not other.is_stale]
@@ -126,7 +126,7 @@ class RowsHeld:
         return prefetch
 
     def stop(self) -> None:
-        """Return when nothing uses the cache any more; the rows of every prefetch are to be asked for again."""
+        """Wait until nothing uses the cache; every prefetch must be requested again."""
         self.taken(None)
         if any(each() is not None for each in self._waiting):
             kernels.finish_transfers()

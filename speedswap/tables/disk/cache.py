@@ -1,4 +1,4 @@
-"""Rows of a log in memory: those that are read or written are brought into a cache, and worked on there."""
+"""The in-memory cache of a log's rows, through which every read and write goes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DiskOptions:
     """The settings of :class:`speedswap.Disk`.
 
     Raises:
-        ValueError: one is of another kind, or out of range.
+        ValueError: a setting has the wrong type, or is out of range.
     """
 
     cache_bytes: int | None = None
@@ -75,9 +75,9 @@ def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
     """Return the bytes of a new table's cache.
 
     Args:
-        table_bytes: of all rows, more than which a cache never has.
-        asked: by the user; by default a quarter of the memory that is free and not promised to other tables' caches,
-            or 16 MiB.
+        table_bytes: the size of all rows; a cache is never larger.
+        asked: the size the user asked for; by default a quarter of the memory that is free and not promised to other
+            tables' caches, or 16 MiB.
     """
     if asked is None:
         with _promises.lock:
@@ -87,7 +87,7 @@ def cache_bytes_for(table_bytes: int, asked: int | None) -> int:
 
 
 def promise(store: _Cached) -> None:
-    """Count a store's cache among the promised memory, as long as the store is there."""
+    """Count a store's cache as promised memory for as long as the store exists."""
     with _promises.lock:
         _open.add(store)
 
@@ -98,7 +98,7 @@ _LEAST_SLOTS = 16
 
 
 class LogCache:
-    """The rows of one table, in the layouts of one manifest, as long as no column is added.
+    """The cached rows of one table, for one set of layouts: adding a column makes a new cache.
 
     Args:
         manifest: the table's.
@@ -106,15 +106,15 @@ class LogCache:
         path: the table's directory, for messages.
         options: the size of the cache.
         writable: whether rows are to be written.
-        commit: to be opened; the last by default.
-        before: the cache whose rows this one goes on with, committed or not, in one layout more; it is closed.
+        commit: the commit to open; the last by default.
+        before: the cache whose rows, committed or not, this one takes over with one more layout; it is closed.
 
     Attributes:
         log: the rows.
         manifest: with the layouts in use.
         layout: the newest.
-        group_bytes: of the rows that are stored as one.
-        nbytes: of the cache.
+        group_bytes: bytes of a group of rows, which are stored together.
+        nbytes: the cache's size.
     """
 
     def __init__(
@@ -174,12 +174,12 @@ class LogCache:
         return self._fields[names]
 
     def pieces(self, count: int) -> Iterator[slice]:
-        """Yield so many rows in pieces that the cache has room for."""
+        """Yield ``count`` rows in pieces that fit in the cache."""
         for start in range(0, count, self._most_rows):
             yield slice(start, min(start + self._most_rows, count))
 
     def is_one_piece(self, rows: Tensor) -> bool:
-        """Return whether the cache has room for rows at once."""
+        """Return whether all rows fit in the cache at once."""
         return len(rows) <= self._most_rows
 
     # ------------------------------------------------------------------ rows
@@ -216,7 +216,7 @@ class LogCache:
             rows: int64, unique, shape (n,), in host memory.
             fields: the columns.
             blocks: shape (n, ...), by column, on any device.
-            room: for all of them; made here where they are several pieces.
+            room: room for all of them; if they are several pieces, it is made here.
 
         Raises:
             TableFullError, TableFormatError: there is no room, or a record is damaged; nothing has changed.
@@ -231,7 +231,7 @@ class LogCache:
         for piece in self.pieces(len(rows)):
             parts = {name: block[piece] for name, block in blocks.items()}
             if is_one_piece:
-                # What comes from a GPU may fail to arrive, and then the row must have its values of before.
+                # A transfer from a GPU may fail, and then the row must keep its old values.
                 overwrite = overwrite and all(part.device.type == "cpu" for part in parts.values())
             elif overwrite:
                 parts = {name: part.to(_CPU) for name, part in parts.items()}
@@ -239,11 +239,11 @@ class LogCache:
                 self.scatter_places(places, fields, parts, room)
 
     def fills_records(self, fields: Mapping[str, kernels.WantedColumn]) -> bool:
-        """Return whether columns are all that is stored of their rows, so that records need not be read."""
+        """Return whether the columns fill whole records, which then need not be read."""
         return self.manifest.group_rows == 1 and len(fields) == len(self.layout.held)
 
     def require_sound(self, pieces: Iterable[Tensor]) -> None:
-        """Read rows that are about to be changed a piece at a time: a damaged one is an error before the first change.
+        """Read the rows to be changed, a piece at a time, so that a damaged one is reported before the first change.
 
         Raises:
             TableFormatError: a record is damaged.
@@ -255,11 +255,11 @@ class LogCache:
                 self._arrived(bringing)
 
     def set_aside(self, names: Iterable[str]) -> None:
-        """Leave columns out of the initial values of fresh rows, because all of their rows are about to be written."""
+        """Skip the initial values of columns whose rows are all about to be written."""
         self.fresh = self.fresh._replace(left_out=frozenset(names))
 
     def make_room(self, rows: int) -> kernels.Room:
-        """Return room for so many rows, the neighbours of a group together; raise TableFullError if there is none."""
+        """Return room for ``rows`` rows in whole groups; raise TableFullError if there is none."""
         with says_if_full(self._path / "rows.log"):
             return self.log.make_room(-(-rows // self.manifest.group_rows), self._reserved)
 
@@ -274,12 +274,12 @@ class LogCache:
         return self.make_room(count * size)
 
     def reserve(self, rows: int) -> None:
-        """Make room as :meth:`make_room` does, and keep it for later writes, in place of what was reserved before."""
+        """Make room as :meth:`make_room` does and keep it for later writes, replacing any earlier reservation."""
         self.give_up_room()
         self._reserved = self.make_room(rows)
 
     def give_up_room(self) -> None:
-        """Keep no room that was reserved and not used."""
+        """Release room that was reserved and not used."""
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
             reserved.release()
@@ -294,13 +294,13 @@ class LogCache:
         """Copy blocks into records of the cache.
 
         Args:
-            places: of the records.
+            places: the records' places.
             fields: the columns.
             blocks: by column.
-            room: that was made for these records and others.
+            room: room made for these records, and perhaps for others.
 
         Raises:
-            TableError: the room did not do, and other records may have been changed.
+            TableError: the room was too small; other records may have changed.
             TableFullError: there is no room; nothing has changed.
         """
         parts = [kernels.Part(field.offset, blocks[name], field.stored) for name, field in fields.items()]
@@ -315,13 +315,13 @@ class LogCache:
                     f"the disk of {self._path} is full, though room had been made, and only some of the rows were "
                     "written; open the table again without closing it to return to its last commit"
                 ) from error
-            except BaseException:  # such as Ctrl-C: records that are marked as changed must be whole
+            except BaseException:  # e.g. Ctrl-C: records marked as changed must be whole
                 self.log.write(places, self._reserved if room is None else room)
                 kernels.scatter_records(self._records, places, parts)
                 raise
 
     def rewrite(self, rows: Tensor) -> None:
-        """Mark rows as changed as they are, so that they are written in the newest layout."""
+        """Mark rows as changed, without changing them, so that they are written in the newest layout."""
         for piece in self.pieces(len(rows)):
             with self.brought(rows[piece]) as places, says_if_full(self._path / "rows.log"):
                 self.log.write(places)
@@ -331,8 +331,8 @@ class LogCache:
         """Hold rows in the cache; yield their places.
 
         Args:
-            rows: int64, shape (n,), in host memory, of one piece.
-            overwrite: whether all their bytes are about to be written, so that they need not be read.
+            rows: int64, shape (n,), in host memory; they must fit in the cache.
+            overwrite: True if all of their bytes are about to be written, so that they need not be read.
         """
         bringing = self.log.bring(rows, overwrite=overwrite)
         assert bringing is not None
@@ -342,18 +342,18 @@ class LogCache:
             bringing.release()
 
     def bring(self, rows: Tensor) -> tuple[kernels.Bringing, Tensor]:
-        """Hold rows of one piece in the cache until the bringing is released; return it, and their places."""
+        """Hold rows of one piece in the cache until the returned handle is released; also return their places."""
         bringing = self.log.bring(rows)
         assert bringing is not None
         return bringing, self.settled(bringing)
 
     def bring_ahead(self, rows: Tensor) -> kernels.Bringing | None:
-        """Begin to bring rows for a step to come; return None if they would take more than half of the cache."""
+        """Start loading rows for a later step; return None if they would take more than half of the cache."""
         most = min(self.log.num_slots // 2, self.log.most_rows)
         return self.log.bring(rows, ahead=True) if len(rows) <= most else None
 
     def settled(self, bringing: kernels.Bringing) -> Tensor:
-        """Wait for rows that are being brought, give values to those that have none, and return their places."""
+        """Wait for rows being loaded, fill those that have no values yet, and return their places."""
         places, fresh = self._arrived(bringing)
         if len(fresh):
             self.fresh.fill(self._records, fresh)
@@ -361,7 +361,7 @@ class LogCache:
         return places
 
     def _arrived(self, bringing: kernels.Bringing) -> tuple[Tensor, Tensor]:
-        """Wait for rows that are being brought; return their places, and the groups that have no values yet."""
+        """Wait for rows being loaded; return their places, and the groups that have no values yet."""
         try:
             return bringing.wait()
         except kernels.RowLogDamaged as error:
@@ -390,7 +390,7 @@ class LogCache:
         return {name: kernels.WantedColumn(self.layout.by_name[name].offset, (), torch.uint8) for name in names}
 
     def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
-        """Overwrite rows by the bytes of their columns, as :meth:`written_rows` yields them."""
+        """Overwrite rows with the bytes of their columns, as :meth:`written_rows` yields them."""
         fields = self._bytes(held)
         if len(held) < len(self.layout.held) or not self._are_groups(rows):
             self.scatter(rows, fields, held)
@@ -405,7 +405,7 @@ class LogCache:
                     self.scatter_places(places, fields, {name: block[piece] for name, block in held.items()}, room)
 
     def _are_groups(self, rows: Tensor) -> bool:
-        """Return whether unique rows are all rows of their groups."""
+        """Return whether unique rows form whole groups."""
         size, num_rows = self.manifest.group_rows, self.manifest.num_embeddings
         groups = kernels.unique(rows // size)[0] if size > 1 else rows
         return len(rows) == int(((groups + 1) * size).clamp(max=num_rows).sub(groups * size).sum())
@@ -413,7 +413,7 @@ class LogCache:
     # ------------------------------------------------------------------ errors
 
     def damage(self, error: kernels.RowLogDamaged) -> TableError:
-        """Return the error of damaged files, or of a commit that is not kept any more."""
+        """Return the error for damaged files, or for a commit that is no longer kept."""
         group, rows = error.group, self.manifest.group_rows
         if group < -1:
             return TableClosedError(

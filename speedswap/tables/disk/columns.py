@@ -1,4 +1,4 @@
-"""The columns of a table in a log: added and given initial values again, without rewriting a row."""
+"""The columns of a table in a log: added, and reset to initial values, without rewriting a row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from speedswap.tables.whole_table import progress
 
 
 def new_log(directory: TableDirectory, manifest: LogManifest) -> LogFiles:
-    """Make the files of a log, with a commit of no rows; those of a scratch table have no names."""
+    """Create the files of a log, with one empty commit; a scratch table's files have no names."""
     files = directory.create_log(manifest.log, named=not manifest.scratch)
     head = LogHead(0, 0, {}, {}).encode(manifest.name)
     with says_if_full(directory.files.path / "HEAD"):
@@ -44,21 +44,21 @@ class LogColumns(OpenedLog):
     def reset_columns(self, columns: Sequence[Column]) -> None:
         names = [column.name for column in columns]
         if any(_source(column) in names[place:] for place, column in enumerate(columns)):
-            for column in columns:  # a copy is of what was there before its source begins anew
+            for column in columns:  # copy before the source is reset
                 self.reset_columns([column])
             return
         if any(self._cache.layout.is_copied(column.name) for column in columns):
             self._commits.changed = True
             for rows in [rows for rows, _ in self._cache.written_rows()]:
-                self._cache.rewrite(rows)  # those of earlier layouts would copy what is reset now
+                self._cache.rewrite(rows)  # else rows of earlier layouts would copy reset values
         self._relayout(reset(self._cache.layout, columns), columns)
         self._commits.changed |= not self._commits.is_saved
 
     def _relayout(self, layout: LogLayout, columns: Sequence[Column]) -> None:
-        """Go on with another layout of records, in which some columns begin anew.
+        """Switch to a new record layout, in which some columns start from initial values.
 
-        It is committed at once where everything else is, and otherwise by the next commit: inside a step, new keys of
-        the batch have rows already, and no commit may have those without the step.
+        It is committed at once if nothing else is uncommitted, and otherwise with the next commit: inside a step, the
+        batch's new keys have rows already, and a commit must not include those without the step.
         """
         self._held.stop()
         commits, before = self._commits, self._cache
@@ -98,7 +98,7 @@ class LogColumns(OpenedLog):
         return LogCache(manifest, self._files, self._directory.path, self._options, writable=True, before=before)
 
     def _describe_again(self) -> None:
-        """Let the manifest be that of the cache in use, whichever it is now."""
+        """Write the manifest of the cache in use."""
         try:
             if not self._options.scratch:
                 self._directory.write_manifest(self._cache.manifest)
@@ -107,7 +107,7 @@ class LogColumns(OpenedLog):
             raise
 
     def _move_to(self, layout: LogLayout, columns: Sequence[Column], was_saved: bool) -> None:
-        """Copy the rows to another log, which takes this one's place with its first commit."""
+        """Copy the rows to another log, which replaces this one with its first commit."""
         before, old_files, commits = self._cache, self._files, self._commits
         if before.log.held:
             raise TableTooLargeError(
@@ -119,7 +119,7 @@ class LogColumns(OpenedLog):
         try:
             self._files = new_log(self._directory, manifest)
             self._cache = cache = self._continued(manifest, None)
-            cache.set_aside(kept)  # of which all rows of a group come at once
+            cache.set_aside(kept)  # all rows of a group are put at once
             for rows, held in before.written_rows():
                 cache.put(rows, {name: held[name] for name in kept})
                 _copy_sources(cache, layout, rows, columns)
@@ -149,18 +149,18 @@ class LogColumns(OpenedLog):
             self._take_place()
 
     def _take_place(self) -> None:
-        """Let the manifest name the log in use, whose first commit is durable."""
+        """Name the log in use, whose first commit is durable, in the manifest."""
         if not self._options.scratch:
             self._directory.write_manifest(self._cache.manifest)
         self._commits.start(self._cache.log)
 
     def _replace(self) -> None:
-        """Let the log in use take the place of the one before."""
+        """Replace the previous log with the one in use."""
         self._take_place()
         self._directory.discard_logs(keep=self._cache.manifest.log)
 
     def _write_initial(self, columns: Sequence[Column]) -> None:
-        """Write initial values that cannot be computed again once the table is opened anew."""
+        """Write the initial values that cannot be computed again after the table is reopened."""
         columns = [column for column in columns if not is_lazy(column)]
         if not columns:
             return
@@ -175,12 +175,12 @@ class LogColumns(OpenedLog):
 
 
 def _source(column: Column) -> str | None:
-    """Return the name of the column that one begins as a copy of."""
+    """Return the name of the column that this one starts as a copy of."""
     return column.init.column if isinstance(column.init, CopyOf) else None
 
 
 def _copy_sources(cache: LogCache, layout: LogLayout, rows: torch.Tensor, columns: Sequence[Column]) -> None:
-    """Give columns that begin as copies the values of the columns that they copy."""
+    """Fill columns that start as copies with the values of their sources."""
     for held in (layout.by_name[column.name] for column in columns):
         if held.source is not None:
             source, field = cache.fields((held.source,)), cache.fields((held.column.name,))

@@ -1,4 +1,4 @@
-"""The commits of a table in a log: when one is due, and what it holds beside the rows."""
+"""The commits of a table in a log: when one is due, and what it holds in addition to the rows."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _NEARLY_FULL = 64 * 2**20  # bytes that a log may take at once as it grows, and 
 
 
 class LogCommits:
-    """The commits of one store. It must not refer to the table, nor to the store.
+    """The commits of one store. It must not hold a reference to the table or the store.
 
     Args:
         directory: the table's files.
         name: the table's, for messages.
-        head: of the commit that was opened.
+        head: the head of the commit that was opened.
         options: the store's.
-        notes: of the rows, committed with them.
+        notes: the store's notes, committed with the rows.
 
     Attributes:
         keys: the id maps in their files.
         layout: the number of the newest layout.
-        changed: whether rows have changed since the last commit was begun.
-        begun: the last commit that was begun, or opened.
-        step_bytes: of the records that were written since the last step ended.
+        changed: True if rows have changed since the last commit began.
+        begun: the last commit that began, or was opened.
+        step_bytes: bytes of the records written since the last step ended.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class LogCommits:
         self.begun = self.step_bytes = 0
         self._head = b""
         self._kept: dict[int, set[str]] = {}  # files of id maps and heads, by the commit that names them
-        self._of_former_log: set[str] = set()  # such files, until another log has taken its place
+        self._of_former_log: set[str] = set()  # files of the old log, until another log has replaced it
         self._may_have_strays = True
         self._take_place: Callable[[], None] | None = None
         self._steps, self._last = 0, time.monotonic()
         self.adopt(head)
 
     def start(self, log: kernels.RowLog) -> None:
-        """Note the commit that is open, and those that are held."""
+        """Record the commit that is open, and those that are held."""
         self.begun = log.durable
         self._head = self._encoded(self.keys.files)
         if self._directory.writable:
@@ -73,10 +73,10 @@ class LogCommits:
         self._may_have_strays = True  # of a process that was killed
 
     def move(self, take_place: Callable[[], None]) -> None:
-        """Note that the rows are in another log, without a commit yet.
+        """Record that the rows are in another log, which has no commit yet.
 
         Args:
-            take_place: is called once its first commit is durable, and calls :meth:`start`.
+            take_place: called once its first commit is durable; it calls :meth:`start`.
         """
         self._of_former_log = set().union(*self._kept.values(), self._of_former_log)
         self._kept.clear()
@@ -84,11 +84,11 @@ class LogCommits:
         self._take_place = take_place
 
     def _files_of(self, body: bytes) -> set[str]:
-        """Return the names of the files that a commit needs, by its head as the log has it."""
+        """Return the names of the files that a commit needs, given its head as stored in the log."""
         return read_head(body, self._name, self._directory.read_bytes)[1]
 
     def adopt(self, head: LogHead) -> None:
-        """Let a commit's head be the present one."""
+        """Make a commit's head the current one."""
         self._notes.attributes.clear()
         self._notes.attributes.update(head.attributes)
         self._notes.writes = self._writes = head.writes
@@ -96,7 +96,7 @@ class LogCommits:
         self.keys.files = dict(head.id_maps)
 
     def return_to(self, head: LogHead, log: kernels.RowLog) -> None:
-        """Let a commit to which the rows have returned be the present one; the next saves the id maps as they are."""
+        """Make the commit that the rows were rolled back to the current one; the next saves the whole id maps."""
         self.adopt(head)
         self.start(log)
         self.changed = False
@@ -105,17 +105,17 @@ class LogCommits:
     # ------------------------------------------------------------------ commits
 
     def step(self, log: kernels.RowLog) -> None:
-        """Note that a step has ended, and begin a commit if one is due.
+        """Record the end of a step, and begin a commit if one is due.
 
-        One that is due by the number of steps waits until the commit before is durable: never more steps are lost than
-        were agreed. What time asks for can wait for a later step.
+        A commit that is due by the number of steps waits until the previous one is durable, so that no more steps can
+        be lost than the user allowed. A commit that is due by time can wait for a later step.
         """
         self._steps += 1
         step_bytes, self.step_bytes = self.step_bytes, 0
         every, seconds = self._options.commit_every, self._options.commit_seconds
         if (self.changed or self._notes.writes != self._writes) and (
             (every is not None and self._steps >= every)
-            or self._is_tight(log, 2 * step_bytes)  # of this very step, so that the next one may find room
+            or self._is_tight(log, 2 * step_bytes)  # this very step's commit, so that the next step may find room
             or (
                 log.durable == self.begun
                 and (log.crowded or (seconds is not None and time.monotonic() - self._last >= seconds))
@@ -128,11 +128,11 @@ class LogCommits:
     def begin(self, log: kernels.RowLog, *, hold: bool = False) -> int:
         """Begin a commit of rows, attributes and id maps as they are now, and return its number.
 
-        At most one commit is not durable: this waits for the one before.
+        At most one commit is in flight: this waits for the previous one.
 
         Args:
             log: the rows.
-            hold: keep it until :meth:`kernels.RowLog.let_go`.
+            hold: keep the commit until :meth:`kernels.RowLog.let_go`.
         """
         log.wait(self.begun)
         discarded = self._discard_keys(log)
@@ -145,7 +145,7 @@ class LogCommits:
             saving.writes.append((file, 0, torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
             head, names = LogHead.elsewhere(name, body), names | {name}
         writes = [(file.fd, at, raw) for file, at, raw in saving.writes]
-        writes += [(file.fd, 0, NOTHING) for file in discarded]  # to be closed by another thread than this one
+        writes += [(file.fd, 0, NOTHING) for file in discarded]  # another thread closes them
         with says_if_full(self._directory.files.path / "rows.log"), deferred_interrupts():
             self.begun = log.begin_commit(head, hold=hold, files=writes)
             self.keys.accept(saving)
@@ -160,7 +160,7 @@ class LogCommits:
 
     @staticmethod
     def can_go_on(log: kernels.RowLog) -> bool:
-        """Return whether a commit that failed did so before it began."""
+        """Return whether a failed commit failed before it began."""
         try:
             log.wait(log.durable)
         except OSError:
@@ -168,7 +168,7 @@ class LogCommits:
         return True
 
     def _is_tight(self, log: kernels.RowLog, needed: int) -> bool:
-        """Return whether the disk may have no room for so many bytes."""
+        """Return whether the disk may lack room for ``nbytes`` bytes."""
         stats = log.stats()
         needed += stats["dirty"] * stats["record_bytes"] + _NEARLY_FULL
         if self._options.scratch or stats["unused_bytes"] > needed:
@@ -177,15 +177,15 @@ class LogCommits:
         return disk.f_bavail * disk.f_frsize < needed
 
     def free_room(self, log: kernels.RowLog) -> bool:
-        """Let what the last commit has made superfluous be written again, where a step has ended with it.
+        """Free the space that the last commit made obsolete, if a step ended with it.
 
         Returns:
-            Whether there is more room than before.
+            True if there is more room than before.
         """
         if self._options.scratch or len(self._head) > HEAD_BYTES:
             return False
         before = log.stats()["unused_bytes"]
-        for _ in range(2):  # what is cleaned after one commit can be used after another
+        for _ in range(2):  # space cleaned after one commit is usable after the next
             log.wait(self.begun)
             with deferred_interrupts():
                 self.begun = log.begin_commit(self._head)
@@ -195,7 +195,7 @@ class LogCommits:
         return log.stats()["unused_bytes"] > before
 
     def finish(self, log: kernels.RowLog) -> None:
-        """Return when everything is durable: rows, attributes and id maps."""
+        """Wait until rows, attributes and id maps are durable."""
         if self._options.scratch:
             return
         if not self.is_saved:
@@ -206,21 +206,21 @@ class LogCommits:
 
     @property
     def is_saved(self) -> bool:
-        """True if the last commit that was begun has everything."""
+        """True if nothing has changed since the last commit began."""
         if self.changed or self.is_moving or self._options.scratch or self.keys.have_changed:
             return False
         return self._encoded(self.keys.files) == self._head
 
     @property
     def is_moving(self) -> bool:
-        """True until the log in use has its first commit, and takes the place of the one before."""
+        """True until the log in use has its first commit and replaces the previous one."""
         return self._take_place is not None
 
     def _encoded(self, key_files: dict[str, KeyFiles]) -> bytes:
         return LogHead(self.layout, self._notes.writes, self._notes.up_to_date(), key_files).encode(self._name)
 
     def _discard_keys(self, log: kernels.RowLog) -> list[OpenFile]:
-        """Remove files that no commit names that can still be opened; return them open."""
+        """Remove files that no openable commit names; return them open."""
         if not self._may_have_strays and not any(self._kept.values()):
             return []
         held, durable = log.held, log.durable

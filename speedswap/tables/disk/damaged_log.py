@@ -1,4 +1,4 @@
-"""The chunks of a log that may be damaged anywhere: a scan that trusts nothing and is stopped by nothing."""
+"""The chunks of a log that may be damaged anywhere, found by a scan that trusts nothing and never stops early."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Chunk(NamedTuple):
     """Records that were written together.
 
     Attributes:
-        segment, at: its place: the byte of the segment.
-        seq, layout, first, stamp: as its header has them, or as its neighbours say.
-        groups: of its records, uint32; some may be unknown.
-        committed: False if it may be one that was never committed.
-        after: if its header is damaged, a seq that it certainly comes after; its groups may be others then.
+        segment, at: its segment, and its byte offset there.
+        seq, layout, first, stamp: from its header, or inferred from its neighbours.
+        groups: its records' groups, uint32; some may be unknown.
+        committed: False if it may never have been committed.
+        after: if its header is damaged, a seq that certainly precedes it; its groups may then be wrong.
     """
 
     segment: int
@@ -48,18 +48,18 @@ class Chunk(NamedTuple):
 
 
 class DamagedLog:
-    """A log, to be read whatever has happened to it.
+    """A log that may be damaged, open for reading.
 
     Args:
-        manifest: of the table, up to the layout of the commit.
+        manifest: the table's, up to the layout of the commit.
         fd: the file.
         last: the sequence number of the commit's last chunk; None if no commit is known.
-        index: the sum and the number of its groups.
+        index: the checksum and the number of its groups.
 
     Attributes:
-        chunks: of the commit, the oldest first.
+        chunks: the commit's, oldest first.
         newest: the address of each group's record; 0 for none.
-        is_whole: whether these are all records of the commit, so that only their bytes can be damaged.
+        is_whole: True if these are all of the commit's records, so that only their bytes can be damaged.
     """
 
     def __init__(self, manifest: LogManifest, fd: int, last: int | None, index: tuple[int, int] | None) -> None:
@@ -73,7 +73,7 @@ class DamagedLog:
         self.chunks, self.is_whole = self._found()
 
     def _found(self) -> tuple[list[Chunk], bool]:
-        """Return the chunks that add up to the commit, or else those that are surely of one, and whether they do."""
+        """Return the chunks that add up to the commit and True, or else those surely committed and False."""
         reached = [chunk for segment in range(self._segments) for chunk in self._walk(segment)[0]]
         reached.sort(key=_in_order)
         if self._adds_up(reached):
@@ -91,7 +91,7 @@ class DamagedLog:
     # ------------------------------------------------------------------ chunks
 
     def _walk(self, segment: int, *, on: bool = False) -> tuple[list[Chunk], int]:
-        """Return a segment's chunks up to the first that is damaged, or all with ``on``, and where they end."""
+        """Return a segment's chunks up to the first damaged one (all of them with ``on``), and where they end."""
         chunks: list[Chunk] = []
         at = 0
         while at + _BLOCK < self._bytes:
@@ -108,7 +108,7 @@ class DamagedLog:
         return chunks, self._bytes
 
     def _beyond(self, segment: int) -> list[Chunk]:
-        """Return what the walk of a segment does not reach."""
+        """Return the chunks that the walk of a segment does not reach."""
         chunks, end = self._walk(segment, on=True)
         found = chunks[len(self._walk(segment)[0]) :]
         ends: list[Chunk | None] = [None, *chunks, None]
@@ -119,7 +119,7 @@ class DamagedLog:
         return found
 
     def _chunk_at(self, segment: int, at: int) -> Chunk | None:
-        """Return the chunk whose header is there, if no more than a bit of that has flipped."""
+        """Return the chunk whose header starts here, if at most one bit of the header has flipped."""
         block = self._read(segment * self._bytes + at, _BLOCK)
         salt = self.manifest.salt.to_bytes(8, "little")
         if block[:4] != b"SSWL" and block[8:16] != salt:
@@ -138,11 +138,11 @@ class DamagedLog:
         )
 
     def _rest(self, segment: int, at: int, until: int, before: Chunk | None, after: Chunk | None) -> list[Chunk]:
-        """Return what is left of a chunk whose header is damaged: records whose checksums tell whose they are.
+        """Return what is left of a chunk whose header is damaged: records identified by their checksums.
 
         Args:
-            segment, at: its place.
-            until: the byte of the segment at which it ends, at the latest.
+            segment, at: its segment, and its byte offset there.
+            until: the latest byte of the segment at which it can end.
             before, after: its neighbours.
         """
         block = self._read(segment * self._bytes + at, _BLOCK)
@@ -151,7 +151,7 @@ class DamagedLog:
         if near is not None:
             layout, stamp = near.layout, near.stamp
         if layout >= len(self.strides) or self._chunk_at(segment, at) is not None:
-            return []  # it can be of any layout, or it is of an earlier use of the segment
+            return []  # any layout is possible, or it is from an earlier use of the segment
         first = self._first(at, layout)
         most = min(self._most(at, layout), until // self.strides[layout] - first)
         groups = np.frombuffer(block, "<u4", max(most, 0), _GROUPS_AT).copy()
@@ -174,14 +174,14 @@ class DamagedLog:
         return [chunk._replace(groups=groups[:end], seq=seq if in_order else low, committed=in_order, after=low)]
 
     def _proven(self, chunk: Chunk, after: int) -> Chunk:
-        """Return a chunk without the groups that its records do not confirm, before all that may be newer."""
+        """Return a chunk without the groups that its records do not confirm, ordered before all that may be newer."""
         intact = self.are_intact(chunk, self.records(chunk))
         return chunk._replace(seq=after, groups=np.where(intact, chunk.groups, np.uint32(_UNKNOWN)))
 
     def _judged(self, chunk: Chunk, anchors: Sequence[int]) -> Chunk:
-        """Return a chunk with whether it was committed: a later one of the same life was.
+        """Return a chunk marked as committed if a later one of the same life was.
 
-        What is reached was committed, since each life makes the rest of the one before unreachable.
+        Reachable chunks were committed, since each life makes the uncommitted rest of the previous one unreachable.
         """
         place = bisect_left(anchors, chunk.seq)
         is_sure = place < len(anchors) and anchors[place] < chunk.seq + _SAME_LIFE
@@ -230,9 +230,9 @@ class DamagedLog:
             yield np.uint32(begin), self.newest[begin : begin + _PIECE]
 
     def _adds_up(self, chunks: Sequence[Chunk]) -> bool:
-        """Make the index of some chunks; return whether it is the commit's."""
+        """Build the index of some chunks; return whether it is the commit's."""
         nbytes = self.manifest.num_groups * 4
-        # Unlike an array of NumPy's, it takes no room for what is never written.
+        # Unlike a NumPy array, it takes no memory for pages that are never written.
         self.newest = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint32)
         stamps = np.zeros(self._segments, np.uint64)
         total = touched = 0

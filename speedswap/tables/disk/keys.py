@@ -1,4 +1,4 @@
-"""The id maps of a table in a log: files of pieces, to which each commit adds what has changed."""
+"""The id maps of a table in a log: files of pieces, to which each commit appends the changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from speedswap.tables.files.manifest import (
 from speedswap.tables.files.open_directory import OpenFile, says_if_full, write_all
 from speedswap.tables.id_map import IdMap
 
-HEAD_BYTES = 65_000  # of a commit's head, at most; more goes to a file that it names
+HEAD_BYTES = 65_000  # a longer commit head goes to a file that it names
 
 
 KeyFiles = tuple[tuple[str, int | None], ...]
@@ -60,13 +60,13 @@ def _key_files(found: object, problem: str) -> KeyFiles:
 
 @dataclass(frozen=True)
 class LogHead:
-    """The part of a table that changes with every commit, beside its rows.
+    """The part of a table, other than its rows, that changes with every commit.
 
     Attributes:
         layout: the number of the newest layout.
         writes: the number of scatters so far.
         attributes: plain data kept with the rows.
-        id_maps: files of the maps from keys to rows, by name.
+        id_maps: files of the id maps, by name.
     """
 
     layout: int
@@ -78,7 +78,7 @@ class LogHead:
         """Return the head as JSON.
 
         Raises:
-            TypeError, ValueError: the attributes are not plain data, or too much of it.
+            TypeError, ValueError: the attributes are not plain data, or too long.
         """
         body = json.dumps(vars(self)).encode()
         if len(body) > MAX_BYTES:
@@ -90,12 +90,12 @@ class LogHead:
 
     @staticmethod
     def elsewhere(file: str, body: bytes) -> bytes:
-        """Return what stands for a head that is in a file."""
+        """Return the log's reference to a head that is in a file."""
         return json.dumps({"file": file, "crc32": zlib.crc32(body)}).encode()
 
     @classmethod
     def parse(cls, body: bytes, table: str) -> LogHead:
-        """Check a head, as the log has it.
+        """Parse and check a head as stored in the log.
 
         Raises:
             TableFormatError: it is damaged.
@@ -111,11 +111,11 @@ class LogHead:
 
 
 def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[LogHead, set[str]]:
-    """Return a commit's head, and the names of all files that the commit needs beside the log.
+    """Return a commit's head, and the names of all files that the commit needs in addition to the log.
 
     Args:
-        body: the head, as the log has it.
-        table: its name, for messages.
+        body: the head as stored in the log.
+        table: the table's name, for messages.
         read: returns the content of a file of the table.
 
     Raises:
@@ -136,22 +136,22 @@ def read_head(body: bytes, table: str, read: Callable[[str], bytes]) -> tuple[Lo
 
 
 _MOST_FILES = 16
-_LEAST_OPEN, _OPEN_SHARE = 64, 8  # files that a commit leaves to the background: it holds them open
-_MOST_AHEAD = 2**20  # bytes of room that a file gets beyond its present end, so that not every step asks for some
+_LEAST_OPEN, _OPEN_SHARE = 64, 8  # files that a commit leaves open for the background thread
+_MOST_AHEAD = 2**20  # bytes allocated beyond a file's end, so that not every step has to allocate
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 """The bytes of a write that only syncs."""
 
 
 class _KeysInFiles(NamedTuple):
-    """A map as its files have it.
+    """A map as stored in its files.
 
     Attributes:
-        version: of the map.
+        version: the map's version.
         sweep: its state.
         file: the name of the last file, if this process appends to it.
-        room: the bytes that are allocated for it.
-        first: the place of the file in which the sweep began, among the map's files.
+        room: bytes allocated for that file.
+        first: the index, among the map's files, of the one in which the sweep began.
     """
 
     version: int
@@ -165,8 +165,9 @@ class KeysToSave(NamedTuple):
     """The part of the maps that a commit saves.
 
     Attributes:
-        files: of all maps.
-        writes: to files: the first byte, and the bytes, uint8; none to sync a file alone, as the directory.
+        files: the files of all maps.
+        writes: for each file, the offset and the bytes, uint8; no bytes for a file (or the directory) that is only
+            synced.
     """
 
     files: dict[str, KeyFiles]
@@ -177,14 +178,14 @@ class KeysToSave(NamedTuple):
 class LogKeys:
     """The id maps of one store in their files.
 
-    A piece is never written over while a commit may name it: a file that was found is not appended to.
+    A piece is never overwritten while a commit may name it: files that existed at opening are not appended to.
 
     Args:
         directory: the table's.
         id_maps: by name.
 
     Attributes:
-        files: of each map, with the bytes of each file that count, as the last commit names them.
+        files: each map's files with their valid lengths in bytes, as the last commit names them.
     """
 
     def __init__(self, directory: TableDirectory, id_maps: dict[str, IdMap]) -> None:
@@ -202,10 +203,10 @@ class LogKeys:
     # ------------------------------------------------------------------ reading
 
     def read(self, num_embeddings: int, *, frozen: bool) -> None:
-        """Read the id maps from their files, unless that was done.
+        """Read the id maps from their files, unless they have been read.
 
         Raises:
-            TableFormatError: one is missing or damaged, or of another number of rows.
+            TableFormatError: one is missing or damaged, or has a different number of rows.
         """
         for name, files in self.files.items():
             if self._read.get(name) == files:
@@ -216,7 +217,7 @@ class LogKeys:
                 raise TableFormatError(
                     f"{what} is damaged: it has rows 0 to {found.capacity}, but the table {num_embeddings} rows"
                 )
-            if name in self._id_maps:  # modules have this one
+            if name in self._id_maps:  # modules hold this object
                 self._id_maps[name].become(found)
             else:
                 self._id_maps[name] = found
@@ -224,11 +225,11 @@ class LogKeys:
             self._saved[name] = _KeysInFiles(self._id_maps[name].version, self._id_maps[name].state)
 
     def forget_files(self) -> None:
-        """Note that other files may have the names of those that were read."""
+        """Forget the files that were read: others may have taken their names."""
         self._read.clear()
 
     def keep_own(self) -> None:
-        """Note that the maps are as their files have them, where they have not changed since the last commit."""
+        """Record that maps match their files, if they have not changed since the last commit."""
         own = {name for name, id_map in self._id_maps.items() if self._is_saved(name, id_map)}
         self._read = {name: files for name, files in self.files.items() if name in own}
 
@@ -236,7 +237,7 @@ class LogKeys:
         found, what = [], ""
         for file, nbytes in files:
             what, raw = f"{self._directory.path / file}", self._directory.read_keys(file)
-            if nbytes is None:  # of earlier versions: a map as a whole
+            if nbytes is None:  # written by earlier versions: a whole map
                 found.append(decode(raw, what))
             elif nbytes <= len(raw):
                 found += pieces(raw[:nbytes], what)
@@ -249,19 +250,19 @@ class LogKeys:
     # ------------------------------------------------------------------ saving
 
     def differ(self) -> None:
-        """Note that the maps are not those of the files, and are saved as a whole with the next commit."""
+        """Record that the maps differ from the files, so that the next commit saves them as a whole."""
         self._saved.clear()
 
     @property
     def have_changed(self) -> bool:
-        """True if a map is not as its files have it."""
+        """True if a map differs from its files."""
         return any(not self._is_saved(name, id_map) for name, id_map in self._id_maps.items())
 
     def _is_saved(self, name: str, id_map: IdMap) -> bool:
         return name in self._saved and self._saved[name].version == id_map.version
 
     def begin(self, *, nothing: bool = False) -> KeysToSave:
-        """Return what the next commit has to write; :meth:`accept` says that it has begun.
+        """Return what the next commit has to write; :meth:`accept` must be called once it has begun.
 
         Args:
             nothing: True for a table without commits.
@@ -276,7 +277,7 @@ class LogKeys:
         return saving
 
     def accept(self, saving: KeysToSave) -> None:
-        """Note that a commit has begun, which writes this."""
+        """Record that a commit that writes this has begun."""
         self.files, self._saved = saving.files, saving.saved
 
     def _add(self, saving: KeysToSave, name: str, id_map: IdMap) -> None:
@@ -311,12 +312,12 @@ class LogKeys:
             saving.saved[name] = _KeysInFiles(version, sweep, files[-1][0], room, first)
 
     def new_file(self, saving: KeysToSave) -> tuple[str, OpenFile]:
-        """Make a file whose name is durable before the commit; return the name and the file."""
+        """Create a file whose name is durable before the commit; return the name and the file."""
         if all(file is not self._directory.files for file, _, _ in saving.writes):
             saving.writes.append((self._directory.files, 0, NOTHING))
         return self._directory.create_keys()
 
 
 def _most_open() -> int:
-    """Return the files that the background may hold open: a share of what the process may."""
+    """Return how many files the background thread may hold open: a share of the process's limit."""
     return max(_LEAST_OPEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _OPEN_SHARE)

@@ -1,7 +1,7 @@
-"""The records of a table on disk, as they are and as they were: a layout is added, and no row is rewritten.
+"""The present and earlier record layouts of a table on disk: adding a layout rewrites no row.
 
-A record that was written in an earlier layout is read as one of the newest: columns whose values still count are copied
-to their new places, and the others get their initial values.
+A record written in an earlier layout is converted to the newest when it is read: columns whose values are still valid
+are copied to their new offsets, and the others get their initial values.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ Move = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class HeldColumn:
-    """A column as a layout holds it.
+    """A column within a layout.
 
     Attributes:
-        column: as the table was made with it.
-        offset: in bytes, into a record.
-        birth: the number of the layout since which its values count; those of earlier records do not.
-        origin: of the values of untouched rows; that of the column as the layout was made with it, also with another
-            ``init``.
-        source: the column that rows were copied from at its birth, if it began as a copy.
+        column: the column as it was created.
+        offset: its offset in a record, in bytes.
+        birth: the number of the layout since which its values are valid; those of earlier records are not.
+        origin: the origin of untouched rows' values, as of the layout's creation, even if ``init`` changed since.
+        source: the column that it started as a copy of, if it did.
     """
 
     column: Column
@@ -52,9 +51,9 @@ class LogLayout:
     """The records of one layout.
 
     Attributes:
-        number: the layout's; chunks of the log name it.
+        number: its number, which chunks of the log name.
         stride: bytes from a record to the next.
-        held: the columns, in their order within a record.
+        held: the columns, in record order.
     """
 
     number: int
@@ -63,11 +62,11 @@ class LogLayout:
 
     @classmethod
     def of(cls, columns: Sequence[Column], origins: Mapping[str, Origin] | None = None) -> LogLayout:
-        """Return the layout of a table that has no rows on disk.
+        """Return the first layout of a table that has no rows on disk.
 
         Args:
-            columns: its columns.
-            origins: of their values; by default no column has begun anew since another one copied it.
+            columns: the table's columns.
+            origins: the origins of their values; by default no column was reset after another one copied it.
         """
         layout = added(None, columns)
         if origins is None:
@@ -82,7 +81,7 @@ class LogLayout:
 
     @cached_property
     def by_name(self) -> dict[str, HeldColumn]:
-        """The columns as they are held, by name."""
+        """The columns as held in this layout, by name."""
         return {each.column.name: each for each in self.held}
 
     def fields(self, names: Sequence[str]) -> dict[str, kernels.WantedColumn]:
@@ -91,18 +90,18 @@ class LogLayout:
         return {each.column.name: each.column.at(each.offset) for each in held}
 
     def younger_than(self, number: int) -> list[HeldColumn]:
-        """Return the columns that a record of an earlier layout has no values for, in the order of their birth."""
+        """Return the columns without values in records of an earlier layout, in order of birth."""
         return sorted((each for each in self.held if each.birth > number), key=lambda each: each.birth)
 
     def is_copied(self, name: str) -> bool:
-        """Return whether another column began as a copy of this one."""
+        """Return whether another column started as a copy of this one."""
         return any(each.source == name for each in self.held)
 
 
 def least_group(num_embeddings: int, stride: int) -> int:
-    """Return the number of neighbouring rows that are stored as one.
+    """Return the number of neighbouring rows that are stored as a group.
 
-    It is 1 for records of 256 bytes and more, unless so many rows could not be counted.
+    It is 1 for records of 256 bytes and more, unless the table has more rows than the log can count.
     """
     rows = 1
     while rows * stride < GROUP_BYTES or -(-num_embeddings // rows) > _MAX_GROUPS:
@@ -131,11 +130,11 @@ def _with_columns(number: int, held: tuple[HeldColumn, ...], columns: Sequence[C
 
 
 def reset(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
-    """Return a layout's successor, in which every row has initial values in some columns.
+    """Return a layout's successor, in which some columns have initial values in every row.
 
     Args:
         layout: the newest.
-        columns: names and initial values; everything else is taken from the layout's own columns.
+        columns: names and initial values; everything else is taken from the layout's columns.
     """
     known, number = dict(layout.by_name), layout.number + 1
     for column in columns:
@@ -146,19 +145,19 @@ def reset(layout: LogLayout, columns: Sequence[Column]) -> LogLayout:
 
 
 def collapsed(layout: LogLayout) -> LogLayout:
-    """Return the layout of a copy, in which no record is of an earlier one."""
+    """Return the layout of a copy, which has no records in earlier layouts."""
     held = tuple(replace(each, birth=0, source=None) for each in layout.held)
     return LogLayout(0, layout.stride, held)
 
 
 def _born(held: HeldColumn, start: Column, known: Mapping[str, HeldColumn]) -> HeldColumn:
-    """Return a column that starts, in every row, with these initial values."""
+    """Return a column that starts with these initial values in every row."""
     source = start.init.column if isinstance(start.init, CopyOf) else None
     return replace(held, source=source, origin=Origin.of(start, {name: each.origin for name, each in known.items()}))
 
 
 def moves(old: LogLayout, newest: LogLayout, group_rows: int) -> list[Move]:
-    """Return the bytes of a group in an earlier layout that count in the newest one."""
+    """Return which bytes of a group in an earlier layout are valid in the newest one."""
     before = old.by_name
     return [
         (row * old.stride + before[name].offset, row * newest.stride + each.offset, each.column.row_bytes)
@@ -173,10 +172,10 @@ class FreshRows(NamedTuple):
 
     Args:
         layout: the newest.
-        group_rows: neighbouring rows that are stored as one.
+        group_rows: neighbouring rows stored as a group.
         num_embeddings: rows.
-        seed: of the initial values.
-        left_out: names of columns that stay as they are.
+        seed: the table's seed.
+        left_out: names of columns that are not filled.
     """
 
     layout: LogLayout
@@ -186,18 +185,18 @@ class FreshRows(NamedTuple):
     left_out: frozenset[str] = frozenset()
 
     def fill(self, records: kernels.Records, fresh: Tensor) -> None:
-        """Write values to records that have none.
+        """Write initial values to records that have none.
 
         Args:
             records: in the newest layout, ``group_rows`` for each slot.
             fresh: int64, shape (m, 3): a slot, the group in it, and the number of the layout in which the group was
-                written, with its values copied to the newest one; -1 for one that was never written.
+                written (its values are copied to the newest one already), or -1 if it was never written.
         """
         for number in kernels.unique(fresh[:, 2] + 1)[0].sub(1).tolist():
             slots, groups = fresh[fresh[:, 2] == number, :2].unbind(1)
             order = groups.argsort()
             rows, places = self.rows_of(groups[order]), self.rows_of(slots[order])
-            inside = rows < self.num_embeddings  # the last group may have room for more
+            inside = rows < self.num_embeddings  # the last group may be partly empty
             if not inside.all():
                 rows, places = rows[inside], places[inside]
             parts = [
@@ -212,8 +211,8 @@ class FreshRows(NamedTuple):
 
         Args:
             groups: int64, shape (n,).
-            held: their bytes, uint8, contiguous; what their layout lacks of the newest is filled.
-            layout: the number of the layout in which they were written; -1 if they were not.
+            held: their bytes, uint8, contiguous; columns that their layout lacks are filled.
+            layout: the number of the layout in which they were written; -1 if they never were.
         """
         records = records_over(held.view(-1, self.layout.stride))
         if layout != self.layout.number:
@@ -235,7 +234,7 @@ class FreshRows(NamedTuple):
         return (groups[:, None] * self.group_rows + torch.arange(self.group_rows)).flatten()
 
     def _values(self, held: HeldColumn, number: int, rows: Tensor, records: kernels.Records, places: Tensor) -> Tensor:
-        if number >= 0 and held.source is not None:  # as the row was when the column was made
+        if number >= 0 and held.source is not None:  # the row as of the column's creation
             source = self.layout.by_name[held.source]
             if source.birth <= number:
                 values = torch.empty(len(places), *source.column.row_shape, dtype=source.column.dtype)

@@ -1,4 +1,4 @@
-"""A log as this process has it open: to write it, or to read what another process commits."""
+"""A log that this process has open: as its writer, or to read what another process commits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from speedswap.tables.store import Checked, Files, RowStore
 
 _FORK_SECONDS, _TRIES = 10.0, 100
 
-_of_parents: list[LogCache] = []  # whose threads are not in this process: they are never closed here
+_of_parents: list[LogCache] = []  # a forked child lacks their threads and never closes them
 
 
 class OpenedLog(RowStore, Files):
-    """The part of a store that opens its log, and follows it where another process writes it.
+    """The part of a store that opens its log, and follows another process that writes it.
 
     Args:
         directory: the table's files.
-        manifest: what they describe.
+        manifest: the manifest that describes them.
         files: the log, and the heads of its commits.
         options: cache and commits.
-        commit: the commit to open; the last by default. A store that only reads stays at it.
+        commit: the commit to open; the last by default. A read-only store stays at it.
     """
 
     storage = "disk"
@@ -71,22 +71,22 @@ class OpenedLog(RowStore, Files):
         promise(self)
 
     def _opened(self, manifest: LogManifest, commit: int | None = None) -> LogCache:
-        """Open the log, in the layout of the commit that it returns to."""
+        """Open the log in the layout of the commit it is rolled back to."""
         given = self._files, self._directory.path, self._options
-        self._described = manifest  # with layouts that may not have been committed
+        self._described = manifest  # including layouts that may not have been committed
         cache = LogCache(manifest, *given, writable=not self._reads, commit=commit)
         layout = self._head_of(cache).layout
         if layout == cache.layout.number:
             return cache
-        cache.log.close()  # columns were about to be added, or were added after this commit
+        cache.log.close()  # columns were being added, or were added after this commit
         return LogCache(manifest.as_of(layout), *given, writable=not self._reads, commit=commit)
 
     def _head_of(self, cache: LogCache) -> LogHead:
-        """Return the head of the commit that was opened, or was made durable last."""
+        """Return the head of the commit that was opened, or became durable last."""
         for _ in range(_TRIES):
             try:
                 return self._parsed(cache.log.head)
-            except TableFormatError:  # or a writer has removed the file that it is in
+            except TableFormatError:  # or a writer has removed the head's file
                 if not self._reads or not cache.log.refresh():
                     raise
         return self._parsed(cache.log.head)
@@ -110,7 +110,7 @@ class OpenedLog(RowStore, Files):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of memory that rows are kept in."""
+        """Bytes of the row cache."""
         return self._cache.nbytes
 
     @property
@@ -131,7 +131,7 @@ class OpenedLog(RowStore, Files):
 
     @property
     def log(self) -> kernels.RowLog:
-        """The rows on disk, with what is measured of them."""
+        """The log, with its statistics."""
         return self._cache.log
 
     @property
@@ -155,7 +155,7 @@ class OpenedLog(RowStore, Files):
     def verify(self, advance: Callable[[float], object]) -> Checked:
         size, most = self.manifest.group_rows, self.num_embeddings
         sound, damaged = self.log.verify(lambda groups: advance(groups * size))
-        if damaged and self.check():  # another process has written meanwhile: is it still so?
+        if damaged and self.check():  # another process has written meanwhile: check again
             damaged = [group for group in damaged if group >= 0 and self._is_damaged(group * size)]
         checked = Checked(sound * size, sound * self.log.stats()["record_bytes"])
         lost = damaged.count(-1)
@@ -197,7 +197,7 @@ class OpenedLog(RowStore, Files):
         """Read, in a forked process, what its parent has committed.
 
         Raises:
-            TableClosedError: rows had changed since, when the process was forked.
+            TableClosedError: the parent had uncommitted changes when the process was forked.
         """
         if self._options.scratch:
             raise TableClosedError(
@@ -221,14 +221,14 @@ class OpenedLog(RowStore, Files):
         self._adopt()
 
     def _follow(self) -> bool:
-        """Bring a store that reads up to date; return whether anything has changed."""
+        """Bring a read-only store up to date; return whether anything has changed."""
         found = self._directory.follow(self._require_same_table)
         if found is None:
             try:
-                # A read may have followed the writer already, to rows without their attributes.
+                # A read may have followed the writer already, but without the attributes.
                 if not self._cache.log.refresh() and self._cache.log.durable == self._adopted:
                     return False
-            except kernels.RowLogDamaged:  # or columns were added just now, or when the manifest was read
+            except kernels.RowLogDamaged:  # or columns were added just now, or while the manifest was read
                 found = self._directory.follow(self._require_same_table) or (self._described, self._files)
         self._held.stop()
         if found is not None or self._head_of(self._cache).layout != self._cache.layout.number:
@@ -237,7 +237,7 @@ class OpenedLog(RowStore, Files):
         return True
 
     def _adopt(self) -> None:
-        """Take over attributes and id maps of the commit that the log is at; what fails is done by the next call."""
+        """Take over the attributes and id maps of the log's commit; what fails is retried by the next call."""
         self._adopted = -1
         commit = self._cache.log.durable
         self._commits.adopt(self._head_of(self._cache))
@@ -245,7 +245,7 @@ class OpenedLog(RowStore, Files):
         self._adopted = commit
 
     def _read_id_maps(self) -> None:
-        """Read the id maps of the commit that is open; a writer may go on meanwhile and remove them."""
+        """Read the id maps of the open commit, which a writer may remove in the meantime."""
         for last in (*[False] * _TRIES, True):
             try:
                 self._commits.keys.read(self.num_embeddings, frozen=self._reads)

@@ -1,4 +1,4 @@
-"""Intact rows of a damaged table on disk, saved to a new table, and names for the rest."""
+"""Salvage of a damaged table on disk: intact rows are saved to a new table, and losses are listed."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from speedswap.tables.initial import is_lazy
 _SLOT, _MOST_MANIFEST = 65536, 1 << 20
 _SLOT_HEADER = struct.Struct("<4sIQQQQQII")  # magic, checksum, salt, commit, last, sum, touched, held, length
 _CACHE_BYTES = 64 * 2**20
-_PUT_BYTES = 2**24  # at once, of rows without values
+_PUT_BYTES = 2**24  # rows without values, per pass
 
 
 @dataclass
 class Salvaged:
-    """The outcome of saving what is left of a table.
+    """The outcome of salvaging a table.
 
     Attributes:
-        path, out: the table's directory, and that of the new one.
-        rows: rows of both.
-        commit: the commit that rows are of; None if that is not known.
-        older: rows that have an older version than the commit's, which is damaged.
-        initial: rows that have initial values, since no intact version is left; zeros where these cannot be computed.
-        complete: True if every other row is known to be as in the commit; else chunks of rows are lost, and any row may
-            be older, or have initial values.
-        problems: a sentence for all else that is lost.
-        mended: files in which a flipped bit was put back.
+        path, out: directories of the damaged and of the new table.
+        rows: number of rows, the same in both.
+        commit: the commit that was salvaged; None if unknown.
+        older: rows saved in an older version, since the commit's is damaged.
+        initial: rows reset to initial values, since no intact version is left; zeros where those cannot be computed.
+        complete: True if every other row is known to be as in the commit; else chunks are lost, and any row may be
+            older or have initial values.
+        problems: a sentence for each other loss.
+        mended: files in which a flipped bit was corrected.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Salvaged:
         return self.complete and not (self.older or self.initial or self.problems)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the outcome as JSON can hold it, with rows as pairs: the first, and the one after the last."""
+        """Return the outcome as plain data for JSON, with ranges of rows as pairs (first, last + 1)."""
         pairs = {name: [[rows.start, rows.stop] for rows in getattr(self, name)] for name in ("older", "initial")}
         return {**vars(self), "path": str(self.path), "out": str(self.out), "whole": self.whole, **pairs}
 
@@ -99,19 +99,19 @@ def _shown(rows: range) -> str:
 def salvage(
     path: str | os.PathLike[str], out: str | os.PathLike[str], *, manifest: str | os.PathLike[str] | None = None
 ) -> Salvaged:
-    """Save every intact row of a damaged table to a new table; what cannot be saved is named. Nothing else changes.
+    """Save every intact row of a damaged table to a new table, and list what cannot be saved.
 
     Args:
-        path: the table's directory. It is only read.
-        out: of the new table; it appears complete or not at all.
-        manifest: the MANIFEST of a copy, or of a table that was made with the same arguments, in place of a lost one.
+        path: the damaged table's directory, which is only read.
+        out: the new table's directory; it appears complete or not at all.
+        manifest: if the table's MANIFEST is lost, that of a copy, or of a table created with the same arguments.
 
     Returns:
-        The rows that are not as they were, and everything else that is lost.
+        The rows that differ from the commit, and everything else that is lost.
 
     Raises:
-        FileNotFoundError: there is no table, or no file of rows.
-        FileExistsError: something is at ``out``.
+        FileNotFoundError: the table or its file of rows does not exist.
+        FileExistsError: ``out`` exists.
         TableBusyError: a process has the table open for writing.
         TableFormatError: its MANIFEST is lost and no other was given.
         TableFullError: the disk has no room for the new table.
@@ -185,7 +185,7 @@ def _save_shards(files: OpenDirectory, manifest: ShardsManifest, found: Salvaged
 
 
 def _manifest_of(files: OpenDirectory, given: str | os.PathLike[str] | None, found: Salvaged) -> Any:
-    """Return the description of a table that no process writes.
+    """Return the manifest of a table that no process is writing.
 
     Raises:
         TableBusyError, TableFormatError: as :func:`salvage` does.
@@ -209,7 +209,7 @@ def _manifest_of(files: OpenDirectory, given: str | os.PathLike[str] | None, fou
 
 
 def _content(files: OpenDirectory, name: str, most: int, found: Salvaged) -> bytes:
-    """Return what a file holds; nothing, and a problem, if it cannot be read."""
+    """Return a file's content; if it cannot be read, return nothing and record a problem."""
     try:
         file = OpenFile(files.open(name))
         return bytes_left(file.fd, 0, min(os.fstat(file.fd).st_size, most))
@@ -235,16 +235,16 @@ class _Slot(NamedTuple):
 
 
 class _Damaged:
-    """A table in a log, whose files may be damaged.
+    """A table in a log whose files may be damaged.
 
     Args:
         files: the table's directory.
-        manifest: its description.
-        found: to be filled.
-        is_given: whether the manifest is another table's.
+        manifest: its manifest.
+        found: the outcome, to be filled in.
+        is_given: True if the manifest is another table's.
 
     Attributes:
-        head: of the commit to be saved.
+        head: the head of the commit to be saved.
     """
 
     def __init__(self, files: OpenDirectory, manifest: LogManifest, found: Salvaged, *, is_given: bool = False) -> None:
@@ -280,7 +280,7 @@ class _Damaged:
         self._slot = slot
 
     def _contents(self, slot: _Slot, name: str) -> bytes:
-        """Return the file that has a commit's contents."""
+        """Return the file that holds a commit's contents."""
         raw = _content(self._files, name, _MOST_MANIFEST, self.found)
         stored = json.loads(slot.contents).get("crc32", zlib.crc32(raw))
         text = mended_text(b"%08x\n" % stored + raw)
@@ -346,7 +346,7 @@ def _save_rows(log: DamagedLog, target: LogStore, found: Salvaged) -> None:
             target.put(*fresh.columns_of(torch.from_numpy(groups.astype(np.int64)), torch.from_numpy(held), layout))
 
     def put_intact(chunk: Chunk, wanted: NDArray[np.bool_]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Copy a chunk's wanted records; return the groups that are intact, and those that are not."""
+        """Copy a chunk's wanted records; return the intact groups, and the damaged ones."""
         records = log.records(chunk)
         intact = log.are_intact(chunk, records)
         places = np.flatnonzero(wanted & intact)
@@ -363,7 +363,7 @@ def _save_rows(log: DamagedLog, target: LogStore, found: Salvaged) -> None:
     damaged = all_of([put_intact(chunk, log.are_live(chunk))[1] for chunk in log.chunks])
     older, initial = [np.empty(0, np.uint32)], [damaged]
     if len(damaged):
-        for chunk in log.chunks:  # in their order: the last one stays
+        for chunk in log.chunks:  # in order: the last one wins
             wanted = np.isin(chunk.groups, damaged) & ~log.are_live(chunk)
             if wanted.any():
                 older.append(put_intact(chunk, wanted)[0])

@@ -1,4 +1,4 @@
-"""Records on disk: a log of the rows that were written, with a cache of rows in memory."""
+"""Records on disk: a log of written rows, with a row cache in memory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _Changed = TypeVar("_Changed")
 
 
 class LogStore(LogColumns, Commits):
-    """Rows in a log on disk, some of which a cache in memory holds.
+    """Rows in a log on disk, with a cache in memory.
 
-    A row that was never written takes no room: its initial values are computed whenever it is read. What was written
-    since the last commit is lost with the process; opening the table returns to that commit, with rows, attributes and
-    id maps as they were together. Commits are written behind the training. :meth:`create`, and
-    :func:`speedswap.tables.storage.open_store`, make a store.
+    A row that was never written takes no room: its initial values are computed whenever it is read. Writes since the
+    last commit are lost if the process is killed; opening the table restores the rows, attributes and id maps of that
+    commit. Commits are written in the background. :meth:`create` and :func:`speedswap.tables.storage.open_store` make a
+    store.
     """
 
     # ------------------------------------------------------------------ batches of rows
@@ -89,11 +89,11 @@ class LogStore(LogColumns, Commits):
         self.notes.writes += 1
 
     def _with_room(self, change: Callable[[], _Changed], rows: int) -> _Changed:
-        """Make a change that takes room for so many rows; on a full disk after a commit has let some be used again.
+        """Make a change that needs room for ``rows`` rows; if the disk is full, commit to free some and try again.
 
         Args:
-            change: makes it as a whole or not at all, or makes room for what is written in pieces afterwards.
-            rows: most that it writes.
+            change: makes the change as a whole or not at all, or makes room for what is written in pieces afterwards.
+            rows: the most rows that it writes.
         """
         was_changed, self._commits.changed = self._commits.changed, True
         self._commits.step_bytes += rows * self._cache.group_bytes
@@ -105,12 +105,12 @@ class LogStore(LogColumns, Commits):
                 self._commits.changed = was_changed
                 if not goes_on:
                     raise
-                # Tried again even if this frees nothing: a commit under way may have done so since the error.
+                # Retry even if this frees nothing: a commit in flight may have freed some since the error.
                 goes_on = self._commits.free_room(self._cache.log)
                 self._commits.changed = True
 
     def _rounded(self, column: Column, rows: Tensor, block: Tensor) -> Tensor:
-        """Round stochastically, where a column is: what is drawn depends on the row's number, not on its place."""
+        """Round columns with stochastic rounding; the random numbers depend on the row's number, not on its place."""
         if not column.compact or column.rounding == "nearest":
             return block
         form = column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
@@ -170,7 +170,7 @@ class LogStore(LogColumns, Commits):
         with self._with_room(lambda: self._cache.make_room(count), len(values)) as room:
             if len(pieces) > 1 and not self._cache.fills_records(fields):
                 self._cache.require_sound(torch.arange(start + piece.start, start + piece.stop) for piece in pieces)
-            for piece in pieces:  # values on another device come piece by piece
+            for piece in pieces:  # copy values from another device piece by piece
                 rows = torch.arange(start + piece.start, start + piece.stop)
                 self._cache.scatter(rows, fields, {column: kernels.as_read(values[piece].detach()).to(_CPU)}, room)
 
@@ -186,7 +186,7 @@ class LogStore(LogColumns, Commits):
         self._with_room(lambda: self._cache.reserve(num_rows), num_rows)
         try:
             if as_written:
-                for rows, held in source.written_rows():  # the others have the same initial values in both
+                for rows, held in source.written_rows():  # all other rows have the same initial values in both
                     self.put(rows, {name: held[name] for name in columns})
                 return True
             fields = self._cache.fields(tuple(columns))
@@ -203,7 +203,7 @@ class LogStore(LogColumns, Commits):
         return os.path.samestat(os.fstat(ours), os.fstat(theirs))
 
     def _take_former(self, source: LogStore, columns: Sequence[str]) -> None:
-        """Take rows from an earlier commit of this very log: those whose records are others there."""
+        """Take rows from an earlier commit of this same log: those whose records differ there."""
         groups = source.log.unlike(self.log).nonzero().squeeze(1)
         num_rows = len(groups) * self.manifest.group_rows
         self._with_room(lambda: self._cache.reserve(num_rows), num_rows)
@@ -216,7 +216,7 @@ class LogStore(LogColumns, Commits):
             self._cache.give_up_room()
 
     def _begins_as(self, source: RowStore) -> bool:
-        """Return whether rows that were never written are equal here and in another store, bit by bit."""
+        """Return whether rows that were never written are bitwise equal here and in another store."""
         return begin_alike(self, source, self.columns)
 
     def reserve(self, rows: int, times: int = 1) -> None:
@@ -232,7 +232,7 @@ class LogStore(LogColumns, Commits):
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
-                self.check()  # another process has written over some of them: all again, as they are now
+                self.check()  # another process has overwritten some of them: read all again
         raise TableBusyError(
             errno.ESTALE,
             f"table {self.name!r} was written over by another process each of {_TRIES} times that all of its rows were "
@@ -253,16 +253,16 @@ class LogStore(LogColumns, Commits):
         *,
         filled: bool = True,
     ) -> LogStore:
-        """Make a store in a new directory.
+        """Create a store in a new directory.
 
         Args:
             directory: the table's, empty.
             name: for messages.
-            num_embeddings: rows.
+            num_embeddings: number of rows.
             seed: of the initial values.
-            layout: of the records.
+            layout: the layout of the records.
             options: cache and commits.
-            filled: whether initial values are written that cannot be computed again.
+            filled: True to write the initial values that cannot be computed again.
         """
         manifest = LogManifest.of(name, num_embeddings, seed, layout, secrets.randbits(64), scratch=options.scratch)
         files, store = new_log(directory, manifest), None
@@ -281,7 +281,7 @@ class LogStore(LogColumns, Commits):
         return store
 
     def put(self, rows: Tensor, held: Mapping[str, Tensor]) -> None:
-        """Overwrite rows by the bytes of their columns, as :meth:`written_rows` yields them."""
+        """Overwrite rows with the bytes of their columns, as :meth:`written_rows` yields them."""
         self._commits.changed = True
         self._cache.put(rows, held)
 
@@ -291,7 +291,7 @@ class LogStore(LogColumns, Commits):
             self._commits.finish(self._cache.log)
 
     def flush_at_end(self) -> None:
-        # A directory that was removed meanwhile stays removed.
+        # A directory removed in the meantime stays removed.
         if not self._closed and os.getpid() == self._owner_pid and self._directory.files.exists:
             if self._options.scratch:
                 self._directory.remove()
@@ -308,20 +308,20 @@ class LogStore(LogColumns, Commits):
                 last()
             except Exception as error:
                 if isinstance(error, (TableFullError, TypeError, ValueError)) and self._commits.can_go_on(self.log):
-                    raise  # nothing is lost: it can be closed once there is room, or its attributes are plain data
-                failures.append(error)  # which does not keep the rest from being closed
+                    raise  # nothing is lost: close it again once there is room, or its attributes are plain data
+                failures.append(error)  # the rest is closed regardless
         self._shut()
         if failures:
             raise failures[0]
 
     def close_log(self) -> None:
-        """Close the log's files, whatever has not been committed; the directory stays locked."""
+        """Close the log's files, dropping what is not committed; the directory stays locked."""
         self._cache.log.close()
-        for file in self._files:  # else a removed table's room is not free before its object is
+        for file in self._files:  # else a removed table's disk space is held until its object is freed
             file.close()
 
     def _shut(self) -> None:
-        """Close all files, whatever has not been committed."""
+        """Close all files, dropping what is not committed."""
         self._closed = True
         self.close_log()
         self._directory.release()

@@ -1,1 +1,1 @@
-"""A table's directory: its place, its lock, its manifest, and the data and scalars in it."""
+"""A table's directory: its location, lock, manifest and data files."""

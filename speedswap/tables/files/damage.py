@@ -1,4 +1,4 @@
-"""Damage to a table's files: reported as one error, and single flipped bits put back."""
+"""Damage to a table's files: reported as one error; single flipped bits are corrected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speedswap import kernels
 from speedswap.errors import TableFormatError
 
 _CRC32, _CRC32C = 0xEDB88320, 0x82F63B78
-_MOST_BYTES = 2**17  # of more, a checksum of 32 bits would take too many other damages for a flipped bit
+_MOST_BYTES = 2**17  # beyond this, a 32-bit checksum would mistake too much other damage for a flipped bit
 _BLOCK_HEADER, _SECTORS = 64, 4096
 
 
@@ -27,8 +27,8 @@ def says_damaged(what: str, remedy: str = "") -> Iterator[None]:
     """Turn failed checks, and contents of a wrong type, into a TableFormatError.
 
     Args:
-        what: the bytes' place, for the message.
-        remedy: for its end.
+        what: where the bytes are, for the message.
+        remedy: the end of the message.
     """
     try:
         yield
@@ -47,22 +47,22 @@ def require(condition: bool, problem: str) -> None:
 
 
 def is_int(value: object, low: int, high: int) -> bool:
-    """Tell whether a value read is a whole number within limits."""
+    """Return whether a value that was read is an int within limits."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def ranges_of(numbers: NDArray[Any]) -> list[range]:
-    """Return ascending whole numbers as ranges."""
+    """Return ascending ints as ranges."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
     return [range(int(run[0]), int(run[-1]) + 1) for run in runs if len(run)]
 
 
 class Damage(Exception):
-    """A problem of some bytes."""
+    """A problem found in some bytes."""
 
 
 def bytes_left(fd: int, at: int, nbytes: int) -> bytes:
-    """Return bytes of a file, with zeros for those that cannot be read and behind its end."""
+    """Return bytes of a file, with zeros for unreadable ones and past its end."""
     found = b""
     while len(found) < nbytes:
         place = at + len(found)
@@ -77,11 +77,11 @@ def bytes_left(fd: int, at: int, nbytes: int) -> bytes:
 
 
 def mended_text(data: bytes, prefix: bytes = b"") -> bytes | None:
-    """Return a text with the CRC-32 of what follows it in its first line; None if more than a bit is wrong.
+    """Return a text whose first line holds the CRC-32 of the rest, corrected; None if more than one bit is wrong.
 
     Args:
         data: a prefix, eight hexadecimal digits, a newline, and the rest.
-        prefix: what they should begin with.
+        prefix: the expected prefix.
     """
     begin = len(prefix) + 9
     line, body = data[:begin], data[begin:]
@@ -97,12 +97,13 @@ def mended_text(data: bytes, prefix: bytes = b"") -> bytes | None:
 
 
 def mended_block(block: bytes, count_at: int, item_bytes: int) -> bytes | None:
-    """Return a header and the items behind it; None if more than a bit is wrong.
+    """Return a header and the items after it, corrected; None if more than one bit is wrong.
 
     Args:
-        block: 64 bytes with a CRC-32C in bytes 4 to 7, then items, as many as it says, then what has no checksum.
-        count_at: the byte at which the header has their number.
-        item_bytes: of each.
+        block: 64 bytes with a CRC-32C in bytes 4 to 7, then the number of items that it states, then bytes without
+            checksum.
+        count_at: the offset in the header of the number of items.
+        item_bytes: bytes per item.
     """
     stored, count = (struct.unpack_from("<I", block, at)[0] for at in (4, count_at))
     for likely in (count, *(count ^ 1 << bit for bit in range(32))):
@@ -116,19 +117,19 @@ def mended_block(block: bytes, count_at: int, item_bytes: int) -> bytes | None:
 
 
 def _mended(data: bytes, difference: int, polynomial: int) -> bytes | None:
-    """Return bytes as they were before a bit flipped in them or in their checksum; None if that is not all.
+    """Return bytes with one flipped bit, in them or in their checksum, corrected; None if more is wrong.
 
     Args:
-        data: what the checksum is of.
-        difference: the bits in which the checksum computed and the stored one differ.
-        polynomial: the checksum's, reflected.
+        data: the bytes that the checksum covers.
+        difference: XOR of the computed and the stored checksum.
+        polynomial: the checksum's reflected polynomial.
     """
     if difference & (difference - 1) == 0:
         return data
     if len(data) > _MOST_BYTES:
         return None
     table, places = _tables(polynomial)
-    for at in reversed(range(len(data))):  # undo a step for each byte, until all of the difference is in one
+    for at in reversed(range(len(data))):  # undo one step per byte, until the whole difference is in one byte
         index = places[difference >> 24]
         difference = (difference ^ table[index]) << 8 & 0xFFFFFFFF | index
         if difference < 256 and difference & (difference - 1) == 0:
@@ -138,7 +139,7 @@ def _mended(data: bytes, difference: int, polynomial: int) -> bytes | None:
 
 @cache
 def _tables(polynomial: int) -> tuple[list[int], dict[int, int]]:
-    """Return the steps of a checksum by the byte that comes in, and that byte by the first one of its step."""
+    """Return a checksum's table of steps per input byte, and its inverse by the step's first byte."""
     table = []
     for value in range(256):
         for _ in range(8):

@@ -1,4 +1,4 @@
-"""The directory of a table in files: ``LOCK``, ``OWNER``, ``MANIFEST`` and the rows, and who may write them."""
+"""The directory of a table in files: ``LOCK``, ``OWNER``, ``MANIFEST`` and the rows; and the right to write them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TableDirectory(Locked):
     Attributes:
         path: where the table is opened, absolute.
         files: the open directory.
-        writable: whether this object may write the files.
+        writable: True if this object may write the files.
     """
 
     def __init__(self, place: Place, files: OpenDirectory, lock: WriterLock | None) -> None:
@@ -61,18 +61,18 @@ class TableDirectory(Locked):
         self._owner_pid = os.getpid()
         self._manifest: ManifestFile | None = None  # as last read or written by this object
         self._manifest_path = str(place.path / MANIFEST)
-        self._next_keys: int | None = None  # the number at which a new file of keys begins to look for its own
+        self._next_keys: int | None = None  # the first number to try for a new file of keys
 
     # ------------------------------------------------------------------ creating and replacing
 
     @classmethod
     def create(cls, path: Path) -> TableDirectory:
-        """Make a directory, locked for writing, that stays hidden until :meth:`publish`.
+        """Create a directory, locked for writing, that stays hidden until :meth:`publish`.
 
         A scratch table at ``path`` that has outlived its process is removed.
 
         Raises:
-            FileExistsError: something is at ``path`` already.
+            FileExistsError: ``path`` exists.
             TableBusyError: another process is making a table there.
         """
         place = Place(path)
@@ -86,7 +86,7 @@ class TableDirectory(Locked):
         """Remove a scratch table that has outlived its process, if one is at a path; links are not followed.
 
         Raises:
-            FileExistsError: its process is still there, or other files than its own are beside them.
+            FileExistsError: its process is still running, or the directory holds foreign files.
         """
         place = Place(path)
         try:
@@ -110,17 +110,17 @@ class TableDirectory(Locked):
             left.release()
 
     def publish(self) -> None:
-        """Let the table appear at its path, complete and durable.
+        """Make the table appear at its path, complete and durable.
 
         Raises:
-            FileExistsError: something has come there meanwhile.
+            FileExistsError: the path has been taken in the meantime.
         """
         self._place.publish()
 
     @classmethod
     @contextmanager
     def replacing(cls, path: Path, *, overwrite: bool) -> Iterator[TableDirectory]:
-        """Yield a hidden directory that takes its place at ``path``, durably, if the block ends without an error.
+        """Yield a hidden directory that durably moves to ``path`` if the block ends without an error.
 
         Where ``path`` is a link to a table, that table is replaced and the link stays: overwriting a name overwrites
         the table that opens under it.
@@ -157,7 +157,7 @@ class TableDirectory(Locked):
                 raise
 
     def _refuse_foreign(self) -> None:
-        """Raise FileExistsError if a file that is not the table's own would go with it."""
+        """Raise FileExistsError if a foreign file would be removed with the table."""
         foreign = [name for name in self.files.names() if not is_ours(self.files, name)]
         if foreign:
             raise FileExistsError(
@@ -174,7 +174,7 @@ class TableDirectory(Locked):
 
     @classmethod
     def open(cls, path: Path, *, writable: bool) -> tuple[TableDirectory, LogManifest, LogFiles]:
-        """Check the files, open the rows, and take the lock if the table is to be written.
+        """Check the files, open the rows, and take the lock if the table will be written.
 
         Returns:
             The directory, its manifest, and its rows.
@@ -182,7 +182,7 @@ class TableDirectory(Locked):
         Raises:
             FileNotFoundError: there is no directory.
             TableFormatError: it is not a table, or it is damaged.
-            TableBusyError: it is to be written, and another writer holds it.
+            TableBusyError: it was opened for writing, and another writer holds it.
         """
         place = Place(path)
         if not writable:
@@ -203,12 +203,12 @@ class TableDirectory(Locked):
         for _ in range(_TRIES):
             files = place.open()
             try:
-                ManifestFile.load(files)  # before a LOCK is made in a directory that is not a table
+                ManifestFile.load(files)  # before a LOCK is created in a directory that is not a table
                 lock = WriterLock(files, say=say)
             except (FileNotFoundError, TableFormatError):
                 if files.is_at(place.path):
                     raise
-                continue  # replaced at this very moment
+                continue  # replaced at this moment
             directory = cls(place, files, lock)
             try:
                 if files.is_at(place.path):
@@ -255,7 +255,7 @@ class TableDirectory(Locked):
             raise TableFormatError(f"the {MANIFEST} of {self.files.path} is damaged: {file} is missing") from None
 
     def _open_own(self, file: str, *, writing: bool) -> int:
-        """Open a file of the table; one that is to be written has no other name."""
+        """Open a file of the table; one opened for writing must have no other hard links."""
         fd = self._open_named(file, os.O_RDWR if writing else os.O_RDONLY)
         names = os.fstat(fd).st_nlink
         if writing and names > 1:
@@ -267,11 +267,11 @@ class TableDirectory(Locked):
         return fd
 
     def _discard_strays(self, manifest: AnyManifest) -> None:
-        """Remove what a killed process has left in the directory; id maps are the store's business."""
+        """Remove what a killed process has left in the directory, except id maps, which the store removes."""
         used = log_names(manifest.log) if isinstance(manifest, LogManifest) else ()
         strays = [name for name in self.files.names() if _is_stray(name, used) and is_ours(self.files, name)]
         if strays:
-            self.files.sync()  # the writer of the manifest may not have got that far
+            self.files.sync()  # the manifest's writer may not have got that far
             for name in strays:
                 self.files.remove(name)
             _log.warning("removed %s from %s, left behind by a process that was killed", ", ".join(strays), self.path)
@@ -279,7 +279,7 @@ class TableDirectory(Locked):
     # ------------------------------------------------------------------ following another process
 
     def follow(self, accept: Callable[[LogManifest], None]) -> tuple[LogManifest, LogFiles] | None:
-        """Return manifest and rows as they are now if another process has replaced them; None if not.
+        """Return the current manifest and rows if another process has replaced them; otherwise None.
 
         Args:
             accept: raises if the manifest describes another table.
@@ -297,7 +297,7 @@ class TableDirectory(Locked):
                 manifest, contents = self._read()
                 accept(manifest)
             except BaseException as error:
-                self._manifest = None  # so that the next call looks again
+                self._manifest = None  # so that the next call checks again
                 if not isinstance(error, FileNotFoundError):
                     raise
                 raise TableClosedError(
@@ -307,11 +307,11 @@ class TableDirectory(Locked):
 
     @property
     def has_changed(self) -> bool:
-        """True if the manifest at the table's place is not the one that was read last."""
+        """True if the manifest at the table's path is not the one read last."""
         return self._manifest is not None and self._current() != self._manifest.seen
 
     def _current(self) -> tuple[int, ...]:
-        """Return the identity of the manifest at the table's place; an empty one if there is none."""
+        """Return the identity of the manifest at the table's path; empty if it does not exist."""
         try:
             return identity(os.stat(self._manifest_path))
         except OSError:
@@ -320,11 +320,11 @@ class TableDirectory(Locked):
     # ------------------------------------------------------------------ writing
 
     def create_log(self, number: int, *, named: bool = True) -> LogFiles:
-        """Make the empty files of a table in a log.
+        """Create the empty files of a table in a log.
 
         Args:
-            number: the log's.
-            named: False for files that go with this process.
+            number: the log's number.
+            named: False for unnamed files, which vanish with this process.
         """
         names = log_names(number)
         try:
@@ -347,7 +347,7 @@ class TableDirectory(Locked):
             self.files.remove(name)
 
     def create_keys(self) -> tuple[str, OpenFile]:
-        """Make an empty file for id maps; return its name and the file."""
+        """Create an empty file for id maps; return its name and the file."""
         if self._next_keys is None:
             taken = [int(match[1]) for name in self.files.names() if (match := _KEYS.fullmatch(name))]
             self._next_keys = max(taken, default=-1) + 1
@@ -359,17 +359,17 @@ class TableDirectory(Locked):
             return name, OpenFile(self.files.create(name))
 
     def open_keys(self, name: str) -> OpenFile:
-        """Open a file for id maps, to append to it."""
+        """Open a file of id maps to append to it."""
         return OpenFile(self._open_own(name, writing=True))
 
     def read_keys(self, name: str) -> Tensor:
-        """Return the bytes of an id map that the manifest names, uint8: a mapping of its file, only to be read."""
+        """Return the bytes of an id map that the manifest names, uint8: a read-only mapping of its file."""
         file = OpenFile(self._open_named(name, os.O_RDONLY))
         nbytes = os.fstat(file.fd).st_size
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch has no tensors that are only to be read
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
             return torch.frombuffer(mmap.mmap(file.fd, nbytes, access=mmap.ACCESS_READ), dtype=torch.uint8)
 
     def read_bytes(self, name: str) -> bytes:
@@ -381,7 +381,7 @@ class TableDirectory(Locked):
         removed = list[OpenFile]()
         for name in self.files.names():
             if _KEYS.fullmatch(name) and name not in keep and self.files.is_regular(name):
-                with suppress(OSError):  # such as no descriptor that is left
+                with suppress(OSError):  # e.g. out of descriptors
                     if len(removed) < _MOST_OPEN:
                         removed.append(OpenFile(self.files.open(name)))
                 self.files.remove(name)
@@ -392,12 +392,12 @@ class TableDirectory(Locked):
         body = manifest.encode()
         if self._manifest is not None and body == self._manifest.body:
             return
-        before, self._manifest = self._manifest, None  # if this fails, either of the two may be there
+        before, self._manifest = self._manifest, None  # if this fails, either of the two may be in place
         try:
             with says_if_full(self.files.path / MANIFEST):
                 self._manifest = ManifestFile.write(self.files, body)
         except TableFullError:
-            self._manifest = before  # which is still in its place
+            self._manifest = before  # the previous one is still in place
             raise
 
     # ------------------------------------------------------------------ the end
@@ -441,10 +441,10 @@ def _is_stray(name: str, used: Collection[str]) -> bool:
 
 
 def facts_of(path: Path) -> dict[str, Any]:
-    """Return facts that a table's directory tells by itself, for ``speedswap info``; nothing in it is changed.
+    """Return facts read from a table's directory alone, for ``speedswap info``; nothing in it is changed.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        FileNotFoundError: the directory does not exist.
         TableFormatError: it is not a table, or its manifest is damaged.
     """
     files = Place(path).open()
@@ -461,5 +461,5 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def at_time(seconds: float) -> str:
-    """Return a time in the way of ISO 8601."""
+    """Return a time in ISO 8601."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -1,8 +1,8 @@
-"""The bytes of a saved id map, or of a part of it: a line with a checksum, a line of JSON, and arrays; never trusted.
+"""The bytes of a saved id map or a part of it, never trusted: a line with a checksum, a line of JSON, and arrays.
 
-The arrays are little-endian, each from a multiple of 8 bytes on, and their sizes follow from the JSON alone: a file of
-any other size is damaged, and nothing larger than the file is allocated for it. A table in a log saves a map in several
-such pieces, one after the other, each from a multiple of 4,096 bytes on, so that no piece shares a sector with another.
+The arrays are little-endian and aligned to 8 bytes, and their sizes follow from the JSON alone: a file of any other
+size is damaged, and nothing larger than the file is allocated for it. A table in a log saves a map as several
+consecutive pieces, each aligned to 4,096 bytes, so that no two pieces share a sector.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _REMEDY = "; restore it from a copy"
 
 
 class SavedMap(NamedTuple):
-    """A map as it is saved.
+    """The contents of a saved map.
 
     Attributes:
-        settings: the arguments that it was made with.
+        settings: the arguments it was created with.
         cursor: its counters.
         rows: the keys of its rows.
         probation: the keys on probation.
-        stale: rows that start anew when the next keys are added, int64.
+        stale: rows to reset when the next keys are added, int64.
         free_rows_are_stale: True if rows without a key may hold values.
-        own_rows: of a part, with the keys that one of several ranks owns: the row of each key, int32. ``stale`` are
-            then places among the keys.
-        cells: of a piece, the rows and the places on probation that it has the keys of, int32, ascending; None for all.
+        own_rows: in a part with the keys that one of several ranks owns, the row of each key, int32. ``stale`` then
+            holds indices into the keys.
+        cells: in a piece, the rows and probation slots whose keys it holds, int32, ascending; None for all.
     """
 
     settings: dict[str, Any]
@@ -58,7 +58,7 @@ class SavedMap(NamedTuple):
     cells: tuple[Tensor, Tensor] | None = None
 
     def arrays(self) -> Iterator[Tensor]:
-        """Yield every array, in the order of the file."""
+        """Yield every array, in file order."""
         for keys in (self.rows, self.probation):
             text, offsets = keys.texts or (None, None)
             for array in (keys.numbers, keys.last, keys.counts, offsets, text):
@@ -71,7 +71,7 @@ class SavedMap(NamedTuple):
 
 
 def encode(saved: SavedMap, multiple: int = 1) -> Tensor:
-    """Return a map's bytes, uint8: a multiple of so many."""
+    """Return a map's bytes, uint8, padded to a multiple of the alignment."""
     header = json.dumps(
         {
             **saved.settings,
@@ -84,7 +84,7 @@ def encode(saved: SavedMap, multiple: int = 1) -> Tensor:
         }
     ).encode()
     begin = _aligned(len(_MAGIC) + 9 + len(header) + 1)
-    # Copied by NumPy: a step waits for this, and torch's threads have to wait for a core each on a busy machine.
+    # NumPy copies: a step waits for this, and on a busy machine each of torch's threads would wait for a core.
     nbytes = begin + sum(_aligned(array.nbytes) for array in saved.arrays())
     out = torch.empty(_aligned(nbytes, multiple), dtype=torch.uint8).numpy()
     out[:begin] = out[nbytes:] = 0
@@ -119,7 +119,7 @@ def decode(raw: Tensor, what: str) -> SavedMap:
 
 
 def pieces(raw: Tensor, what: str) -> list[SavedMap]:
-    """Return the pieces of a map, whose values are still to be checked; arguments and errors as of :func:`decode`."""
+    """Return the pieces of a map, with values still unchecked; arguments and errors are those of :func:`decode`."""
     found, begin = [], 0
     with says_damaged(what, _REMEDY):
         while begin < len(raw):
@@ -130,13 +130,13 @@ def pieces(raw: Tensor, what: str) -> list[SavedMap]:
 
 
 def pieces_left(raw: bytes, nbytes: int | None, what: str, problems: list[str]) -> list[SavedMap]:
-    """Return the pieces of a file that may be damaged; what is lost becomes a problem.
+    """Return the pieces of a file that may be damaged, and record a problem for each loss.
 
     Args:
         raw: what is left of the file.
-        nbytes: the bytes of it that count; None for a map as a whole.
+        nbytes: its valid length in bytes; None for a whole map.
         what: the file's name, for problems.
-        problems: to be added to.
+        problems: the list that problems are added to.
     """
     found, magic = [], int.from_bytes(_MAGIC, "little")
     blocks = range(0, len(raw), PIECE_BYTES) if nbytes is not None else [0]
@@ -166,7 +166,7 @@ def pieces_left(raw: bytes, nbytes: int | None, what: str, problems: list[str]) 
 
 
 def _doubted(saved: SavedMap) -> tuple[SavedMap, Tensor]:
-    """Return a piece whose checksum is wrong, and the rows whose keys may be: of strings, those with another hash."""
+    """Return a piece with a wrong checksum, and the rows whose keys may be wrong: for strings, where hashes differ."""
     rows = torch.arange(1, len(saved.rows.numbers) + 1) if saved.cells is None else saved.cells[0]
     for name in ("rows", "probation"):
         keys = getattr(saved, name)
@@ -180,7 +180,7 @@ def _doubted(saved: SavedMap) -> tuple[SavedMap, Tensor]:
 
 
 def _parsed(raw: Tensor, multiple: int) -> tuple[SavedMap, int]:
-    """Return the map, or piece, that some bytes begin with, and its end: a multiple of so many bytes."""
+    """Return the map, or piece, at the start of some bytes, and its end, rounded up to the alignment."""
     memory = raw.numpy().data
     first = len(_MAGIC) + 9
     require(bytes(memory[: len(_MAGIC)]) == _MAGIC, "it holds no keys of this version")
@@ -230,7 +230,7 @@ def _cursor(header: dict[str, Any]) -> Cursor:
 
 
 class _Arrays:
-    """The arrays of a file, one after the other."""
+    """The consecutive arrays of a file."""
 
     def __init__(self, raw: Tensor, place: int) -> None:
         self.place = place
@@ -255,7 +255,7 @@ class _Arrays:
 
 
 def check_values(saved: SavedMap) -> None:
-    """Require that the values of a whole map, or of a part of it, may be there; under :func:`says_damaged`."""
+    """Require that the values of a whole map, or of a part, are possible; for use under :func:`says_damaged`."""
     rows, probation, cursor = saved.rows, saved.probation, saved.cursor
     if rows.last is not None and len(rows.last):
         require(int(rows.last.numpy().max()) <= cursor.clock, "a batch is later than the last one")
@@ -285,12 +285,12 @@ def _require_side_by_side(texts: Texts) -> None:
 
 
 def restored(saved: SavedMap, what: str, capacity: int | None = None) -> KeyMap:
-    """Return the loops' map with what was saved.
+    """Return the compiled map rebuilt from what was saved.
 
     Args:
         saved: a map, or a part of one.
         what: its place, for messages.
-        capacity: the keys that it can have; by default as many as the whole map.
+        capacity: the most keys it can hold; by default the whole map's capacity.
 
     Raises:
         TableFormatError: a key occurs twice.
@@ -312,7 +312,7 @@ _LEAST_CELLS = 4096
 
 
 def selected(saved: SavedMap, is_wanted: Callable[[Tensor], Tensor]) -> SavedMap:
-    """Return the part of a map with some of its keys.
+    """Return a part of a map: the keys that a mask selects.
 
     Args:
         saved: a map, or a part of one.
@@ -329,11 +329,11 @@ def selected(saved: SavedMap, is_wanted: Callable[[Tensor], Tensor]) -> SavedMap
 
 
 def joined(parts: Sequence[SavedMap], most_on_probation: int) -> SavedMap:
-    """Return the parts of a map as one, with its keys in the order of their rows.
+    """Join the parts of a map, with keys in row order.
 
     Args:
         parts: of one map, at least one.
-        most_on_probation: keys that are kept on probation: of each part about as many, the last to come.
+        most_on_probation: the most keys to keep on probation: the newest of each part, about equally many per part.
     """
     rows = torch.cat([_rows_of(part) for part in parts])
     order = rows.argsort()
@@ -343,7 +343,7 @@ def joined(parts: Sequence[SavedMap], most_on_probation: int) -> SavedMap:
     )
     stale = is_stale[order].nonzero().squeeze(1) + 1
     probation = _side_by_side([part.probation for part in parts])
-    # Keys of several parts take turns: one is forgotten after as many others.
+    # Interleave the parts' keys, so that each is forgotten after the same number of others.
     turns = torch.cat([torch.arange(-len(part.probation.numbers), 0) for part in parts]).argsort(stable=True)
     probation = _at(probation, turns[max(0, len(turns) - most_on_probation) :])
     whole = parts[0]._replace(
@@ -354,14 +354,14 @@ def joined(parts: Sequence[SavedMap], most_on_probation: int) -> SavedMap:
 
 
 def assembled(pieces: Sequence[SavedMap], what: str) -> SavedMap:
-    """Return the map that was saved in pieces, of which later ones replace what earlier ones have.
+    """Assemble a map that was saved in pieces; later pieces override earlier ones.
 
     Args:
-        pieces: in the order in which they were saved.
+        pieces: the pieces, in saving order.
         what: their place, for messages.
 
     Raises:
-        TableFormatError: they do not make up a map.
+        TableFormatError: they do not form a map.
     """
     with says_damaged(what, "; restore it from a copy"):
         require(len(pieces) > 0, "it is empty")
@@ -383,7 +383,7 @@ def assembled(pieces: Sequence[SavedMap], what: str) -> SavedMap:
 
 
 def _newest(pieces: Sequence[SavedMap], on_probation: bool) -> Tensor:
-    """Return where each cell's key is that was saved last, among the keys of all pieces side by side."""
+    """Return the index of each cell's latest key in the concatenated keys of all pieces."""
     used = pieces[-1].cursor.probation_used if on_probation else pieces[-1].cursor.used
     newest, begin = np.full(used + 1, -1), 0
     for piece in pieces:
@@ -410,12 +410,12 @@ def _map_of(settings: SavedMap, keys: SavedKeys, probation: SavedKeys, rows: Ten
 
 
 def _in_turn(saved: SavedMap, waiting: Tensor) -> SavedKeys:
-    """Return keys on probation in the order in which they came: the ring begins after the last place given out."""
+    """Return keys on probation in arrival order: the ring starts after the slot assigned last."""
     places = torch.arange(len(waiting)).roll(-saved.cursor.last_place)
     return _at(saved.probation, places[waiting[places]])
 
 
-# By NumPy: a forked process has none of torch's threads, and would wait for them.
+# Use NumPy: a forked process lacks torch's threads and would wait for them.
 
 
 def _at(keys: SavedKeys, places: Tensor) -> SavedKeys:
@@ -447,18 +447,17 @@ def _joined(arrays: Sequence[Tensor]) -> Tensor:
 
 
 class Sweep(NamedTuple):
-    """The state of a map when some of it was saved, and how far a sweep over all of its cells has come.
+    """The state of a map at a partial save, and the progress of a sweep over all of its cells.
 
-    Cells are the map's rows, and its places on probation. With each commit the sweep saves a few that have not changed,
-    so that in the end the pieces since its beginning are the whole map, and earlier ones are not needed any more. It
-    passes two cells for each that was saved again since it had changed: the pieces of one sweep are then at most half
-    as large again as the map.
+    Cells are the map's rows and its probation slots. With each commit the sweep saves a few unchanged cells, so that at
+    its end the pieces written since its start make up the whole map, and earlier ones are no longer needed. It advances
+    by two cells for each changed cell that is saved again, which limits the pieces of one sweep to 1.5 times the map.
 
     Attributes:
-        token: of the map.
+        token: the map's token.
         cursor: the map's counters.
-        passed: rows, and places, that the sweep has passed.
-        until: those that it passes: what the map had when it began.
+        passed: number of rows, and of slots, that the sweep has passed.
+        until: the numbers it ends at: the map's when the sweep began.
         rewritten: changed cells of the last piece that had been saved before.
     """
 
@@ -470,23 +469,23 @@ class Sweep(NamedTuple):
 
     @classmethod
     def whole(cls, token: object, cursor: kernels.Cursor) -> Sweep:
-        """Return the state of a map that was saved as a whole."""
+        """Return the state of a map that was saved whole."""
         return cls(token, cursor, (cursor.used, cursor.probation_used), (cursor.used, cursor.probation_used))
 
     @property
     def is_complete(self) -> bool:
-        """True if the next step begins another sweep, and what was saved before this one is not needed any more."""
+        """True if the next step begins another sweep, and nothing saved before this one is needed."""
         return self.passed == self.until
 
     def is_before(self, token: object, now: kernels.Cursor) -> bool:
-        """Return whether changes since then can be told: of the same map, whose clock has not begun anew."""
+        """Return whether changes since then are known: the map is the same, and its clock has not restarted."""
         return self.token is token and self.cursor.clock <= now.clock
 
     def step(self, loops: kernels.KeyMap) -> tuple[Sweep, tuple[Tensor, Tensor]]:
-        """Return the state now, and the cells to save: those that have changed, and the next ones of the sweep.
+        """Return the new state, and the cells to save: the changed ones, and the next ones of the sweep.
 
         Args:
-            loops: the map.
+            loops: the compiled map.
         """
         had = self.cursor.used, self.cursor.probation_used
         begin, until = ((0, 0), had) if self.is_complete else (self.passed, self.until)

@@ -1,4 +1,4 @@
-"""The file MANIFEST of a table's directory, never trusted: of a table in a log (format 4), and of ranks (format 5)."""
+"""The MANIFEST file of a table's directory, never trusted: for a table in a log (format 4), or of ranks (format 5)."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def column_json(column: Column) -> dict[str, Any]:
 
 
 def require_table(num_embeddings: object, seed: object, name: object) -> None:
-    """Check the arguments that a table was made with."""
+    """Check the arguments that a table was created with."""
     require(is_int(num_embeddings, 1, _MAX_ROWS), f"num_embeddings is {num_embeddings!r}")
     require(is_int(seed, 0, 2**64 - 1), f"seed is {seed!r}")
     require(isinstance(name, str), "name has a wrong type")
 
 
 def is_keys_name(file: object) -> bool:
-    """Tell whether a name may be that of a file of id maps."""
+    """Return whether a name can be that of a file of id maps."""
     return isinstance(file, str) and _KEYS_NAME.fullmatch(file) is not None
 
 
@@ -80,7 +80,7 @@ def require_record(columns: Sequence[Column], offsets: Sequence[object], stride:
 
 
 def parse_column(item: dict[str, Any], num_embeddings: int) -> Column:
-    """Check a column, which was plain data."""
+    """Check a column given as plain data, and return it."""
     name, shape, dtype, zero_row = item["name"], item["row_shape"], item["dtype"], item["zero_row"]
     require(is_column_name(name), f"a column is {name!r}")
     require(
@@ -105,7 +105,7 @@ def parse_column(item: dict[str, Any], num_embeddings: int) -> Column:
 
 
 def require_size(num_embeddings: int, columns: Sequence[Column]) -> None:
-    """Raise TableTooLargeError if a manifest could not describe so many rows of these columns, or no file hold them."""
+    """Raise TableTooLargeError if the table's size does not fit in a manifest, or in a file."""
     stride = RecordLayout.of(columns).stride
     if (
         num_embeddings > _MAX_ROWS
@@ -122,7 +122,7 @@ def require_size(num_embeddings: int, columns: Sequence[Column]) -> None:
 
 
 _MAX_GROUP_ROWS, _MAX_SEGMENT_BYTES = 2**32, 2**30
-_SEGMENT_BYTES = 2**16, 2**22  # the least, and the most for rows that are not wide
+_SEGMENT_BYTES = 2**16, 2**22  # the minimum, and the maximum unless rows are wide
 _MAX_LAYOUTS, _MAX_LOGS = 255, 10**9
 _SEGMENTS, _GROUPS_PER_SEGMENT, _LEAST_GROUPS, _MAX_GROUPS = 64, 64, 8, 2**32 - 1
 
@@ -135,12 +135,12 @@ class LogManifest:
         name: the table's.
         num_embeddings: rows.
         seed: of the initial values.
-        group_rows: neighbouring rows that are stored as one.
-        segment_bytes: of the log.
-        salt: random bits by which the table's own chunks and heads are known.
-        layouts: of records, the oldest first.
-        scratch: whether the rows are gone with the process that made the table.
-        log: the number of its log's files, which goes up when all rows are written anew.
+        group_rows: neighbouring rows stored as a group.
+        segment_bytes: bytes per segment of the log.
+        salt: random bits that identify the table's chunks and heads.
+        layouts: record layouts, oldest first.
+        scratch: True if the table vanishes with the process that created it.
+        log: the number of its log's files, which increases when all rows are rewritten.
     """
 
     name: str
@@ -160,12 +160,12 @@ class LogManifest:
         """Return the manifest of a new table.
 
         Raises:
-            TableTooLargeError: it has too many rows, or too long ones.
+            TableTooLargeError: it has too many rows, or rows are too long.
         """
         return cls(name, num_embeddings, seed, 1, 0, salt, (), scratch).with_layout(layout)
 
     def with_layout(self, layout: LogLayout) -> LogManifest:
-        """Return the table with one more layout, the newest; number 0 is for a table without rows on disk.
+        """Return the manifest with a new layout; number 0 is for a table without rows on disk.
 
         Raises:
             TableTooLargeError: the log cannot hold such rows, or so many.
@@ -175,7 +175,7 @@ class LogManifest:
             manifest = replace(self, layouts=(*self.layouts, layout))
         else:
             rows = least_group(self.num_embeddings, layout.stride)
-            # A log keeps a few segments free, and moves the groups of one at a time.
+            # A log keeps a few segments free, and moves the groups of one segment at a time.
             least = max(_SEGMENT_BYTES[0], rows * layout.stride * _GROUPS_PER_SEGMENT)
             wanted = max(least, min(self.num_embeddings * layout.stride // _SEGMENTS, _SEGMENT_BYTES[1]))
             segment_bytes = 1 << (wanted - 1).bit_length()
@@ -189,7 +189,7 @@ class LogManifest:
         return manifest
 
     def succeeded_by(self, layout: LogLayout) -> LogManifest | None:
-        """Return the table with one more layout; None if its rows have to be written anew for that."""
+        """Return the manifest with a new layout; None if that requires rewriting the rows."""
         if self.scratch or len(self.layouts) == _MAX_LAYOUTS:
             return None
         try:
@@ -200,7 +200,7 @@ class LogManifest:
         return manifest
 
     def renewed(self, layout: LogLayout, salt: int) -> LogManifest:
-        """Return the table in a log of its own, of rows in this layout alone.
+        """Return the manifest of a new log whose rows are all in this layout.
 
         Raises:
             TableTooLargeError: no log can hold such rows, or so many.
@@ -215,11 +215,11 @@ class LogManifest:
 
     @property
     def num_groups(self) -> int:
-        """The groups of all rows."""
+        """The number of groups."""
         return -(-self.num_embeddings // self.group_rows)
 
     def as_of(self, layout: int) -> LogManifest:
-        """Return the table as of a commit in a layout of this number.
+        """Return the manifest as of a commit in the layout of this number.
 
         Raises:
             TableFormatError: there is none.
@@ -272,7 +272,7 @@ class LogManifest:
 
 
 def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
-    """Check a manifest of version 4.
+    """Parse and check a manifest of version 4.
 
     Raises:
         Damage, ValueError, TypeError, KeyError: it is damaged.
@@ -289,7 +289,7 @@ def parse_log_manifest(data: dict[str, Any]) -> LogManifest:
     columns = [parse_column(item, num_embeddings) for item in data["columns"]]
     layouts = tuple(_parse_layout(item, columns) for item in data["layouts"])
     require(bool(layouts), "it has no layout")
-    # Else a small file could name a row for each page of the index.
+    # Otherwise a small file could name a row in each page of the index.
     require(rows * layouts[0].stride >= GROUP_BYTES, f"{rows} rows are stored as one")
     for number, layout in enumerate(layouts):
         require(layout.number == number, f"its layouts have the numbers {[each.number for each in layouts]}")
@@ -318,7 +318,7 @@ def _parse_layout(item: dict[str, Any], columns: list[Column]) -> LogLayout:
             f"column {column.name!r} starts as {first.name!r}",
         )
         if not rest and first.name != column.name:
-            through = (column,)  # as before copies of copies were kept apart
+            through = (column,)  # from before copies of copies were distinguished
         last, is_copy = (first, *through)[-1], bool(through)
         require(
             last.name == column.name and is_copy >= (source is not None), f"column {column.name!r} is a copy of none"
@@ -347,15 +347,15 @@ _CHECKSUM_BYTES = 9
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """Return the name of the directory with a rank's rows, in the table's."""
+    """Return the name of a rank's subdirectory in the table's directory."""
     return f"shard-{rank}-of-{world_size}"
 
 
 def part_of_ranks(weight: Column) -> str | None:
-    """Return whose rows a table has that is one of several ranks' part of another; None for a whole table.
+    """Return whose rows a table holds if it is one rank's part of another; None for a whole table.
 
     Args:
-        weight: the table's.
+        weight: the table's weight column.
     """
     found = weight.init.to_json()
     if found["kind"] != "owned":
@@ -364,10 +364,10 @@ def part_of_ranks(weight: Column) -> str | None:
 
 
 def remedy_for_part(path: Path | None) -> str:
-    """Return what to open in place of a rank's part of a table, in whose rows ids are not in order.
+    """Return the advice to open the whole table instead of a rank's part, whose rows are not in id order.
 
     Args:
-        path: of the part.
+        path: the part's path.
     """
     whole = "" if path is None else f", {path.parent},"
     return f"open the directory{whole} in which all ranks' parts lie; or load the checkpoint, if they are one's"
@@ -379,10 +379,10 @@ class ShardsManifest:
 
     Attributes:
         name: the table's.
-        num_embeddings: rows of all ranks.
+        num_embeddings: number of rows over all ranks.
         seed: of the initial values.
-        weight: the first column, with the initial values of the whole table.
-        salts: of the ranks' own tables, in their order, by which these are known.
+        weight: the weight column, with the whole table's initial values.
+        salts: salts of the ranks' tables, in rank order, which identify them.
     """
 
     name: str
@@ -393,12 +393,12 @@ class ShardsManifest:
 
     @property
     def world_size(self) -> int:
-        """The ranks."""
+        """The number of ranks."""
         return len(self.salts)
 
     @property
     def columns(self) -> dict[str, Column]:
-        """The column that the table was made with, by name; the others are known to the ranks' own tables."""
+        """The weight column by name; the ranks' tables know the others."""
         return {"weight": self.weight}
 
     def encode(self) -> bytes:
@@ -417,7 +417,7 @@ class ShardsManifest:
 
 
 def parse_shards_manifest(data: dict[str, Any]) -> ShardsManifest:
-    """Check a manifest of version 5.
+    """Parse and check a manifest of version 5.
 
     Raises:
         Damage, ValueError, TypeError, KeyError: it is damaged.
@@ -432,10 +432,10 @@ def parse_shards_manifest(data: dict[str, Any]) -> ShardsManifest:
 
 
 def require_shared(directory: Path, path: Path) -> Path:
-    """Return a directory that the first rank has made.
+    """Open a directory that the first rank has created.
 
     Raises:
-        FileNotFoundError: it is not there for this rank.
+        FileNotFoundError: this rank does not see it.
     """
     if not directory.is_dir():
         raise FileNotFoundError(
@@ -450,12 +450,12 @@ _PARSERS: dict[int, Callable[[dict[str, Any]], AnyManifest]] = {4: parse_log_man
 
 
 class ManifestFile(NamedTuple):
-    """A MANIFEST as it was read or written; it stays open, so that no other file can get its inode number.
+    """A MANIFEST that was read or written; it stays open, so that no other file can get its inode number.
 
     Attributes:
         file: the open file.
         body: its content after the checksum.
-        seen: its identity then.
+        seen: its identity at that time.
     """
 
     file: OpenFile
@@ -464,7 +464,7 @@ class ManifestFile(NamedTuple):
 
     @classmethod
     def load(cls, directory: OpenDirectory) -> tuple[ManifestFile, AnyManifest]:
-        """Open and parse a directory's MANIFEST; the data files are not looked at.
+        """Open and parse a directory's MANIFEST, without looking at the data files.
 
         Raises:
             TableFormatError: it is missing or damaged.
@@ -493,7 +493,7 @@ class ManifestFile(NamedTuple):
         try:
             write_all(written.fd, b"%08x\n" % zlib.crc32(body) + body, 0)
             os.fsync(written.fd)
-            file = OpenFile(directory.open(temporary))  # to be read: the file system may be made read-only meanwhile
+            file = OpenFile(directory.open(temporary))  # read-only: the file system may be remounted so in the meantime
             written.close()
             directory.rename(temporary, MANIFEST)
         except BaseException:
@@ -504,7 +504,7 @@ class ManifestFile(NamedTuple):
 
 
 def parse(directory: Path, raw: bytes) -> AnyManifest:
-    """Check a manifest as it stands in its file.
+    """Parse and check a manifest as stored in its file.
 
     Raises:
         TableFormatError: it is damaged.

@@ -1,4 +1,4 @@
-"""An open directory of files from any source, never opened through a link; and the lock of its one writer."""
+"""An open directory of untrusted files, never opened through links; and the lock of its single writer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from speedswap.errors import TableBusyError, TableFormatError, TableFullError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a disk without room
-TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # errors that tell nothing about a file's content
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
+TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # errors that say nothing about a file's content
 
-# A FIFO under a file's name must not be waited for, nor a lease on it.
+# Never block on a FIFO under a file's name, or on a lease.
 _CAREFULLY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -48,17 +48,17 @@ class OpenFile:
 
 
 class OpenDirectory(OpenFile):
-    """A directory whose files are reached through its descriptor, also after a rename or a ``chdir``.
+    """A directory whose files are accessed through its descriptor, even after a rename or a ``chdir``.
 
     Args:
-        path: where it is now.
-        follow: whether ``path`` itself may be a link.
+        path: its current path.
+        follow: True if ``path`` itself may be a link.
         shown: the path in messages; ``path`` by default.
         within: the open directory to which ``path`` is relative; by default the working directory.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        NotADirectoryError: it is something else, or a link that must not be followed.
+        FileNotFoundError: ``path`` does not exist.
+        NotADirectoryError: it is not a directory, or is a link that must not be followed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OpenDirectory(OpenFile):
         """Open an existing file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
             TableFormatError: it is not a regular file.
         """
         self._check(name, os.stat(name, dir_fd=self.fd, follow_symlinks=False))
@@ -101,12 +101,12 @@ class OpenDirectory(OpenFile):
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove(self, name: str) -> None:
-        """Remove a name, if it is there; the target of a link stays."""
+        """Remove a name if it exists; the target of a link stays."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Return the status of an entry, of a link itself and not of its target; None if there is no entry."""
+        """Return the status of an entry without following links; None if it does not exist."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -117,21 +117,21 @@ class OpenDirectory(OpenFile):
         return found is not None and stat.S_ISREG(found.st_mode)
 
     def require_regular(self, name: str) -> None:
-        """Raise TableFormatError if an entry of that name is anything but a regular file; it may be missing."""
+        """Raise TableFormatError if an entry exists and is not a regular file."""
         found = self.status(name)
         if found is not None:
             self._check(name, found)
 
     def sync(self) -> None:
-        """Make the names in it durable."""
+        """Sync the directory, so that its names are durable."""
         _sync(self.fd)
 
     @contextmanager
     def locked(self, busy: Exception) -> Iterator[None]:
-        """Hold the right to change the directory for the block; it is free as soon as its holder ends.
+        """Hold the directory's lock for the block; it is released when its holder exits, however it exits.
 
         Args:
-            busy: raised where another process holds it. A file system without locks is taken for free.
+            busy: the error to raise if another process holds it. On a file system without locks it counts as free.
         """
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,10 +143,10 @@ class OpenDirectory(OpenFile):
             yield
         finally:
             with suppress(OSError):
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # also for a child forked in the meantime
 
     def is_at(self, path: Path) -> bool:
-        """Return whether a path leads to this very directory, without a link at its end."""
+        """Return whether a path leads to this directory, without a link as its last part."""
         try:
             return os.path.samestat(os.lstat(path), os.fstat(self.fd))
         except OSError:
@@ -154,7 +154,7 @@ class OpenDirectory(OpenFile):
 
     @property
     def exists(self) -> bool:
-        """True until it is removed."""
+        """True until the directory is removed."""
         return os.fstat(self.fd).st_nlink > 0
 
     def _check(self, name: str, found: os.stat_result) -> None:
@@ -167,12 +167,12 @@ class OpenDirectory(OpenFile):
 
 
 def identity(found: os.stat_result) -> tuple[int, ...]:
-    """Return what distinguishes a file from any other one, and from itself before a change."""
+    """Return a value that distinguishes a file from every other file, and from its own earlier contents."""
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write bytes to a file from an offset on, whatever number of them a call takes."""
+    """Write bytes to a file at an offset, retrying after partial writes."""
     rest = memoryview(data)
     while rest:
         count = os.pwrite(fd, rest, offset)
@@ -180,7 +180,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def sync_names(directory: Path) -> None:
-    """Make the names in a directory durable, if it may be read."""
+    """Sync a directory, so that its names are durable, if it may be read."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
@@ -207,7 +207,7 @@ def says_if_full(
 
     Args:
         path: of the file.
-        outcome: what is left, and the remedy.
+        outcome: the resulting state, and the remedy.
     """
     try:
         yield
@@ -221,26 +221,26 @@ def says_if_full(
 
 
 _LOCK, _OWNER = "LOCK", "OWNER"
-_DYING_SECONDS = 1.0  # that a lock is waited for whose holder is ending, or is not known
-_EXITING, _KILL = 0x4 | 0x400, 1 << 8  # in /proc/PID/stat: PF_EXITING and PF_SIGNALED; a SIGKILL that is pending
+_DYING_SECONDS = 1.0  # to wait for a lock whose holder is exiting, or is unknown
+_EXITING, _KILL = 0x4 | 0x400, 1 << 8  # in /proc/PID/stat: PF_EXITING and PF_SIGNALED; a pending SIGKILL
 _held: weakref.WeakValueDictionary[int, WriterLock] = weakref.WeakValueDictionary()  # by id()
 
 
 class WriterLock:
-    """The lock of a directory's one writer, among all processes and within this one.
+    """The lock of a directory's single writer, across processes and within this one.
 
-    It is the kernel's (``flock``): free as soon as its holder ends, whatever ends it. A forked child neither holds nor
-    releases its parent's.
+    It is a kernel lock (``flock``), released when its holder exits, however it exits. A forked child neither holds nor
+    releases its parent's lock.
 
     Args:
         directory: the table's.
-        say: whether to note this process in OWNER.
+        say: True to record this process in OWNER.
 
     Raises:
         TableBusyError: another writer holds it.
         TableFormatError: LOCK or OWNER is not a regular file.
         FileNotFoundError: the directory has been removed.
-        TableFullError: LOCK is not there, and the disk has no room for it.
+        TableFullError: LOCK does not exist, and the disk has no room for it.
         OSError: the file system is read-only, or has no locks; the remedy is mode ``r``.
     """
 
@@ -259,12 +259,12 @@ class WriterLock:
 
     @staticmethod
     def is_noted(directory: OpenDirectory) -> bool:
-        """Return whether OWNER names a writer, which holds the lock or did not release it itself."""
+        """Return whether OWNER names a writer: one that holds the lock, or ended without releasing it."""
         return directory.status(_OWNER) is not None
 
     @staticmethod
     def holder(directory: OpenDirectory) -> str | None:
-        """Return the process that holds the lock, as OWNER names it, without touching it; None if none does."""
+        """Return the process that holds the lock, according to OWNER, without touching the lock; None if it is free."""
         found = directory.status(_LOCK)
         if found is None:
             return None
@@ -287,9 +287,9 @@ class WriterLock:
         try:
             if self._says:
                 self._directory.remove(_OWNER)
-                self._says = False  # an interrupted release is repeated, and OWNER may be another's then
+                self._says = False  # after an interrupted release, OWNER may already be another writer's
         finally:
-            # Closing alone would not do if a copy of the descriptor lived on in a process forked by a library.
+            # Closing is not enough: a process forked by a library may still hold a copy of the descriptor.
             fcntl.flock(self._file.fd, fcntl.LOCK_UN)
             _held.pop(id(self), None)
             self._file.close()
@@ -303,7 +303,7 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
             fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not was_freed and _is_of_this_process(file):
-                gc.collect()  # its table may be one that nothing but a cycle refers to, such as a caught exception's
+                gc.collect()  # its table may be reachable only from a cycle, such as a caught exception's
                 was_freed = True
                 continue
             owner = _owner(directory)
@@ -321,14 +321,14 @@ def _open_locked(directory: OpenDirectory) -> OpenFile:
                 f"{directory.path / _LOCK} cannot be locked ({error.strerror}), and a table is written by one process "
                 "at a time; keep it on a file system that has locks (flock), or open it with mode='r'",
             ) from error
-        # A directory is removed by its owner alone; then the locked file is not the one under that name any more.
+        # Only its owner removes a directory; the locked file is then no longer the one of that name.
         named = directory.status(_LOCK)
         if named is not None and os.path.samestat(os.fstat(file.fd), named):
             return file
 
 
 def _is_running(owner: str) -> bool:
-    """Return whether a process of this machine goes on; a killed one holds its locks until its memory is freed."""
+    """Return whether a process is still running here; a killed one keeps its locks until its memory is freed."""
     pid, _, host = owner.partition(" on ")
     try:
         with open(f"/proc/{int(pid)}/stat") as file:
@@ -340,7 +340,7 @@ def _is_running(owner: str) -> bool:
 
 
 def _is_of_this_process(file: OpenFile) -> bool:
-    """Return whether a writer of this process holds the lock on a file."""
+    """Return whether a writer in this process holds the lock on a file."""
     for lock in _all_held():
         with suppress(OSError):  # another thread is releasing it
             if os.path.sameopenfile(lock._file.fd, file.fd):
@@ -349,7 +349,7 @@ def _is_of_this_process(file: OpenFile) -> bool:
 
 
 def _all_held() -> list[WriterLock]:
-    """Return the locks of this process, whatever other threads and the garbage collector take or release meanwhile."""
+    """Return a snapshot of this process's locks, safe against changes by other threads and the garbage collector."""
     return [lock for found in _held.valuerefs() if (lock := found()) is not None]
 
 
@@ -382,10 +382,10 @@ def _owner(directory: OpenDirectory) -> str:
 
 
 def _write_owner(directory: OpenDirectory) -> None:
-    """Note the holder of the lock. A full disk does not keep a table from being opened."""
+    """Record the holder of the lock. A full disk does not prevent a table from being opened."""
     try:
         directory.require_regular(_OWNER)
-        # Never written in place: it may be a hard link to something precious.
+        # Never write in place: it may be a hard link to a file worth keeping.
         directory.remove(_OWNER)
         file = OpenFile(directory.create(_OWNER))
         os.write(file.fd, f"{os.getpid()} on {socket.gethostname()}\n".encode())
@@ -398,7 +398,7 @@ def _write_owner(directory: OpenDirectory) -> None:
 def _forget_in_child() -> None:
     for lock in _all_held():
         _held.pop(id(lock), None)
-        lock._file.close()  # this copy of the descriptor; the parent's holds on
+        lock._file.close()  # this copy of the descriptor; the parent's keeps the lock
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

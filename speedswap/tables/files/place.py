@@ -1,7 +1,7 @@
-"""The place of a table: its path, and the hidden directories beside it in which tables are made and replaced.
+"""The place of a table: its path, and the hidden directories next to it in which tables are built and replaced.
 
-``.NAME.speedswap-new`` is a table that is not complete, or that another one has replaced; ``.NAME.speedswap-old`` is a
-table that is being replaced where names cannot be exchanged. A process at work on one of them holds its lock.
+``.NAME.speedswap-new`` is an incomplete or a replaced table; ``.NAME.speedswap-old`` is a table that is being replaced
+on a file system that cannot exchange names. A process at work on either holds its lock.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _OURS = re.compile(
     r"LOCK|OWNER|MANIFEST|MANIFEST(\.[0-9a-f]+)?\.tmp|keys-[0-9]+\.bin|rows(-[0-9]+)?\.log"
     r"|HEAD(-[0-9]+)?"
 )
-_SHARD = re.compile(r"\.?shard-[0-9]+-of-[0-9]+(\.speedswap-(new|old))?")  # a rank's rows, in a table of all ranks
+_SHARD = re.compile(r"\.?shard-[0-9]+-of-[0-9]+(\.speedswap-(new|old))?")  # a rank's directory, in a table of ranks
 _NAME_BYTES = 255
 _TRIES = 500
 _AT_CWD, _NO_REPLACE, _EXCHANGE = -100, 1, 2
 
 
 class Place:
-    """A path at which a table is, or is to be.
+    """The path of a present or future table.
 
     Args:
-        path: where a user opens it.
+        path: the path that users open.
 
     Attributes:
-        shown: that path, absolute, so that a later ``chdir`` does not lead elsewhere; for messages.
-        path: the same without links.
-        hidden: the directory in which a table for this place is made.
+        shown: that path, made absolute so that a later ``chdir`` does not change it; for messages.
+        path: the same path with links resolved.
+        hidden: the directory in which a table for this place is built.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,13 +49,13 @@ class Place:
         if not self.path.name:
             raise TableFormatError(f"path is {str(path)!r}, the root directory and no table; give another path")
         self.hidden, self._old = _hidden(self.path, "new"), _hidden(self.path, "old")
-        self._made: list[Path] = []  # directories above, made for this table
+        self._made: list[Path] = []  # parent directories created for this table
 
     def open(self) -> OpenDirectory:
         """Open the directory at this place.
 
         Raises:
-            FileNotFoundError: nothing is there, or no directory.
+            FileNotFoundError: it does not exist, or is not a directory.
             TableFormatError: it cannot be read.
         """
         try:
@@ -81,11 +81,11 @@ class Place:
     # ------------------------------------------------------------------ making a table
 
     def begin(self) -> tuple[OpenDirectory, WriterLock]:
-        """Make the hidden directory, locked, and missing directories above it; a leftover one is removed first.
+        """Create the hidden directory, locked, and its missing parents; remove a leftover one first.
 
         Raises:
             TableBusyError: another process is making a table for this place.
-            FileExistsError: something that is not speedswap's has the hidden name.
+            FileExistsError: the hidden name is taken by something that is not speedswap's.
             TableFullError: the disk has no room.
         """
         try:
@@ -124,10 +124,10 @@ class Place:
         return None
 
     def publish(self) -> None:
-        """Let the finished table appear at the path, durably.
+        """Move the finished table to the path, durably.
 
         Raises:
-            FileExistsError: something has come there meanwhile.
+            FileExistsError: the path has been taken in the meantime.
         """
         self.refuse_existing()
         try:
@@ -139,10 +139,10 @@ class Place:
             sync_names(directory.parent)
 
     def replace(self) -> None:
-        """Let the finished table and the one at the path exchange names, durably: there is a table at every instant."""
+        """Exchange the finished table with the one at the path, durably: a table is there at every instant."""
         if not exchange(self.hidden, self.path):
-            # This file system cannot: one after the other. A process killed in between leaves what recover() finds.
-            self._discard_leftover(self._old)  # of a process killed after the second; this path's owner is here
+            # This file system cannot exchange names: two renames. recover() repairs what a kill in between leaves.
+            self._discard_leftover(self._old)  # left by a process killed after the second; this process owns the path
             try:
                 os.rename(self.path, self._old)
                 os.rename(self.hidden, self.path)
@@ -156,14 +156,14 @@ class Place:
     # ------------------------------------------------------------------ after a process that was killed
 
     def recover(self) -> bool:
-        """Put back a table that a killed process was replacing; return whether anything is at the path."""
+        """Restore a table that a killed process was replacing; return whether the path exists."""
         for _ in range(_TRIES):
             if os.path.lexists(self.path) or not self._put_back():
                 break
         return os.path.lexists(self.path)
 
     def _put_back(self) -> bool:
-        """Give a table that was set aside its path again; return whether there may be one now."""
+        """Rename a table that was set aside back to its path; return whether one may be there now."""
         try:
             directory = OpenDirectory(self._old, follow=False)
             lock = WriterLock(directory, say=False)
@@ -184,7 +184,7 @@ class Place:
         return True
 
     def clear(self) -> None:
-        """Remove what killed processes have left beside the table."""
+        """Remove what killed processes have left next to the table."""
         for leftover in (self.hidden, self._old):
             if os.path.lexists(leftover):
                 try:
@@ -193,10 +193,10 @@ class Place:
                     _log.debug("%s stays: %s", leftover, error)
 
     def _discard_leftover(self, leftover: Path) -> None:
-        """Remove a hidden directory that no process is at work on.
+        """Remove a hidden directory that no process is using.
 
         Raises:
-            TableBusyError: one is.
+            TableBusyError: a process is using it.
             FileExistsError: it is not speedswap's.
         """
         if _remove_empty(leftover):
@@ -225,7 +225,7 @@ class Place:
                 "or give another path",
             ) from None
         try:
-            # Before it was locked it may have been finished, and then it has another name.
+            # Its table may have been finished before it was locked here, and then it has another name.
             if directory.is_at(leftover):
                 _discard(directory, leftover)
                 _log.warning("removed %s, left behind by a process that was killed", leftover)
@@ -233,8 +233,8 @@ class Place:
             lock.release()
 
     def discard(self, directory: OpenDirectory) -> None:
-        """Remove a table's directory, whose lock is held, from the path or from where it is hidden."""
-        if directory.is_at(self.path):  # out of sight first, so that no process finds half of it
+        """Remove a table's directory, whose lock is held, from the path or from its hidden name."""
+        if directory.is_at(self.path):  # rename it first, so that no process finds half of it
             if os.path.lexists(self.hidden):
                 self._discard_leftover(self.hidden)
             os.rename(self.path, self.hidden)
@@ -251,13 +251,13 @@ class Place:
                 self._made.append(directory)
 
     def remove_parents(self) -> None:
-        """Remove the directories that were made above the table, where they are empty."""
+        """Remove the parent directories that were created for the table, if they are empty."""
         for directory in reversed(self._made):
             _remove_empty(directory)
 
 
 def is_ours(directory: OpenDirectory, name: str) -> bool:
-    """Return whether a name in a table's directory can be one of the table's files, or one of its ranks' tables."""
+    """Return whether a name in a table's directory can be a file of the table, or a rank's table."""
     found = directory.status(name)
     if found is not None and stat.S_ISDIR(found.st_mode):
         shard = _shard(directory, name)
@@ -268,12 +268,12 @@ def is_ours(directory: OpenDirectory, name: str) -> bool:
 
 
 def is_shard(name: str) -> bool:
-    """Return whether a name is one that the directory of a rank's rows has, or has while it is made."""
+    """Return whether a name is that of a rank's directory, finished or being built."""
     return _SHARD.fullmatch(name) is not None
 
 
 def _shard(directory: OpenDirectory, name: str) -> OpenDirectory | None:
-    """Open the directory of one of a table's ranks, if a name can be one."""
+    """Open a rank's directory within a table's, if a name can be one."""
     if not is_shard(name):
         return None
     return OpenDirectory(Path(name), follow=False, shown=directory.path / name, within=directory)
@@ -285,15 +285,15 @@ def _is_folder(directory: OpenDirectory, name: str) -> bool:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one instant; return False where the system or the file system cannot."""
+    """Exchange two names atomically; return False if the system or the file system cannot."""
     return _rename_at_once(first, second, _EXCHANGE)
 
 
 def rename_anew(source: Path, target: Path) -> None:
-    """Rename a directory.
+    """Rename a directory without replacing anything.
 
     Raises:
-        FileExistsError: something has the new name.
+        FileExistsError: the new name is taken.
     """
     if not _rename_at_once(source, target, _NO_REPLACE):
         if os.path.lexists(target):
@@ -302,7 +302,7 @@ def rename_anew(source: Path, target: Path) -> None:
 
 
 def _rename_at_once(source: Path, target: Path, how: int) -> bool:
-    """Call renameat2; return False if the system or the file system does not have it."""
+    """Call renameat2; return False if the system or the file system lacks it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -323,7 +323,7 @@ def _hidden(path: Path, what: str) -> Path:
 
 
 def _discard(directory: OpenDirectory, path: Path) -> None:
-    """Remove a directory whose lock is held; foreign files stay, and the directory with them."""
+    """Remove a directory whose lock is held, unless it holds foreign files, which stay."""
     for name in directory.names():
         if name != "LOCK" and is_ours(directory, name):
             if (shard := _shard(directory, name)) is not None:
@@ -332,7 +332,7 @@ def _discard(directory: OpenDirectory, path: Path) -> None:
                 os.rmdir(name, dir_fd=directory.fd)
             else:
                 directory.remove(name)
-    directory.remove("LOCK")  # last: as long as there is anything, its owner can be found
+    directory.remove("LOCK")  # last, so that the owner of whatever is left is known
     _remove_empty(path)
 
 

@@ -1,4 +1,4 @@
-"""Tensors in a file of the safetensors format: a header of JSON, then the tensors' bytes. Nothing is pickled.
+"""Tensors in a safetensors file: a JSON header, then the tensors' bytes. Nothing is pickled.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -55,11 +55,11 @@ class TensorPlace(NamedTuple):
 
 
 class TensorWriter:
-    """A file that is filled with tensors, whole or some rows at a time, in any order.
+    """A file being filled with tensors, whole or in pieces of rows, in any order.
 
     Args:
-        file: new and empty, open for writing.
-        shapes: dtype, one of ``DTYPES``, and shape of every tensor, by name.
+        file: a new and empty file, open for writing.
+        shapes: dtype (one of ``DTYPES``) and shape of every tensor, by name.
 
     Example:
         >>> import tempfile
@@ -75,7 +75,7 @@ class TensorWriter:
         entries: dict[str, Any] = {}
         places: dict[str, TensorPlace] = {}
         end = 0
-        # The widest first, so that every tensor is aligned to its items.
+        # Widest items first, so that every tensor is aligned.
         for name, (dtype, shape) in sorted(shapes.items(), key=lambda item: -item[1][0].itemsize):
             places[name] = TensorPlace(dtype, tuple(shape), end)
             begin, end = end, end + places[name].nbytes
@@ -91,7 +91,7 @@ class TensorWriter:
         write_all(file.fd, (len(header).to_bytes(8, "little") + header), 0)
 
     def write(self, name: str, values: Tensor, *, first_row: int = 0) -> None:
-        """Write a tensor, or some rows of it, on any device, from ``first_row`` on."""
+        """Write a tensor on any device, or some of its rows from ``first_row`` on."""
         place = self.places[name]
         if first_row or values.shape != place.shape:
             place = place.rows(first_row, first_row + len(values))
@@ -101,10 +101,10 @@ class TensorWriter:
 
 
 class TensorReader:
-    """The tensors of a file from anywhere: sizes and shapes are checked before anything is allocated.
+    """The tensors of an untrusted file: sizes and shapes are checked before anything is allocated.
 
     Args:
-        file: open for reading.
+        file: the file, open for reading.
         what.
 
     Raises:

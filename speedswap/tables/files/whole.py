@@ -1,7 +1,7 @@
-"""Files and folders that appear under their names whole or not at all, never through a link.
+"""Files and folders that appear complete or not at all, never through a link.
 
-Unfinished ones have a name of their own and are locked by their writer. The lock ends with the writer: by that the next
-process that writes there recognizes the leftovers of a killed one, and removes them.
+Unfinished ones have a temporary name and are locked by their writer. The lock ends with the writer, so the next process
+that writes there recognizes and removes the leftovers of a killed one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from speedswap.tables.files.open_directory import sync_names
 UNFINISHED = ".speedswap-"
 """The prefix of the names of files and folders that are being written or removed."""
 
-_NAME_BYTES = 6  # of the number that follows the prefix
+_NAME_BYTES = 6  # digits of the number after the prefix
 
 _log = logging.getLogger("speedswap")
 
 
 @contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that takes its name, durable, when the block ends without an error.
+    """Open a new file that durably takes its name when the block ends without an error.
 
-    An existing file of the name is replaced; so is a link, whose target stays as it is.
+    An existing file is replaced; so is a link, whose target is unchanged.
 
     Raises:
-        OSError: the file cannot be made or written. An existing one stays, and nothing else is left.
+        OSError: the file cannot be created or written. An existing file stays, and nothing else is left.
 
     Example:
         >>> import tempfile
@@ -63,7 +63,7 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def fresh_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder under a name of its own, for the block to fill and rename; otherwise it is removed again."""
+    """Create a temporary folder for the block to fill and rename; if it is not renamed, it is removed."""
     folder, lock = _owned(parent, UNFINISHED, os.mkdir)
     try:
         yield folder
@@ -73,7 +73,7 @@ def fresh_folder(parent: Path) -> Iterator[Path]:
 
 
 def locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a folder for this user alone; return it with a descriptor that holds its lock, to be closed at its end."""
+    """Create a private folder; return it with a descriptor that holds its lock and must be closed at the end."""
     return _owned(parent, prefix, lambda path: os.mkdir(path, 0o700))
 
 
@@ -82,7 +82,7 @@ def remove_leftovers(parent: Path, prefix: str = UNFINISHED) -> list[Path]:
 
     Args:
         parent: the folder; it need not exist.
-        prefix: of the leftovers' names.
+        prefix: prefix of the leftovers' names.
 
     Returns:
         The paths removed.
@@ -99,7 +99,7 @@ def remove_leftovers(parent: Path, prefix: str = UNFINISHED) -> list[Path]:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
                 continue
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where the owner is alive
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the owner is alive
             _remove(path)
             removed.append(path)
             _log.warning("removed %s, left behind by a killed run", path)
@@ -107,7 +107,7 @@ def remove_leftovers(parent: Path, prefix: str = UNFINISHED) -> list[Path]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading; a pipe is refused, not waited for.
+    """Open a regular file, or a link to one, for reading; refuse a pipe instead of waiting for it.
 
     Raises:
         OSError: it cannot be opened, or is not a regular file.
@@ -135,7 +135,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _owned(parent: Path, prefix: str, make: Callable[[Path], int | None]) -> tuple[Path, int]:
-    """Make a file or folder under a new name; return it with a descriptor that holds its lock."""
+    """Create a file or folder under a new name; return it with a descriptor that holds its lock."""
     while True:
         path = _free_name(parent, prefix)
         descriptor = make(path)

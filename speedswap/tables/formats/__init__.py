@@ -1,4 +1,4 @@
-"""Tables in the formats of other programs, written and read a bounded piece of rows at a time.
+"""Tables in other programs' formats, written and read in bounded pieces of rows.
 
 ========================  =====================  ==========================================================
 format                    suffix                 holds
@@ -10,8 +10,8 @@ format                    suffix                 holds
 ``parquet``               ``.parquet``, ``.pq``  columns as lists, and keys
 ========================  =====================  ==========================================================
 
-All but Parquet (pyarrow) need nothing else installed. A column that is stored in fewer bytes is written as the values
-that a lookup gives. bfloat16 and float8 are written as float32 where a format does not have them: the same numbers.
+Only Parquet needs another package (pyarrow). A column that is stored in fewer bytes is written as the values that a
+lookup returns. bfloat16 and float8 are written as float32, which is exact, if a format lacks them.
 """
 
 from speedswap.tables.formats.tables import FORMATS, export_table, import_table, write_rows

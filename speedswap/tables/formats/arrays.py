@@ -1,6 +1,6 @@
-"""Arrays in files: NumPy's ``.npy``, of one column, and safetensors, each column as a tensor of its name, bit for bit.
+"""Arrays in files, bit for bit: NumPy's ``.npy`` for one column; safetensors, with a tensor per column.
 
-bfloat16, which NumPy does not have, is written to ``.npy`` as float32.
+bfloat16, which NumPy lacks, is written to ``.npy`` as float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from speedswap.tables.whole_table import as_numpy
 
 
 def write_npy(file: BinaryIO, rows: Outgoing) -> None:
-    """Write the one column."""
+    """Write one column."""
     ((_, form),) = rows.forms.items()
     dtype = as_numpy(torch.empty(0, dtype=form.dtype)).dtype
     shape = (len(rows), *form.row_shape)
@@ -49,7 +49,7 @@ def read_npy(file: BinaryIO, what: str) -> Incoming:
             form = ColumnForm(torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype, tuple(shape[1:]))
     except OSError:
         raise
-    except Exception as error:  # of whatever kind NumPy's parser has
+    except Exception as error:  # whatever NumPy's parser raises
         raise TableFormatError(f"{what} is not an array of numbers in a .npy file ({error}); save it anew") from None
     if fortran_order or not shape or min(shape) < 1:
         order = "columns first" if fortran_order else "no rows"
@@ -86,7 +86,7 @@ def write_safetensors(file: BinaryIO, rows: Outgoing) -> None:
     """Write all columns.
 
     Raises:
-        TypeError: the format has not the dtype of one of them.
+        TypeError: the format lacks a column's dtype.
     """
     for name, form in rows.forms.items():
         if form.dtype not in DTYPES:
@@ -108,7 +108,7 @@ def read_safetensors(file: BinaryIO, what: str) -> Incoming:
 
 
 class _Tensors(Incoming):
-    """The rows of a file's tensors, as many as the first that is asked for has."""
+    """The rows of a file's tensors; the first requested tensor gives their number."""
 
     def __init__(self, reader: TensorReader, what: str) -> None:
         self._reader, self._what = reader, what

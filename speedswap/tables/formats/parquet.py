@@ -1,7 +1,7 @@
-"""Parquet, through pyarrow: each column as lists of fixed size, in row groups of bounded size; keys as ``key``.
+"""Parquet, through pyarrow: columns as fixed-size lists, in row groups of bounded size; keys as column ``key``.
 
-bfloat16, which the format does not have, is written as float32. Values are neither compressed nor collected in
-dictionaries: embeddings gain nothing by it.
+bfloat16, which the format lacks, is written as float32. Values are neither compressed nor dictionary-encoded:
+embeddings gain nothing from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from speedswap.tables.keys import as_keys
 from speedswap.tables.whole_table import as_numpy
 
 KEY = "key"
-_MOST_TIMES, _HARMLESS_BYTES = 200, 1 << 25  # the largest expansion that is read, and the bytes read of any file
+_MOST_TIMES, _HARMLESS_BYTES = 200, 1 << 25  # the largest expansion accepted, and the bytes accepted from any file
 _BUFFER_BYTES = 1 << 20
 
 
@@ -30,7 +30,7 @@ def write(file: BinaryIO, rows: Outgoing) -> None:
     """Write all columns.
 
     Raises:
-        TypeError: the format has not the dtype of one of them.
+        TypeError: the format lacks a column's dtype.
         ModuleNotFoundError: pyarrow is not installed.
     """
     pa = _pyarrow()
@@ -56,7 +56,7 @@ def _pyarrow() -> Any:
 
 
 def _lists(values: Tensor, name: str) -> Any:
-    """Return rows as a pyarrow array: of numbers, or of lists of fixed size."""
+    """Return rows as a pyarrow array of numbers or of fixed-size lists."""
     pa = _pyarrow()
     try:
         found = pa.array(as_numpy(values).reshape(-1))
@@ -87,7 +87,7 @@ def read(file: BinaryIO, what: str) -> Incoming:
     """Check the head of a file.
 
     Raises:
-        TableFormatError: it is damaged, has no column of rows, or would become far larger than it is.
+        TableFormatError: it is damaged, has no column of rows, or would expand far beyond its size.
         ModuleNotFoundError: pyarrow is not installed.
     """
     pa = _pyarrow()
@@ -122,7 +122,7 @@ class _Groups(Incoming):
             )
 
     def _form(self, name: str, kind: Any) -> ColumnForm | None:
-        """Return the form of a column, that of the first row where lists may have any length; None for other ones."""
+        """Return the form of a column, taken from the first row if lists vary in length; None if it holds no values."""
         pa = _pyarrow()
         shape: list[int] = []
         while pa.types.is_fixed_size_list(kind):
@@ -209,7 +209,7 @@ class _Groups(Incoming):
 
 
 def _key_kind(kind: Any) -> str | None:
-    """Return the kind of the keys in a column; None if it has a type that is not read as keys."""
+    """Return the kind of the keys in a column; None if its type cannot be read as keys."""
     pa = _pyarrow()
     if pa.types.is_dictionary(kind):
         kind = kind.value_type

@@ -1,4 +1,4 @@
-"""Rows on their way between a table and a file, a bounded piece of them at a time; and their keys."""
+"""Rows moving between a table and a file in bounded pieces, and their keys."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RowKeys:
         self.kind = "int64" if keys is None or isinstance(keys, Tensor) else "exact"
 
     def take(self, start: int, stop: int) -> Tensor | Texts:
-        """Return the keys of rows that are taken one piece after the other: those of ``rows[start:stop]``."""
+        """Return the keys of ``rows[start:stop]``; calls take consecutive pieces."""
         keys = self._keys
         if keys is None:
             return torch.arange(self.rows[start], self.rows[stop - 1] + 1)
@@ -62,7 +62,7 @@ class RowKeys:
 
 
 class _Vocabulary(RowKeys):
-    """Keys that are the lines of a file, read as they are taken."""
+    """Keys read from the lines of a file as they are taken."""
 
     def __init__(self, rows: range, file: BinaryIO, path: Path) -> None:
         super().__init__(rows, ())
@@ -88,12 +88,12 @@ def opened_keys(given: KeySource | RowKeys, num_rows: int) -> Iterator[RowKeys]:
     """Provide the keys of a table's rows.
 
     Args:
-        given: ``"rows"`` for the rows' numbers; an id map, whose rows are those that have a key; the path of a text
-            with a key per line, or a sequence of keys, one per row.
-        num_rows: of the table.
+        given: ``"rows"`` for the rows' numbers; an id map, which selects the rows that have a key; the path of a text
+            file with a key per line; or a sequence of keys, one per row.
+        num_rows: the table's number of rows.
 
     Raises:
-        ValueError, TypeError: they are not the table's, or cannot be told.
+        ValueError, TypeError: they do not match the table, or are unknown.
         OSError: the file cannot be read.
     """
     if isinstance(given, RowKeys):
@@ -129,12 +129,12 @@ def keys_of_map(id_map: IdMap, num_rows: int) -> RowKeys:
 
 
 class KeySink:
-    """Takes the keys of a file's rows, and refuses one that comes again.
+    """Collects the keys of a file's rows, and refuses duplicates.
 
     Args:
         kind: ``"exact"`` or ``"int64"``.
-        num_rows: the number of keys to come.
-        vocabulary: takes a line per key; None if they are for the map alone.
+        num_rows: the number of keys to expect.
+        vocabulary: a file that gets a line per key; None if the keys go only to the map.
         what: the file, for messages.
     """
 
@@ -144,7 +144,7 @@ class KeySink:
         self._what = what
 
     def add(self, start: int, keys: Tensor | Texts) -> None:
-        """Take the keys of rows from ``start`` on.
+        """Add the keys of rows from ``start`` on.
 
         Raises:
             TableFormatError: one of them occurs twice, or cannot be a line of a vocabulary.
@@ -174,7 +174,7 @@ class KeySink:
 
 
 def as_texts(keys: Tensor | Texts) -> Texts:
-    """Return keys as texts, numbers in decimal."""
+    """Return keys as strings, numbers in decimal."""
     return kernels.texts_of([*map(str, keys.tolist())]) if isinstance(keys, Tensor) else keys
 
 
@@ -188,13 +188,13 @@ def key_at(keys: Tensor | Texts, place: int) -> str | int:
 
 
 PIECE_BYTES = 8 << 20
-_SHARE = 4  # of the free memory, of which a window takes one
-_BYTES_FOR_A_READ = 16 << 10  # a disk reads as much in order in the time of a single read
+_SHARE = 4  # a window takes one such share of free memory
+_BYTES_FOR_A_READ = 16 << 10  # bytes that a disk reads sequentially in the time of one random read
 _ROWS_AT_ONCE = 1 << 16
 
 
 class ColumnForm(NamedTuple):
-    """The dtype and the shape of a column's rows."""
+    """The dtype and shape of a column's rows."""
 
     dtype: torch.dtype
     row_shape: tuple[int, ...]
@@ -212,10 +212,10 @@ class ColumnForm(NamedTuple):
 
 @dataclass(frozen=True)
 class FilePiece:
-    """Some consecutive rows.
+    """A piece of consecutive rows.
 
     Attributes:
-        start: the first one's number.
+        start: the first row's number.
         values: by column, shape (n, ...), in ordinary memory.
         keys: numbers, int64, shape (n,), or texts; None where rows have none.
     """
@@ -229,17 +229,17 @@ class FilePiece:
 
 
 def rows_in_piece(forms: Sequence[ColumnForm]) -> int:
-    """Return the rows that a piece of some columns has."""
+    """Return the number of rows in a piece of some columns."""
     return max(1, PIECE_BYTES // max(1, sum(form.row_bytes for form in forms)))
 
 
 class Outgoing:
-    """Rows of a store on their way into a file. The table's lock is held.
+    """Rows of a store being written to a file, while the table's lock is held.
 
     Args:
         store: the rows.
         columns: names.
-        keys: of the rows, which are then those that have a key; None for all rows, without keys.
+        keys: the rows' keys, which select the rows; None for all rows, without keys.
     """
 
     def __init__(self, store: RowStore, columns: Sequence[str], keys: RowKeys | None) -> None:
@@ -253,7 +253,7 @@ class Outgoing:
         return len(self.rows)
 
     def pieces(self) -> Iterator[FilePiece]:
-        """Yield the rows in order, numbered from 0 on."""
+        """Yield the rows in order, numbered from 0."""
         step = rows_in_piece([*self.forms.values()])
         most = _window_rows(self._store, [*self.forms], self.rows)
         for begin in range(0, len(self), most or step):
@@ -270,12 +270,12 @@ class Outgoing:
 
 
 class Incoming(ABC):
-    """The rows of a file, whose head has been checked: sizes are those of the file.
+    """The rows of a file whose head has been checked: its sizes match the file.
 
     Attributes:
         num_rows: rows.
-        columns: forms by name; the first is the weight unless columns are chosen.
-        key_kind: ``"exact"`` for keys that are texts, ``"int64"`` for numbers; None where rows have none.
+        columns: forms by name; the first is the weight unless columns are given.
+        key_kind: ``"exact"`` for string keys, ``"int64"`` for numbers; None if rows have no keys.
     """
 
     num_rows: int
@@ -283,30 +283,30 @@ class Incoming(ABC):
     key_kind: str | None = None
 
     def require_readable_keys(self, columns: Sequence[str]) -> None:
-        """Raise TableFormatError if rows have keys of a type that is not read, unless these are among ``columns``."""
+        """Raise TableFormatError if keys have an unsupported type, unless they are among ``columns``."""
         return None
 
     def choose(self, columns: Sequence[str]) -> None:
-        """Take the number of rows from some columns, where it depends on them.
+        """Set the number of rows from the chosen columns, if it depends on them.
 
         Raises:
-            TableFormatError: they have different ones.
+            TableFormatError: the columns differ in length.
         """
         return None
 
     @abstractmethod
     def pieces(self, columns: Sequence[str]) -> Iterator[FilePiece]:
-        """Yield all rows in order, with some of the columns.
+        """Yield some columns of all rows, in order.
 
         Raises:
-            TableFormatError: the file is damaged from here on.
+            TableFormatError: the file is damaged at this point.
         """
 
 
 def _window_rows(store: RowStore, columns: Sequence[str], rows: range) -> int | None:
-    """Return the rows that a window has; None if rows are better read one by one.
+    """Return the number of rows in a window; None if rows are better read one by one.
 
-    Each window takes a walk over the whole log. That pays as long as the walks take less time than a read per group.
+    Each window scans the whole log. That pays if the scans take less time than one read per group.
     """
     if not isinstance(store, LogStore):
         return None
@@ -328,7 +328,7 @@ def _window(store: RowStore, columns: Mapping[str, Column], rows: range) -> dict
                 values[name][places] = column.decode(held[name][inside])
             missing[places] = False
     except OSError as error:
-        if error.errno != errno.ESTALE:  # another process has written over some of them
+        if error.errno != errno.ESTALE:  # another process has overwritten some of them
             raise
         missing[:] = True
     for places in torch.split(missing.nonzero().flatten(), _ROWS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""From a table to a file of another program and back; and the formats by name."""
+"""Export and import of tables in other programs' formats, and the formats by name."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 
 class Format(NamedTuple):
-    """A format of files.
+    """A file format.
 
     Attributes:
-        suffixes: of its files.
+        suffixes: its file suffixes.
         write: writes rows to an open file.
         read: checks an open file's head, and returns its rows.
-        many: True if it holds several columns.
-        keys: ``"always"``, ``"maybe"`` or ``"never"``: rows have keys in it.
-        item_bytes: the fewest bytes that an item of a dtype takes in it.
+        many: True if a file can hold several columns.
+        keys: when rows have keys: ``"always"``, ``"maybe"`` or ``"never"``.
+        item_bytes: the fewest bytes per item of a dtype.
     """
 
     suffixes: tuple[str, ...]
@@ -92,15 +92,15 @@ FORMATS = {
 
 
 def least_bytes(form: Format, rows: Outgoing) -> int:
-    """Return the fewest bytes that rows take in a format, whatever their values and keys."""
+    """Return a lower bound on the bytes that rows take in a format, for any values and keys."""
     return int(len(rows) * sum(each.width * form.item_bytes(each.dtype) for each in rows.forms.values()))
 
 
 def format_of(path: Path, name: str | None) -> str:
-    """Return a format's name: the one given, or by the file's suffix.
+    """Return a format's name: the given one, or the one of the file's suffix.
 
     Raises:
-        ValueError: there is no such format, or no format has the suffix.
+        ValueError: the format or the suffix is unknown.
     """
     if name is not None:
         if name not in FORMATS:
@@ -130,7 +130,7 @@ def export_table(
         raise ValueError(f"table {table.name!r} is {part}, which are not in its order; {remedy_for_part(table.path)}")
     name = format_of(Path(path), format)
     kind = FORMATS[name]
-    if table.ranks is not None and kind.keys != "never":  # every rank has a part of the keys
+    if table.ranks is not None and kind.keys != "never":  # each rank holds part of the keys
         id_map = table.id_map if keys is None else keys
         keys = keys_of_map(id_map, table.num_embeddings) if isinstance(id_map, IdMap) else keys
     with table.store.alone() as store:
@@ -167,7 +167,7 @@ def outgoing(table: Table, format: str, columns: Sequence[str], keys: KeySource 
     """Provide the rows for a format, while no thread can change them.
 
     Raises:
-        ValueError, TypeError: the format does not hold these columns, or these keys; there is no such column.
+        ValueError, TypeError: a column does not exist, or the format cannot hold these columns or keys.
     """
     kind = FORMATS[format]
     if isinstance(columns, str) or not columns or (len(columns) > 1 and not kind.many):
@@ -193,10 +193,10 @@ def require_folder(folder: Path) -> None:
 
 
 def require_room(nbytes: int, path: Path) -> None:
-    """Raise TableFullError if a file of so many bytes cannot be written beside the present one at a path."""
+    """Raise TableFullError if the disk has no room for a new file next to the present one at a path."""
     disk = os.statvfs(path.parent)
     free = disk.f_bfree * disk.f_frsize
-    if disk.f_blocks and nbytes > free:  # some file systems do not tell
+    if disk.f_blocks and nbytes > free:  # some file systems do not say
         raise TableFullError(
             errno.ENOSPC,
             f"no room on the disk of {path.parent}: the rows take at least {nbytes} bytes, and {free} are free; "
@@ -220,7 +220,7 @@ def import_table(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Table:
-    """Make a table of a file's rows; see :meth:`speedswap.Table.from_file`."""
+    """Create a table from a file's rows; see :meth:`speedswap.Table.from_file`."""
     source, what = Path(file), os.fspath(file)
     name = format_of(source, format)
     with open_regular(source) as handle:
@@ -232,7 +232,7 @@ def import_table(
         vocabulary, has_keys = None if keys in _KEYS else Path(keys), rows.key_kind is not None and keys != "drop"
         if vocabulary is not None and rows.key_kind is None:
             raise ValueError(f"keys is {os.fspath(keys)!r}, but the rows of {source} have no keys; leave it out")
-        first_row = 1 if has_keys and keys == "map" else 0  # row 0 is that of keys that have none
+        first_row = 1 if has_keys and keys == "map" else 0  # row 0 is for keys without a row
         weight = rows.columns[wanted[0]]
 
         def filled(at: Storage) -> Table:
@@ -263,7 +263,7 @@ def import_table(
 
 
 def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[str]:
-    """Return the file's columns to read: the ones given, the weight or the only one. The first becomes the weight."""
+    """Return the columns to read: the given ones, or ``weight``, or the only one. The first becomes the weight."""
     known = [*rows.columns]
     if columns is None and "weight" not in known and len(known) > 1:
         raise ValueError(f"{what} has columns {', '.join(known)}; say which is the weight with columns=[...]")
@@ -280,12 +280,12 @@ def _chosen(rows: Incoming, columns: Sequence[str] | None, what: str) -> list[st
 
 
 def _fill(table: Table, rows: Incoming, columns: list[str], first_row: int, sink: KeySink | None, finite: str) -> None:
-    """Write all rows of a file to a new table, from ``first_row`` on.
+    """Write all rows of a file to a new table, from row ``first_row`` on.
 
     Args:
         columns: names in the file; the first becomes the weight.
-        sink: takes the rows' keys.
-        finite: the file, for messages, if values have to be finite.
+        sink: where the rows' keys go.
+        finite: the file, for messages, if values must be finite.
     """
     names = dict(zip(columns, ["weight", *columns[1:]], strict=True))
     forms = {name: rows.columns[name] for name in columns[1:]}

@@ -1,7 +1,8 @@
-"""word2vec's formats, as gensim's ``KeyedVectors.load_word2vec_format`` reads them: a key and its vector per row.
+"""The word2vec formats, as read by gensim's ``KeyedVectors.load_word2vec_format``: a key and a vector per row.
 
-Source: word2vec.c of https://code.google.com/archive/p/word2vec. A first line with the number of rows and of values in
-each; then lines of a key and its values, or in the binary format a key, a space and float32 values in memory's order.
+Source: word2vec.c of https://code.google.com/archive/p/word2vec. The first line holds the number of rows and the values
+per row; then each line is a key and its values, or in the binary format a key, a space and little-endian float32
+values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from speedswap.tables.formats.pieces import (
 _HEAD = re.compile(rb"([0-9]{1,18})[ \t]+([0-9]{1,18})[ \t]*\r?\n")
 _HEAD_BYTES = 100
 _KEY_BYTES = 1 << 16
-_VALUE_BYTES = 64  # of a value's text, on average over a row
+_VALUE_BYTES = 64  # bytes of a value's text, averaged over a row
 
 _FAULTS = {
     "no key": "has no key, or one with whitespace",
@@ -38,7 +39,7 @@ _FAULTS = {
 
 
 def write(file: BinaryIO, rows: Outgoing, *, binary: bool = False) -> None:
-    """Write text, each value the shortest that reads back to its bits; or the binary format, which has float32 alone.
+    """Write text, each value as the shortest decimal that reads back to its bits; or float32 in the binary format.
 
     Dtypes narrower than float32 are written as float32.
     """
@@ -58,7 +59,7 @@ def read(file: BinaryIO, what: str, *, binary: bool = False) -> Incoming:
     """Check the head of a file.
 
     Raises:
-        TableFormatError: it is of another format, or is too short for the rows it declares.
+        TableFormatError: it is in another format, or is too short for the rows it declares.
     """
     return _Vectors(file, what, binary=binary)
 
@@ -113,7 +114,7 @@ class _Vectors(Incoming):
             raise TableFormatError(f"{self._what} is damaged: there is more after its {self.num_rows} rows")
 
     def _more(self, buffer: bytearray, end: int) -> int:
-        """Read on into a buffer from ``end``; after the last line, which may lack its newline, add one."""
+        """Read more into a buffer from ``end``; append the newline if the last line lacks it."""
         count = self._file.readinto(memoryview(buffer)[end:])  # type: ignore[attr-defined]
         if not count and not self._binary and end and end < len(buffer) and buffer[end - 1] != ord("\n"):
             buffer[end] = ord("\n")
@@ -122,7 +123,7 @@ class _Vectors(Incoming):
         return int(count)
 
     def _check_progress(self, fault: str | None, row: int, width: int, begin: bytes, is_short: bool) -> None:
-        """Raise TableFormatError if the next row cannot be read, whatever follows it."""
+        """Raise TableFormatError if the next row cannot be valid, whatever follows."""
         where = f"row {row}" if self._binary else f"line {row + 2}"
         if fault is not None:
             problem = _FAULTS[fault].format(width=width)
