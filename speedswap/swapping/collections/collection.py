@@ -75,7 +75,7 @@ class TableCollection(nn.Module, Generic[Config]):
             if (pooling := getattr(config, "pooling", None)) != "sum":
                 raise ValueError(
                     f"is_weighted is True, but pooling of table {config.name!r} is {pooling!r}; weights go with "
-                    'pooling="sum"'
+                    'pooling="sum" in an EmbeddingBagCollection'
                 )
         if (ranks := place.ranks) is not None:
             described = {key: text for config in self.configs for key, text in described_alike(config).items()}

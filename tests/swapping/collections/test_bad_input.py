@@ -226,6 +226,8 @@ def test_collections_that_cannot_be_are_refused() -> None:
         speedswap.EmbeddingBagCollection(ROWS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is_weighted is True, but pooling of table 'items' is 'mean'"):
         speedswap.EmbeddingBagCollection([config(pooling="mean")], is_weighted=True)
+    with pytest.raises(ValueError, match=r"is_weighted is True, .*; weights go with .* in an EmbeddingBagCollection"):
+        speedswap.EmbeddingCollection(ROWS, is_weighted=True)
     alike = [config(feature_names=["a", "a@items"]), config(name="others", feature_names=["a"])]
     with pytest.raises(ValueError, match="2 lookups would be called 'a@items'"):
         speedswap.EmbeddingBagCollection(alike)
