@@ -1,4 +1,4 @@
-"""Ids that grow: keys of any 64 bits, or strings, to the rows of a table."""
+"""Growing id sets: a map from 64-bit or string keys to the rows of a table."""
 
 from __future__ import annotations
 
@@ -30,33 +30,32 @@ _OF_FILES = (
 
 
 class IdMap(Locked):
-    """Rows for keys that are not known beforehand: 64-bit numbers, or strings.
+    """A map from keys that are not known beforehand, 64-bit integers or strings, to rows.
 
-    Keys get rows 1 to ``capacity`` in the order of their first occurrence, so that early and frequent ones lie
-    together. Row 0 is that of every key without a row: give the map to an embedding, ``Embedding(capacity, dim,
-    id_map=map)``, and it is the padding row: zeros, without a gradient. A training lookup adds keys; every other one
-    only looks them up. A row that goes from one key to another starts anew in the table, weight and optimizer state,
-    from its initial values, which depend on the table's seed: to go on from a ``state_dict`` bit for bit,
-    make the model with the same ``seed``.
+    Keys get rows 1 to ``capacity`` in order of first occurrence, so that early and frequent keys are close together.
+    Row 0 stands for every key without a row: in an embedding, ``Embedding(capacity, dim, id_map=map)``, it is the
+    padding row: zeros, without a gradient. A training lookup adds keys; any other lookup does not. A row that passes
+    from one key to another is reset, weight and optimizer state, to its initial values, which depend on the table's
+    seed: to resume from a ``state_dict`` bit for bit, make the model with the same ``seed``.
 
-    What a map does depends on the batches and their order alone, not on the number of threads. It is saved and restored
-    with its table. It takes at most 24 bytes per key, on probation or not, and for ``"exact"`` 17 more and the string,
-    and grows with the number of keys. Any number of threads may use it. A copy in another process, such as a
-    ``DataLoader``'s worker, is frozen: it looks up and does not add.
+    The result depends only on the batches and their order, not on the number of threads. A map is saved and restored
+    with its table. It takes at most 24 bytes per key, on probation or not, plus 17 and the string for ``"exact"``, and
+    grows with the number of keys. Any number of threads may use it. A copy in another process, such as a ``DataLoader``
+    worker, is frozen: it looks up keys but does not add any.
 
     Args:
-        capacity: rows for keys, 1 to 2**31 - 1.
+        capacity: the number of rows for keys, 1 to 2**31 - 1.
         keys: ``"int64"``: integers, any values. ``"hashed"``: strings, kept as 64-bit hashes (XXH64): among n of them
-            two share a row with odds of n² / 2**65: 1 in 370,000 for 10 million keys. ``"exact"``: strings, kept as
-            they are.
-        admit_after: sightings before a key gets a row; until then it has row 0. As many keys as there are rows are kept
-            on probation; when one more comes, the one that came first is forgotten, and its sightings count anew.
-        evict: for a key that comes when every row is taken: None raises; ``"lru"`` takes the row whose key was last
-            seen by the earliest batch; ``"lfu"`` the one whose key was seen least often since it was admitted, and
-            among those the least recently. Equal ones in the order of rows. A row of the same lookup is never taken.
+            two share a row with odds of n² / 2**65: 1 in 370,000 for 10 million keys. ``"exact"``: strings, kept in
+            full.
+        admit_after: sightings before a key gets a row; until then it has row 0. Up to ``capacity`` keys are kept on
+            probation; one more evicts the oldest, whose count starts again from zero.
+        evict: what to do with a new key when every row is taken: None raises; ``"lru"`` takes the row of the least
+            recently used key; ``"lfu"`` that of the key seen least often since it was admitted, and among those the
+            least recently. Ties go in row order. A row of the same lookup is never taken.
 
     Attributes:
-        num_rows: ``capacity + 1``: rows of the table.
+        num_rows: ``capacity + 1``, the table's number of rows.
 
     Raises:
         ValueError: an argument is out of range.
@@ -85,13 +84,13 @@ class IdMap(Locked):
         self.evict = evict
         self.num_rows = self.capacity + 1
         self.version = 0
-        self.holder: Callable[[], object] = lambda: None  # the store that the map is kept with
-        self.successor: IdMap | None = None  # of a map that was given to a table owned by ranks: theirs
-        self.part: keys_file.SavedMap | None = None  # the keys that one of several ranks owned, as they were found
+        self.holder: Callable[[], object] = lambda: None  # the store that holds the map
+        self.successor: IdMap | None = None  # the ranks' map, if this one was given to their table
+        self.part: keys_file.SavedMap | None = None  # the keys that one of several ranks owned, as read
         self._map = self._empty()
-        self._token = object()  # another one once the keys are replaced
+        self._token = object()  # replaced when the keys are
         self._ahead = BatchesAhead(self._add_ahead)
-        self._stale = torch.empty(0, dtype=torch.int64, device="cpu")  # rows that start anew as the next keys are added
+        self._stale = torch.empty(0, dtype=torch.int64, device="cpu")  # rows to reset when the next keys are added
         self._free_rows_are_stale = False
         self._is_frozen = False
         self._is_changing = False
@@ -103,7 +102,7 @@ class IdMap(Locked):
     # ------------------------------------------------------------------ description
 
     def stands_for(self, id_map: IdMap) -> bool:
-        """Return whether a map given to this one's table is this one; also a new one, where ranks have found theirs."""
+        """Return whether a map given to this map's table is this one; ranks that found theirs also accept a new one."""
         return id_map is self
 
     def __len__(self) -> int:
@@ -113,7 +112,7 @@ class IdMap(Locked):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the map takes now."""
+        """Bytes of memory that the map takes."""
         return self._map.nbytes
 
     @property
@@ -123,7 +122,7 @@ class IdMap(Locked):
 
     @property
     def waits(self) -> bool:
-        """True while batches that were asked for ahead wait for their turn."""
+        """True while batches added ahead wait for their turn."""
         return bool(len(self._ahead))
 
     def __repr__(self) -> str:
@@ -138,9 +137,9 @@ class IdMap(Locked):
         """Return the row of each key, 0 for a key without one. Nothing is added or counted.
 
         Args:
-            keys: integers, or the strings of a map for strings: a tensor, on any device; a list; an array of NumPy's,
-                any shape, or of pyarrow's; or a column of pandas or polars. Fixed-width strings of NumPy and those of
-                pyarrow are read without a copy per key.
+            keys: integers, or strings for a map of strings: a tensor on any device, a list, a NumPy array of any shape,
+                a pyarrow array, or a pandas or polars column. NumPy's fixed-width strings and pyarrow's are read
+                without a copy per key.
 
         Returns:
             int64, of the keys' shape, on their device; on the CPU for strings.
@@ -157,8 +156,8 @@ class IdMap(Locked):
         """Return the keys of rows 1 to ``len(self)``, in order.
 
         Returns:
-            int64, shape (n,): the keys, or the hashes of ``"hashed"`` strings. For ``"exact"`` strings their bytes side
-            by side, uint8, and the place where each begins and the last ends, int64, shape (n + 1,).
+            int64, shape (n,): the keys, or the hashes of ``"hashed"`` strings. For ``"exact"`` strings, their
+            concatenated bytes, uint8, and the offsets at which each begins and the last ends, int64, shape (n + 1,).
 
         Example:
             >>> import torch, speedswap
@@ -172,18 +171,18 @@ class IdMap(Locked):
         return saved.numbers if saved.texts is None else saved.texts
 
     def add(self, keys: Any) -> tuple[Tensor, Tensor]:
-        """Return the row of each key, after new ones were given theirs.
+        """Return the row of each key, after assigning rows to new keys.
 
         Args:
             keys: as for :meth:`lookup`.
 
         Returns:
             rows: int64, of the keys' shape, on their device; on the CPU for strings.
-            renewed: rows that start anew, since they belonged to another key, for :meth:`Table.reset_rows`; int64,
-                shape (n,), on the CPU. An embedding with ``id_map`` does that itself.
+            renewed: rows that belonged to another key and must be reset with :meth:`Table.reset_rows`; int64, shape
+                (n,), on the CPU. An embedding with ``id_map`` does that itself.
 
         Raises:
-            IdMapFullError: there are not as many rows as keys that need one. Nothing was added or counted.
+            IdMapFullError: more keys need a row than rows are free. Nothing was added or counted.
             IdMapError: the map is frozen.
             TypeError, ValueError: ``keys`` is something else.
         """
@@ -199,10 +198,10 @@ class IdMap(Locked):
             return _shaped(rows, found), self._with_stale(renewed)
 
     def ask(self, keys: Any) -> AskedAhead:
-        """Add the keys of a batch ahead of its turn. Until then every other call sees the map without them.
+        """Add the keys of a batch ahead of its turn. Until its turn, every other call sees the map without them.
 
-        Batches are asked for in the order of their turns; :meth:`begin` says that a turn has come, :meth:`take_back`
-        that it never will. Whatever comes out of turn counts before them, and may change their rows.
+        Batches are added in the order of their turns; :meth:`begin` starts a batch's turn, :meth:`take_back` cancels
+        it. Keys added out of turn count before them, and may change their rows.
 
         Raises:
             IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`add`.
@@ -211,7 +210,7 @@ class IdMap(Locked):
 
     @staticmethod
     def ask_all(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
-        """Add the keys of a batch to several maps ahead of its turn, as :meth:`ask` does, side by side: to all or none.
+        """Add the keys of a batch to several maps ahead of its turn, as :meth:`ask` does, concurrently: to all or none.
 
         Raises:
             IdMapFullError, IdMapError, TypeError, ValueError: as for :meth:`ask`.
@@ -246,10 +245,10 @@ class IdMap(Locked):
         return asked
 
     def begin(self, asked: AskedAhead) -> Tensor:
-        """Let a batch that was asked for ahead have its turn; return the rows that start anew now, ascending.
+        """Start the turn of a batch that was added ahead; return the rows to reset now, ascending.
 
         Raises:
-            IdMapFullError: as for :meth:`add`, if keys that came out of turn have taken the rows.
+            IdMapFullError: as for :meth:`add`, if keys added out of turn have taken the rows.
         """
         with self._changing():
             if self._ahead.is_next(asked):
@@ -262,13 +261,13 @@ class IdMap(Locked):
             return self._with_stale(asked.renewed)
 
     def take_back(self, batches: Collection[AskedAhead]) -> None:
-        """Forget batches that were asked for ahead and have not had their turn, as if they had not come."""
+        """Undo batches that were added ahead and have not had their turn."""
         if batches:
             with self._changing(), self._ahead.left_out(self._map):
                 self._ahead.remove(batches)
 
     def renew_later(self, rows: Tensor) -> None:
-        """Let rows that could not be reset now start anew when the next keys are added."""
+        """Defer the reset of rows that could not be reset now until the next keys are added."""
         with self.lock:
             self._stale = _ascending([self._stale, rows])
             self.version += 1
@@ -286,7 +285,7 @@ class IdMap(Locked):
             raise
 
     def _renewed_since(self, before: kernels.Cursor) -> Tensor:
-        """Return the rows that the last batch was given and that start anew, ascending."""
+        """Return the rows assigned to the last batch that must be reset, ascending."""
         renewed = self._map.renewed
         if self._free_rows_are_stale:
             renewed = torch.cat([renewed, torch.arange(before.used + 1, self._map.cursor.used + 1)])
@@ -320,7 +319,7 @@ class IdMap(Locked):
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Hold the lock, of a map that was not being changed when this process was forked."""
+        """Hold the lock; raise if the map was being changed when this process was forked."""
         with self.lock:
             if self.successor is not None:
                 raise IdMapError(
@@ -356,7 +355,7 @@ class IdMap(Locked):
 
     @contextmanager
     def _as_of_now(self) -> Iterator[None]:
-        """Leave out the batches that have not had their turn."""
+        """Leave out batches that have not had their turn, for the block."""
         if not len(self._ahead):
             yield
             return
@@ -370,7 +369,7 @@ class IdMap(Locked):
     # ------------------------------------------------------------------ saving
 
     def to_bytes(self) -> Tensor:
-        """Return the map as bytes, uint8, shape (n,): without the batches that have not had their turn."""
+        """Return the map as bytes, uint8, shape (n,), without batches that have not had their turn."""
         if self.part is not None:
             return keys_file.encode(self.part)
         with self._unbroken(), self._as_of_now():
@@ -378,13 +377,13 @@ class IdMap(Locked):
         return keys_file.encode(saved)
 
     def changes(self, before: Sweep | None) -> tuple[keys_file.SavedMap, Sweep]:
-        """Return what a file lacks of the map that has the pieces up to an earlier call, and the map's state now.
+        """Return the changes since an earlier call, whose pieces a file holds, and the map's new state.
 
         Args:
-            before: the state that the earlier call returned, of this map or of another one; None without one.
+            before: the state that the earlier call returned, of this map or of another; None for the first call.
 
         Returns:
-            The whole map, or the cells that have changed and some that have not; and the state.
+            The whole map, or the cells that have changed and some unchanged ones; and the state.
         """
         if self.part is not None:
             return self.part, self.state
@@ -396,27 +395,27 @@ class IdMap(Locked):
 
     @property
     def state(self) -> Sweep:
-        """The state of a map that was read or saved as a whole and has not changed since."""
+        """The state of a map that was read or saved whole and has not changed since."""
         return Sweep.whole(self._token, self._map.cursor)
 
     def _saved(self, cells: tuple[Tensor, Tensor] | None = None) -> keys_file.SavedMap:
-        """Return the map, or some rows and places on probation of it."""
+        """Return the map, or some of its rows and probation slots."""
         settings = {name: getattr(self, name) for name in ("capacity", "keys", "admit_after", "evict")}
         rows, probation = (self._map.save(bool(i), None if cells is None else cells[i]) for i in range(2))
         is_stale = self._free_rows_are_stale
         return keys_file.SavedMap(settings, self._map.cursor, rows, probation, self._stale, is_stale, cells=cells)
 
     def whole_bytes(self) -> Tensor:
-        """Return the map as :meth:`to_bytes` does, with the keys of all ranks where ranks own them."""
+        """Return the map as :meth:`to_bytes` does, with the keys of all ranks if ranks own them."""
         return self.to_bytes()
 
     @classmethod
     def from_bytes(cls, raw: Tensor, *, frozen: bool = False, what: str = "the id map") -> IdMap:
-        """Return the map that :meth:`to_bytes` described.
+        """Return the map that :meth:`to_bytes` encoded.
 
         Args:
             raw: uint8, shape (n,).
-            frozen: True for one that only looks up.
+            frozen: True for a map that only looks up.
             what: the bytes' place, for messages.
 
         Raises:
@@ -444,21 +443,21 @@ class IdMap(Locked):
         return found
 
     def restore(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> None:
-        """Replace the map's keys by those that :meth:`to_bytes` described; arguments and errors as of `restoring`."""
+        """Replace the map's keys with those from :meth:`to_bytes`; arguments and errors as for `restoring`."""
         with self.restoring(raw, what=what):
             pass
 
     @contextmanager
     def restoring(self, raw: Tensor | Iterable[Tensor], *, what: str = "the id map") -> Iterator[None]:
-        """Replace the map's keys by those that :meth:`to_bytes` described, if the block ends without an error.
+        """Replace the map's keys with those from :meth:`to_bytes`, if the block ends without an error.
 
         Args:
-            raw: uint8, shape (n,); of a map whose keys were owned by ranks one tensor of each of them.
+            raw: uint8, shape (n,); if ranks owned the keys, one tensor per rank.
             what: the bytes' place, for messages.
 
         Raises:
             TableFormatError: they are damaged.
-            ValueError: they are those of a map with other settings. In both cases the block does not begin.
+            ValueError: they are from a map with other settings. In both cases the block is not entered.
         """
         parts = []
         for each in [raw] if isinstance(raw, Tensor) else raw:
@@ -479,11 +478,11 @@ class IdMap(Locked):
                 )
 
     def _kept(self, part: keys_file.SavedMap) -> keys_file.SavedMap:
-        """Return what is kept here of a saved map, or of a part of one."""
+        """Return the part of a saved map, or of a part of one, that this map keeps."""
         return part
 
     def _restored(self, parts: list[keys_file.SavedMap], what: str) -> tuple[keys_file.SavedMap, kernels.KeyMap]:
-        """Return a map that was saved in parts as one, and the loops' map of it."""
+        """Join a map that was saved in parts; return it and its compiled map."""
         saved = parts[0] if len(parts) == 1 and parts[0].own_rows is None else joined(parts, self.capacity)
         if saved.own_rows is not None:
             with says_damaged(what, "; restore it from a copy"):
@@ -499,9 +498,9 @@ class IdMap(Locked):
         self.version += 1
 
     def become(self, found: IdMap) -> None:
-        """Take over all that a map has, which was read of this one's table as another process has saved it since."""
+        """Take over the contents of a map, which another process has since saved with this map's table."""
         with self.lock:
-            self._ahead, self._is_changing = BatchesAhead(self._add_ahead), False  # as a fork may have found them
+            self._ahead, self._is_changing = BatchesAhead(self._add_ahead), False  # a fork may have interrupted them
             for name in _OF_FILES:
                 setattr(self, name, getattr(found, name))
             self.version += 1
@@ -514,7 +513,7 @@ class IdMap(Locked):
 
 
 def _ask_in_turn(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]:
-    """Ask maps of which some are the same, one after the other: all, or none."""
+    """Ask maps, some of which are the same, one after the other: all or none."""
     asked: list[AskedAhead] = []
     try:
         for each, some in zip(maps, keys, strict=True):
@@ -527,7 +526,7 @@ def _ask_in_turn(maps: Sequence[IdMap], keys: Sequence[Any]) -> list[AskedAhead]
 
 
 def _ascending(rows: list[Tensor]) -> Tensor:
-    """Return several rows as one tensor, each once."""
+    """Concatenate several tensors of rows and remove duplicates."""
     return kernels.unique(torch.cat(rows))[0]
 
 
@@ -542,12 +541,12 @@ def _frozen(raw: bytes) -> IdMap:
 
 @dataclass(eq=False)
 class AskedAhead:
-    """A batch whose rows were asked for ahead of its turn; :meth:`IdMap.ask` makes it.
+    """A batch whose keys were added ahead of its turn; made by :meth:`IdMap.ask`.
 
     Attributes:
-        keys: the batch's.
-        rows: int64, of the keys' shape, in host memory. Another tensor takes its place if the map changes out of turn,
-            so that these are not the rows any more.
+        keys: the batch's keys.
+        rows: int64, of the keys' shape, in host memory; replaced by another tensor if the map changes out of turn,
+            which makes these rows invalid.
         renewed: rows to reset when the batch's turn begins: int64, shape (n,), in host memory.
     """
 
@@ -558,12 +557,12 @@ class AskedAhead:
 
 
 class BatchesAhead:
-    """The batches that have not had their turn, in its order. Their keys are in the map, behind all others.
+    """The batches that have not had their turn, in order. Their keys are in the map, after all others.
 
-    A change out of turn goes before them: they leave the map, and are added again.
+    A change out of turn takes precedence: the batches are removed from the map and added again.
 
     Args:
-        add: adds a batch to the map; returns False if rows are lacking.
+        add: adds a batch to the map; returns False if too few rows are free.
     """
 
     def __init__(self, add: Callable[[AskedAhead], bool]) -> None:
@@ -574,20 +573,20 @@ class BatchesAhead:
         return len(self._batches)
 
     def append(self, asked: AskedAhead) -> None:
-        """Note the next batch, which is in the map."""
+        """Append the next batch, which is in the map."""
         self._batches.append(asked)
 
     def is_next(self, asked: AskedAhead) -> bool:
-        """Return whether the map is as it is to be when this batch has had its turn, but for those after it."""
+        """Return whether the map is already in this batch's turn, apart from later batches."""
         return bool(self._batches) and self._batches[0] is asked and asked.undo.applied
 
     def remove(self, gone: Collection[AskedAhead]) -> None:
-        """Leave batches out from now on; others stay in the map."""
+        """Remove batches; the others stay in the map."""
         self._batches = [each for each in self._batches if each not in gone]
 
     @contextmanager
     def left_out(self, loops: KeyMap) -> Iterator[None]:
-        """Take the map back to the present turn, for the length of a block."""
+        """Return the map to the present turn for the length of a block."""
         for asked in reversed(self._batches):
             loops.undo(asked.undo)
         try:
@@ -596,9 +595,9 @@ class BatchesAhead:
             self.bring_back()
 
     def bring_back(self) -> None:
-        """Add the batches that are not in the map; they get the same rows again if it has not changed.
+        """Add the batches that are not in the map again; they get the same rows if it has not changed.
 
-        One that finds no rows any more stays out, and raises when its turn comes.
+        A batch that finds no rows stays out, and raises at its turn.
         """
         for asked in self._batches:
             if not asked.undo.applied:

@@ -1,8 +1,8 @@
 """Initial values of a table's rows.
 
-``uniform`` and ``normal`` are counter-based (Philox4x32-10, Salmon et al. 2011): each value is a function of the
-table's seed, the column, the row and the element alone, so that it has the same bits at any thread count, on every
-device and for any division of the rows. A function of ``torch.nn.init`` works as well: it is applied to chunks of rows.
+``uniform`` and ``normal`` are counter-based (Philox4x32-10, Salmon et al. 2011): each value depends only on the table's
+seed, the column, the row and the element, so that it has the same bits at any thread count, on every device and for any
+partition of the rows. Functions of ``torch.nn.init`` work as well: they are applied to chunks of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from speedswap import kernels
 
 CHUNK_ROWS = 65_536
 _CPU = torch.device("cpu")
-# These need the whole matrix: applied to chunks they would give other values.
+# These need the whole matrix: applied to chunks they would give different values.
 _NEEDS_WHOLE_MATRIX = ("dirac_", "eye_", "orthogonal_", "sparse_")
 
 
@@ -34,11 +34,11 @@ class Initializer:
     kind: ClassVar[str] = ""
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
-        """Write the initial values of some rows, with the same bits whatever other rows are filled with them.
+        """Write the initial values of some rows; the bits do not depend on which other rows are filled with them.
 
         Args:
             into: shape (n, *row_shape), of the column's dtype, contiguous within a row.
-            rows: ascending: a range; or int64, shape (n,), in host memory, for values there.
+            rows: ascending: a range; or int64, shape (n,), in host memory, for values in host memory.
             spec: the column.
 
         Raises:
@@ -47,14 +47,14 @@ class Initializer:
         raise NotImplementedError(f"{type(self).__name__} must implement fill")
 
     def values(self, rows: range | Tensor, spec: ColumnSpec, device: torch.device = _CPU) -> Tensor:
-        """Return the initial values of some rows, shape (n, *row_shape); arguments are those of :meth:`fill`."""
+        """Return the initial values of some rows, shape (n, *row_shape); arguments as for :meth:`fill`."""
         into = torch.empty(len(rows), *spec.row_shape, dtype=spec.dtype, device=device)
         self.fill(into, rows, spec)
         return into
 
     @property
     def parts(self) -> Sequence[Initializer]:
-        """The initializers that this one consists of, if it does."""
+        """The initializers that this one is composed of, if any."""
         return []
 
     @property
@@ -68,7 +68,7 @@ class Initializer:
 
     @property
     def is_zero(self) -> bool:
-        """True if fresh memory, which is zero, needs no writing."""
+        """True if fresh, zeroed memory needs no writing."""
         return bool(self.parts) and all(each.is_zero for each in self.parts)
 
     @property
@@ -82,7 +82,7 @@ class Initializer:
 
 
 class ColumnSpec(NamedTuple):
-    """A column of a table, as its initial values depend on it."""
+    """The properties of a column that its initial values depend on."""
 
     num_embeddings: int
     row_shape: tuple[int, ...]
@@ -126,14 +126,14 @@ class _Constant(Initializer):
 
 @dataclass(frozen=True)
 class _Random(Initializer):
-    draw: ClassVar[Callable[..., None]]  # a kernel, whose parameters are the fields
+    draw: ClassVar[Callable[..., None]]  # a kernel; the fields are its parameters
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
-        if into.dtype not in (torch.float32, torch.float64):  # half precision is the float32 value rounded to nearest
+        if into.dtype not in (torch.float32, torch.float64):  # half precision rounds the float32 value to nearest
             into.copy_(self.values(rows, spec._replace(dtype=torch.float32), into.device))
             return
         first, some = (rows.start, None) if isinstance(rows, range) else (0, rows)
-        # Addressed as rows `first` and up of a table that would begin `first` records before them.
+        # Addressed as rows `first` and up of a table that starts `first` records earlier.
         stride = into.stride(0) * into.itemsize
         pointer = into.data_ptr() - first * stride
         records = kernels.Records(pointer, stride, first + len(rows), into.device, False, into)
@@ -167,10 +167,10 @@ class CopyOf(Initializer):
 
 @dataclass(frozen=True, eq=False)
 class GivenRows(Initializer):
-    """Rows to be copied while the table is created, so that it appears with them or not at all.
+    """Rows copied while the table is created, so that it appears with them or not at all.
 
     Args:
-        source: a weak reference to a tensor (num_embeddings, *row_shape), which the caller holds meanwhile.
+        source: a weak reference to a tensor (num_embeddings, *row_shape), which the caller keeps alive.
     """
 
     source: weakref.ref[Tensor]
@@ -203,7 +203,7 @@ class GivenRows(Initializer):
 
 @dataclass(frozen=True)
 class Unknown(Initializer):
-    """Values that a table in files was made with and that cannot be computed from them.
+    """Initial values of a table in files that cannot be computed again.
 
     Args:
         description: the manifest's, as JSON.
@@ -221,7 +221,7 @@ class Unknown(Initializer):
 
 
 class _RowsOfTable(torch.Tensor):
-    """A chunk of rows whose ``size()`` is that of the whole table, so that fans are those of the whole matrix."""
+    """A chunk of rows that reports the ``size()`` of the whole table, so that fans are the whole matrix's."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     num_embeddings: int
@@ -247,7 +247,7 @@ class _FromTorch(Initializer):
 
     def fill(self, into: Tensor, rows: range | Tensor, spec: ColumnSpec) -> None:
         ids = ids_of(rows)
-        # Chunks are always the same, and whole, for any division of the rows.
+        # Chunk boundaries are fixed, whatever rows are asked for.
         for start in np.unique(ids.numpy() // CHUNK_ROWS * CHUNK_ROWS).tolist():
             shape = (min(CHUNK_ROWS, spec.num_embeddings - start), *spec.row_shape)
             chunk = torch.empty(shape, dtype=spec.dtype, device="cpu")
@@ -256,7 +256,7 @@ class _FromTorch(Initializer):
                 with seeded((spec.seed ^ spec.key ^ (start * 0x9E3779B97F4A7C15)) & (2**63 - 1)), torch.no_grad():
                     self.function(as_rows_of(chunk, spec.num_embeddings), *self.args, **dict(self.kwargs))
             finally:
-                torch.set_grad_enabled(was_enabled)  # a Ctrl-C as no_grad() ends would leave gradients off
+                torch.set_grad_enabled(was_enabled)  # Ctrl-C as no_grad() ends would leave gradients off
             begin, end = torch.searchsorted(ids, torch.tensor([start, start + CHUNK_ROWS], device=_CPU)).tolist()
             into[begin:end] = chunk[ids[begin:end] - start].to(into.device)
 
@@ -265,17 +265,17 @@ class _FromTorch(Initializer):
 
 
 def zeros() -> Initializer:
-    """Return an initializer to zeros, which costs nothing in a fresh file or fresh memory."""
+    """Return an initializer that fills with zeros, at no cost in fresh memory or a fresh file."""
     return _Constant(0.0)
 
 
 def constant(value: float) -> Initializer:
-    """Return an initializer of every element to ``value``."""
+    """Return an initializer that sets every element to ``value``."""
     return _Constant(float(value))
 
 
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
-    """Return an initializer to values uniform on [low, high).
+    """Return an initializer that draws uniform values from [low, high).
 
     Raises:
         ValueError: the interval is empty or not finite.
@@ -286,10 +286,10 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
 
 
 def normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
-    """Return an initializer to normal values (Box and Muller 1958, from counter-based uniforms).
+    """Return an initializer that draws normal values (Box and Muller 1958, from counter-based uniforms).
 
     Raises:
-        ValueError: ``std`` is negative, or one of the two is not finite.
+        ValueError: ``std`` is negative, or an argument is not finite.
     """
     if not (math.isfinite(mean) and math.isfinite(std) and std >= 0):
         raise ValueError(f"mean is {mean} and std is {std}; give finite numbers with std >= 0")
@@ -299,7 +299,7 @@ def normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
 def from_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Initializer:
     """Return an initializer that applies an in-place function of ``torch.nn.init`` to chunks of rows.
 
-    Fans are those of the whole table, and the values depend on the table's seed alone.
+    Fans are computed from the whole table, and the values depend only on the table's seed.
 
     Args:
         function: takes a tensor of shape (rows, embedding_dim) and fills it in place.
@@ -323,7 +323,7 @@ def from_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Initi
 
 
 def copy_of(column: str) -> Initializer:
-    """Return an initializer to the values that another column of the table has when this one is added."""
+    """Return an initializer that copies another column's values as of the time this column is added."""
     return CopyOf(column)
 
 
@@ -339,10 +339,10 @@ def resolve(init: Initializer | Callable[..., Any] | None) -> Initializer:
 
 
 def from_json(data: dict[str, Any]) -> Initializer | None:
-    """Return the initializer that :meth:`Initializer.to_json` described; None for one that cannot be rebuilt.
+    """Return the initializer that :meth:`Initializer.to_json` encoded; None if it cannot be rebuilt.
 
     Raises:
-        TypeError, ValueError, KeyError: the data describe no initializer.
+        TypeError, ValueError, KeyError: the data do not describe an initializer.
     """
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise TypeError(f"init is {data!r}; an object with its kind was expected")
@@ -381,11 +381,11 @@ def _number(value: object) -> float:
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed torch's default generators inside the block, and restore their state after it.
 
-    ``torch.manual_seed`` seeds those of every accelerator too; this one seeds the CPU's, and the given device's.
+    ``torch.manual_seed`` seeds every accelerator too; this seeds only the CPU's generator and the given device's.
 
     Args:
         seed: from -2**63 to 2**64 - 1.
-        device: a CUDA device that the block may draw on.
+        device: a CUDA device whose generator the block may use.
     """
     generators = [torch.default_generator]
     if device is not None and device.type == "cuda" and torch.cuda.default_generators:
@@ -404,6 +404,6 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     finally:
         try:
             restore()
-        except BaseException:  # such as Ctrl-C
+        except BaseException:  # e.g. Ctrl-C
             restore()
             raise

@@ -1,4 +1,4 @@
-"""Initial values of any rows of a table, computed again; and by range of rows, for several tables in one store."""
+"""Recomputed initial values of any rows; and initial values per range of rows, for several tables in one store."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ _CPU = torch.device("cpu")
 
 
 class Origin(NamedTuple):
-    """The columns that the values of a column's untouched rows come from.
+    """The columns from which a column's untouched rows got their values.
 
     Attributes:
-        start: the column whose initial values they are; for one that began as a copy the column that was copied, as it
-            was then.
-        through: the columns that copied ``start``, each the one before, as they began; this one last. Empty if it began
-            with values of its own.
+        start: the column whose initial values they are: for a copy, the copied column as it was then.
+        through: the chain of columns from the copy of ``start`` to this one, as they were created; each copied its
+            predecessor. Empty for a column that is not a copy.
     """
 
     start: Column
@@ -32,7 +31,7 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, column: Column, known: Mapping[str, Origin]) -> Origin:
-        """Return the origin of a column that begins now, after others."""
+        """Return the origin of a column that is added now, after others."""
         if not isinstance(column.init, CopyOf):
             return cls(column)
         source = known[column.init.column]
@@ -40,7 +39,7 @@ class Origin(NamedTuple):
 
 
 def origins_of(columns: Mapping[str, Column]) -> dict[str, Origin]:
-    """Return the origins of columns none of which has begun anew since another one copied it."""
+    """Return the origins of columns, none of which was reset after another one copied it."""
     found: dict[str, Origin] = {}
     for name, column in columns.items():
         found[name] = Origin.of(column, found)
@@ -64,12 +63,12 @@ def require_functions_of_row(columns: Mapping[str, Column], table: str) -> None:
 
 
 def require_sources(columns: Sequence[Column], present: Mapping[str, Column], table: str) -> None:
-    """Raise ValueError if columns begin as copies of others that are not there, or have rows of another shape.
+    """Raise ValueError if a column starts as a copy of one that does not exist or has another row shape.
 
     Args:
-        columns: about to be made, or to begin anew, in this order.
+        columns: the columns to be added or reset, in this order.
         present: the table's columns.
-        table: its name, for the message.
+        table: the table's name, for the message.
     """
     known = {name: column.row_shape for name, column in present.items()}
     for column in columns:
@@ -85,17 +84,17 @@ def require_sources(columns: Sequence[Column], present: Mapping[str, Column], ta
 
 
 def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_embeddings: int) -> dict[str, Tensor]:
-    """Return the values that rows had when their columns were made.
+    """Return the values that rows had when their columns were created.
 
     Args:
-        columns: every column of the table; one that began as a copy of another gets that one's initial values.
+        columns: every column of the table; a copy of another column gets that column's initial values.
         rows: int64, shape (n,), ascending, in host memory.
         seed: the table's.
         num_embeddings: the table's.
 
     Returns:
-        Tensors (n, ...) in host memory by column, of the dtype of blocks. Those that are stored in fewer bytes are
-        rounded to nearest already, so that no rounding changes them.
+        Tensors (n, ...) in host memory by column, in the blocks' dtype. Values of columns stored in fewer bytes are
+        already rounded to nearest, so that rounding does not change them.
     """
     values: dict[str, Tensor] = {}
 
@@ -119,12 +118,12 @@ def initial_values(columns: Mapping[str, Column], rows: Tensor, seed: int, num_e
 
 @dataclass(frozen=True)
 class Range:
-    """Consecutive rows of a column with initial values of their own.
+    """A range of a column's rows with separate initial values.
 
     Args:
-        num_rows: rows, at least 1.
+        num_rows: number of rows, at least 1.
         init: their initial values, a function of the row's number within the range.
-        seed: of these values.
+        seed: their seed.
         zero_row: a row, numbered within the range, that starts as zeros whatever ``init`` says.
     """
 
@@ -145,12 +144,12 @@ class Range:
 
 @dataclass(frozen=True)
 class InRanges(Initializer):
-    """The initial values of several tables whose rows lie one after the other in a single store.
+    """The initial values of several tables whose rows are stored consecutively in one store.
 
-    Each range starts with the bits that a table of its own, of that size and seed, would start with.
+    Each range has the same bits as a separate table of that size and seed.
 
     Args:
-        ranges: from the first row to the last.
+        ranges: the ranges, from the first row to the last.
 
     Example:
         >>> import speedswap
@@ -171,7 +170,7 @@ class InRanges(Initializer):
         object.__setattr__(self, "_firsts", tuple(accumulate((each.num_rows for each in self.ranges), initial=0)))
 
     def __hash__(self) -> int:
-        return hash((self._firsts[-1], len(self.ranges)))  # every step asks: not that of a thousand ranges
+        return hash((self._firsts[-1], len(self.ranges)))  # every step hashes this: cheap even for a thousand ranges
 
     @property
     def num_rows(self) -> int:
@@ -206,10 +205,10 @@ class InRanges(Initializer):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> InRanges | None:
-        """Return what :meth:`to_json` described; None if one of the ranges cannot be computed again.
+        """Return the ranges that :meth:`to_json` encoded; None if one of them cannot be computed again.
 
         Raises:
-            TypeError, ValueError, KeyError: the data describe no ranges.
+            TypeError, ValueError, KeyError: the data do not describe ranges.
         """
         if not isinstance(data["ranges"], list) or not data["ranges"]:
             raise TypeError(f"init has ranges {data['ranges']!r}; a list of them was expected")

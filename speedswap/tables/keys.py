@@ -1,4 +1,4 @@
-"""Keys of an id map as its loops read them: 64-bit numbers, and the texts of strings."""
+"""Keys in the form that an id map's compiled loops read: 64-bit numbers, and the bytes of strings."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Keys(NamedTuple):
 
     Attributes:
         numbers: int64, shape (n,), in host memory: the keys themselves, or the hashes of strings.
-        shape: of the rows that they are mapped to.
-        device: where those are wanted.
-        texts: of exact strings.
+        shape: the shape of the rows they map to.
+        device: the device of those rows.
+        texts: the bytes of exact strings.
     """
 
     numbers: Tensor
@@ -45,17 +45,17 @@ _CPU = torch.device("cpu")
 
 
 def as_keys(keys: Any, kind: str) -> Keys:
-    """Return keys as the map's loops read them; once read, they stay as they are.
+    """Return keys in the form that the map's loops read; keys in this form are returned unchanged.
 
     Args:
-        keys: for ``"int64"`` integers, any shape: a tensor, or numbers that NumPy makes an array of; else strings: a
-            sequence of str or bytes, or an array of them: NumPy's, any shape, pyarrow's, or a column of pandas or
-            polars. The memory of NumPy's fixed-width strings and of pyarrow's is read as it is.
+        keys: for ``"int64"``, integers of any shape: a tensor, or anything that NumPy turns into an array; otherwise
+            strings: a sequence of str or bytes, a NumPy array of any shape, a pyarrow array, or a pandas or polars
+            column. NumPy's fixed-width strings and pyarrow's are read in place.
         kind: ``"int64"``, ``"hashed"`` or ``"exact"``.
 
     Raises:
-        TypeError: they are something else.
-        ValueError: one of them is missing.
+        TypeError: ``keys`` has another type.
+        ValueError: a key is missing.
     """
     if isinstance(keys, Keys):
         return keys
@@ -67,21 +67,21 @@ def as_keys(keys: Any, kind: str) -> Keys:
 
 
 def is_single_key(value: Any) -> bool:
-    """Return whether a value is one key, or a missing one, rather than several."""
+    """Return whether a value is a single (perhaps missing) key rather than several."""
     return value is None or isinstance(value, (str, bytes, int, float, np.generic)) or _is_missing(value)
 
 
 def _as_array(keys: Any) -> Any:
-    """Return the keys of an array or column as an array of NumPy's, except for a tensor and pyarrow's strings.
+    """Return an array or column of keys as a NumPy array; tensors and pyarrow strings are left as they are.
 
     Raises:
-        ValueError: one is missing, by the mask of the array or column.
+        ValueError: a key is missing, according to the mask of the array or column.
     """
     if isinstance(keys, (Tensor, list, tuple)):
         return keys
     if hasattr(keys, "combine_chunks"):
         keys = keys.combine_chunks()  # of a chunked array
-    # Of pandas; of polars and pyarrow, whose arrays mostly know that nothing is missing.
+    # pandas; then polars and pyarrow, whose arrays mostly know that nothing is missing.
     find_missing = getattr(keys, "isna", None) or (getattr(keys, "null_count", 1) and getattr(keys, "is_null", None))
     mask = np.asarray(find_missing()) if find_missing else np.ma.getmaskarray(keys) if np.ma.isMA(keys) else None
     if mask is not None and mask.any():
@@ -119,7 +119,7 @@ def _as_numbers(keys: Any) -> Keys:
     if isinstance(keys, np.ndarray) and keys.dtype.kind in "iu":
         keys = keys.astype(keys.dtype.newbyteorder("="), copy=False)
         keys = keys.view(np.int64) if keys.dtype == np.uint64 else keys
-        keys = torch.from_numpy(np.require(keys, requirements=["C", "W"]))  # torch warns of memory that is read-only
+        keys = torch.from_numpy(np.require(keys, requirements=["C", "W"]))  # torch warns about read-only memory
     if not isinstance(keys, Tensor):
         _refuse_numbers(keys)
     kernels.require_dense(keys, "keys")
@@ -140,7 +140,7 @@ def _refuse_numbers(keys: Any) -> NoReturn:
 
 
 def _as_text(keys: Any) -> tuple[kernels.Texts, tuple[int, ...]]:
-    """Return the texts of strings, and their shape."""
+    """Return the bytes of strings, and their shape."""
     if _is_arrow_text(keys):
         return _arrow_text(keys), (len(keys),)
     if isinstance(keys, np.ndarray):
@@ -167,7 +167,7 @@ def _texts_of(strings: Sequence[Any], shape: tuple[int, ...]) -> kernels.Texts:
 
 
 def _arrow_text(keys: Any) -> kernels.Texts:
-    """Return the texts of a pyarrow array, which may be a slice of a longer one."""
+    """Return the bytes of a pyarrow string array, which may be a slice of a longer one."""
     _, offsets, text = keys.buffers()
     dtype = _ARROW_STRINGS[str(keys.type)]
     if not len(keys):
@@ -179,7 +179,7 @@ def _arrow_text(keys: Any) -> kernels.Texts:
 
 
 def select_texts(texts: kernels.Texts, places: Tensor) -> kernels.Texts:
-    """Return some texts, in the order of ``places``, int64, shape (n,).
+    """Select strings by their indices ``places``, int64, shape (n,), in that order.
 
     >>> text, offsets = select_texts(kernels.texts_of(["ab", "c", "def"]), torch.tensor([2, 0]))
     >>> bytes(text.numpy()), offsets.tolist()

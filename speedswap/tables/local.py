@@ -30,15 +30,15 @@ class LocalStore(RowStore):
 
     Args:
         num_embeddings: rows.
-        storage: the memory.
+        storage: the kind of memory.
         seed: of the initial values.
         name: for messages.
-        engine: how rows go between it and a GPU.
-        written: whether rows may differ from their initial values.
+        engine: how rows move between it and a GPU.
+        written: True if rows may differ from their initial values.
 
     Attributes:
-        groups: the records of some columns each: most tables have one group, which holds every column; columns added
-            after the first write get another.
+        groups: record groups, each with some of the columns: most tables have one group, which holds every column;
+            columns added after the first write get another group.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class LocalStore(RowStore):
         self.engine = engine
         self.groups: tuple[RecordGroup, ...] = ()
         self._columns: dict[str, Column] = {}
-        self._by_names: dict[tuple[str, ...], _Fields] = {}  # computed once for these groups, since every batch asks
+        self._by_names: dict[tuple[str, ...], _Fields] = {}  # cached for these groups, since every batch needs it
         self._written = written
-        self._lost = False  # columns could neither be added nor the old ones restored
+        self._lost = False  # neither could columns be added nor the old ones restored
         self._pending = PendingTransfers()
         self._closed = False
         self._owner_pid = os.getpid()
-        self._replaces_memory = False  # a process forked meanwhile is left without any
+        self._replaces_memory = False  # a child forked in the meantime has none
 
     @classmethod
     def create(
@@ -74,7 +74,7 @@ class LocalStore(RowStore):
         seed: int = 0,
         name: str | None = None,
     ) -> LocalStore:
-        """Return a new store, filled with initial values; arguments and errors are those of :meth:`Table.create`."""
+        """Return a new store filled with initial values; arguments and errors are those of :meth:`Table.create`."""
         require_size(num_embeddings, [weight])
         store = cls(num_embeddings, storage, seed, name or "table", engine=engine, written=weight.init.is_given)
         store._hold(store._new_group([weight]))
@@ -117,7 +117,7 @@ class LocalStore(RowStore):
         parent, remedy = self._owner_pid, "fork at another time"
         if self._replaces_memory:
             problem = f"table {self.name!r} was being changed by process {parent} when this one was forked from it"
-        elif self._pending.writes():  # which never arrive here
+        elif self._pending.writes():  # these writes never arrive in the child
             problem = (
                 f"rows were on their way to table {self.name!r} in process {parent} when this one was forked from it"
             )
@@ -147,7 +147,7 @@ class LocalStore(RowStore):
         wanted = tuple(names)
         if wanted not in self._by_names:
             for name in wanted:
-                self.group_of(name)  # raises if there is none
+                self.group_of(name)  # raises if no group holds it
             fields = [(group, group.fields(wanted)) for group in self.groups]
             self._by_names[wanted] = [(group, some) for group, some in fields if some]
         return self._by_names[wanted]
@@ -161,13 +161,13 @@ class LocalStore(RowStore):
         self._hold(*self.groups, group)
 
     def add_unfilled(self, columns: Sequence[Column]) -> RecordGroup:
-        """Make a new table's records, of zeros, for rows that the caller is about to write; return them."""
+        """Add zeroed records of a new table, whose rows the caller is about to write; return them."""
         self._hold(self._new_group(columns, filled=False))
         self._written = True
         return self.groups[0]
 
     def _new_group(self, columns: Sequence[Column], *, filled: bool = True) -> RecordGroup:
-        """Return memory for these columns, filled with their initial values unless it is to stay zero."""
+        """Return memory for these columns, filled with initial values unless it should stay zero."""
         layout = RecordLayout.of(columns)
         memory = allocate(self.storage, self.num_embeddings * layout.stride)
         group = RecordGroup(layout, memory, self.num_embeddings, self.engine)
@@ -207,8 +207,8 @@ class LocalStore(RowStore):
         """Gather without waiting for pending writes.
 
         Args:
-            to_read: the rows, with -1 for those that a pending write forwards; it forwards all rows it has, so that
-                the memory is not waited for.
+            to_read: the rows, with -1 for those that a pending write forwards; it forwards all of its rows, so that the
+                gather does not wait for the memory.
         """
         names = self.columns if columns is None else columns
         if device is None:
@@ -274,7 +274,7 @@ class LocalStore(RowStore):
         return [kernels.Part(field.offset, blocks[name], self._form(name, field)) for name, field in fields.items()]
 
     def _scatter_later(self, write: PendingWrite, moves: _Moves, transfers: Transfers) -> None:
-        """Give a pending write its work: to the CPU loops' thread if all is host memory, else to the transfers."""
+        """Queue a pending write: on the CPU loops' thread if everything is in host memory, else with the transfers."""
         blocks = [part.block for _, parts in moves for part in parts]
         if self._in_host_memory(blocks[0].device):
             for group, _ in moves:
@@ -286,11 +286,11 @@ class LocalStore(RowStore):
             for group, parts in moves:
                 kernels.scatter_records(group.records(), write.rows, parts)
 
-        memories = [group.memory.bytes for group, _ in moves]  # of a table that may be freed before it is written
+        memories = [group.memory.bytes for group, _ in moves]  # the table may be freed before the write is done
         transfers.add(write, lambda: scatter, blocks[0].device, inputs=[write.rows, *blocks, *memories])
 
     def _form(self, name: str, field: kernels.WantedColumn) -> kernels.Stored | None:
-        """Return how the next scatter converts a column: its number decides what stochastic rounding draws."""
+        """Return how the next scatter converts a column: the scatter's number seeds stochastic rounding."""
         if field.stored is None or (column := self.columns[name]).rounding == "nearest":
             return field.stored
         return column.form(kernels.rounding_key(self.seed, column.key, self.notes.writes))
@@ -301,13 +301,13 @@ class LocalStore(RowStore):
             prefetch = self._prefetch_by(transfers, lookup, writes)
         else:
             if any(write.transfers is not None for write in writes):
-                self.drain()  # another thread writes these, in no order with the one that prefetches
+                self.drain()  # another thread writes these, unordered with the prefetching one
             prefetch = self._prefetch_on_cpu(lookup)
         self._pending.add_prefetch(prefetch)
         return prefetch
 
     def _prefetch_on_cpu(self, lookup: Lookup) -> Prefetch:
-        """Prefetch in the same thread as the writes, and so after those that were given to it."""
+        """Prefetch in the thread that does the writes, and so after those queued before."""
         groups = self._fields(self.columns)
         for group, _ in groups:
             group.memory.settle()
@@ -322,10 +322,10 @@ class LocalStore(RowStore):
         return prefetch
 
     def _prefetch_by(self, transfers: Transfers, lookup: Lookup, writes: list[PendingWrite]) -> Prefetch:
-        """Prefetch on the way to a GPU.
+        """Prefetch to a GPU.
 
-        Rows of pending writes, and those of the prefetch before, whose step is going to write them, do not cross the
-        bus: they are forwarded when the prefetch is taken.
+        Rows of pending writes, and rows of the previous prefetch, which its step will write, do not cross the bus: they
+        are forwarded when the prefetch is taken.
         """
         previous = self._pending.previous(transfers)
 
@@ -339,7 +339,7 @@ class LocalStore(RowStore):
             to_read, known = rows, []
             for block, other in others if self._in_host_memory(_CPU) and rows.is_cuda else []:
                 if len(other) and len(rows):
-                    kernels.used_here([other])  # of a lookup without prefetch they were made on another stream
+                    kernels.used_here([other])  # without prefetch, another stream made them
                     places = kernels.places_among(other.to(rows.device), rows)
                     to_read = torch.where(places < 0, to_read, -1)
                     known.append((block, places))
@@ -360,7 +360,7 @@ class LocalStore(RowStore):
         return device.type == "cpu" and all(group.memory.device.type == "cpu" for group in self.groups)
 
     def drain(self) -> None:
-        if os.getpid() == self._owner_pid:  # in a forked process nothing arrives
+        if os.getpid() == self._owner_pid:  # nothing arrives in a forked process
             self._pending.drain()
 
     # ------------------------------------------------------------------ whole columns
@@ -378,7 +378,7 @@ class LocalStore(RowStore):
         group = self.group_of(column)
         self._change_in_place()
         group.memory.settle()
-        for rows in group.chunks(start, start + len(values)):  # values on another device come piece by piece
+        for rows in group.chunks(start, start + len(values)):  # copy values from another device piece by piece
             group.write(column, rows.start, values[rows.start - start : rows.stop - start])
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -410,14 +410,14 @@ class LocalStore(RowStore):
                 self._rebuild(together)
 
     def _rebuild(self, columns: Sequence[Column]) -> None:
-        """Put all columns in one record; the old memory is released first, so that the peak is the new table alone."""
+        """Merge all columns into one record; release the old memory first, so that the peak is the new table alone."""
         layouts = [group.layout for group in self.groups]
         try:
             for group in self.groups:
                 group.close()
             self._hold(self._new_group(columns))
         except BaseException:
-            self._lost = True  # and stays so if this fails as well
+            self._lost = True  # and stays so if this also fails
             self._hold(*(self._new_group(layout.columns) for layout in layouts))
             self._lost = False
             raise
@@ -428,7 +428,7 @@ class LocalStore(RowStore):
             self._fill(self.group_of(column.name), [column])
 
     def _change_in_place(self) -> None:
-        """Let nothing else read or write the memory, which is about to change."""
+        """Wait until nothing else reads or writes the memory, which is about to change."""
         self.drain()
         self._pending.finish_prefetches()
         self._pending.make_stale()
@@ -436,7 +436,7 @@ class LocalStore(RowStore):
 
     @contextmanager
     def _replacing_memory(self) -> Iterator[None]:
-        """Replace memory or files by others, once nothing reads or writes them any more."""
+        """Replace the memory once nothing reads or writes it."""
         self.drain()
         kernels.finish_transfers()
         self._pending.make_stale()

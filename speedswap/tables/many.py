@@ -1,4 +1,4 @@
-"""Batches of several tables as one, and of tensors and tables alike."""
+"""Operations on several tables at once, and on tensors or tables."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from speedswap.tables.table import Table
 
 
 def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Prefetched]:
-    """Begin to look up a later batch's ids in any number of tables.
+    """Start looking up a later batch's ids in any number of tables.
 
-    On a GPU the rows of all lookups are found in one round trip, before the first are gathered.
+    On a GPU the rows of all lookups are found in one round trip, before the first gather.
 
     Args:
-        lookups: tables, each with ids (int64 or int32, any shape, at least one; nothing changes them any more) and the
-            device where the block goes.
+        lookups: tables, each with ids (int64 or int32, any shape, at least one, not modified afterwards) and the
+            block's device.
 
     Returns:
-        The pending rows of each lookup, to be taken once, while the table's lock is held.
+        The pending rows of each lookup; take them once, while holding the table's lock.
     """
     wanted, transfers = list(lookups), Transfers("in")
     with ExitStack() as held:
-        # In one order, so that two threads with the same tables do not wait for each other.
+        # In a fixed order, so that two threads with the same tables do not deadlock.
         for table in sorted({table for table, _, _ in wanted}, key=id):
             held.enter_context(table.lock)
             table.check_open()
@@ -42,9 +42,9 @@ def prefetch(lookups: Iterable[tuple[Table, Tensor, torch.device]]) -> list[Pref
 
 
 class Commit:
-    """The end of a step: what it writes to any number of tables goes as one, and each table's store then commits.
+    """The end of a step: its writes to any number of tables start together, and then each table's store commits.
 
-    A context manager. Leaving it, also with an exception, starts the transfers and commits the tables added so far.
+    A context manager. Leaving it, even with an exception, starts the transfers and commits the tables added so far.
     """
 
     def __init__(self) -> None:
@@ -53,23 +53,23 @@ class Commit:
 
     @property
     def transfers(self) -> Transfers:
-        """Scatters that may run behind the next step."""
+        """Scatters that may still run during the next step."""
         if self._transfers is None:
             self._transfers = Transfers("out")
         return self._transfers
 
     def add(self, table: Table) -> None:
-        """Add a table that the step has written."""
+        """Add a table that the step wrote."""
         self._tables.append(table)
 
     def __enter__(self) -> Commit:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._transfers is None and len(self._tables) == 1:  # as in most steps
+        if self._transfers is None and len(self._tables) == 1:  # the usual case
             self._tables[0].commit()
             return
-        with ExitStack() as ended:  # each table commits, also where another one raises
+        with ExitStack() as ended:  # each table commits, even if another raises
             for table in reversed(self._tables):
                 ended.callback(table.commit)
             if self._transfers is not None:
@@ -77,12 +77,12 @@ class Commit:
 
 
 def gather_rows(source: Tensor | Table, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Copy rows out of a 2-D tensor, or the weights out of a table.
+    """Copy rows out of a 2-D tensor, or weights out of a table.
 
     Args:
         source: shape (rows, embedding_dim), any dtype with a fixed item size, on any device; or a :class:`Table`.
         ids: int32 or int64, shape (n,), on any device; an id may occur more than once.
-        out: where the rows go, shape (n, embedding_dim), of the source's dtype, on any device.
+        out: destination of the rows, shape (n, embedding_dim), of the source's dtype, on any device.
 
     Returns:
         ``out``, or a new tensor (n, embedding_dim): on the ids' device for a source in host memory, else on the

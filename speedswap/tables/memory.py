@@ -1,7 +1,7 @@
-"""The memory that holds a table's records: what every kind has in common, and memory of the host and of a GPU.
+"""The memory that holds a table's records, on the host or on a GPU.
 
-Memory is taken exactly: anonymous mappings of the requested size, never a pool that rounds up to a power of two. Pinned
-memory is such a mapping, faulted in and then registered with CUDA; a file mapping is never registered.
+Memory is allocated exactly: anonymous mappings of the requested size, never a pool that rounds up to a power of two.
+Pinned memory is an anonymous mapping, faulted in and then registered with CUDA; a file mapping is never registered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger("speedswap")
 
 
 def default_kind() -> MemoryKind:
-    """Return the memory where a table lives by default: pinned where there is a CUDA device, else pageable."""
+    """Return the default kind of memory: pinned if there is a CUDA device, else pageable."""
     return "pinned" if kernels.cuda_ready()[0] else "pageable"
 
 
@@ -37,9 +37,9 @@ class Memory:
     """Bytes that hold records.
 
     Attributes:
-        bytes: all of them as one uint8 tensor.
-        pinned: whether they are host memory that CUDA kernels may read and write directly.
-        fence: the work on it that GPUs have not completed.
+        bytes: the memory as one uint8 tensor.
+        pinned: True for host memory that CUDA kernels may read and write directly.
+        fence: work on the memory that GPUs have not completed.
     """
 
     bytes: Tensor
@@ -55,10 +55,10 @@ class Memory:
         return self.bytes.numel()
 
     def settle(self) -> None:
-        """Wait until no GPU reads or writes the bytes, so that the host may; only pinned memory needs it."""
+        """Wait until no GPU reads or writes the bytes, so that the host may; needed only for pinned memory."""
 
     def share(self) -> None:
-        """Mark the bytes as shared: outside work of GPUs on them is not tracked; only pinned memory needs it."""
+        """Mark the bytes as shared: other GPU work on them is not tracked; needed only for pinned memory."""
 
     def close(self) -> None:
         """Release the memory. Views of it must no longer be used."""
@@ -66,7 +66,7 @@ class Memory:
 
 
 class DeviceMemory(Memory):
-    """Memory of a CUDA device; ordinary memory on a machine without one."""
+    """Memory of a CUDA device; ordinary memory on a machine without a GPU."""
 
     def __init__(self, nbytes: int) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ class HostMemory(Memory):
 
 
 def allocate(storage: str, nbytes: int) -> Memory:
-    """Allocate zeroed memory for a table that does not live in a file.
+    """Allocate zeroed memory for a table that is not in files.
 
     Raises:
         TableTooLargeError: it could not be allocated.
@@ -140,11 +140,11 @@ def available_bytes() -> int:
 
 
 def physical_bytes() -> int:
-    """Return the bytes of the machine's memory."""
+    """Return the size of the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-# Whole-table work (initial values, copies) goes in chunks of about this many bytes.
+# Whole-table work (initial values, copies) is done in chunks of about this many bytes.
 _CHUNK_BYTES = 64 * 2**20
 
 
@@ -163,7 +163,7 @@ class RecordGroup:
         return self.num_embeddings * self.layout.stride
 
     def records(self) -> kernels.Records:
-        """Return the memory as the kernels take it."""
+        """Return the memory in the form that the kernels take."""
         if self._records is None:
             memory = self.memory
             where = memory.bytes.data_ptr(), self.layout.stride, self.num_embeddings, memory.device, memory.pinned
@@ -176,7 +176,7 @@ class RecordGroup:
         self.memory.close()
 
     def fields(self, names: Collection[str] | None = None) -> dict[str, kernels.WantedColumn]:
-        """Return columns as the kernels gather them, by name: all of the group, or those of some names that it has."""
+        """Return columns as the kernels gather them, by name: all of the group's, or the named ones that it has."""
         return {
             c.name: c.at(self.layout.offset(c.name)) for c in self.layout.columns if names is None or c.name in names
         }
@@ -193,12 +193,12 @@ class RecordGroup:
         return self.bytes_of(name).view(column.stored_dtype).view(self.num_embeddings, *column.row_shape)
 
     def bytes_of(self, name: str) -> Tensor:
-        """Return a column as stored, uint8, shape (num_embeddings, row_bytes): a view of the memory."""
+        """Return a view of a column as stored, uint8, shape (num_embeddings, row_bytes)."""
         shape = (self.num_embeddings, self.layout.column(name).row_bytes)
         return self.memory.bytes.as_strided(shape, (self.layout.stride, 1), self.layout.offset(name))
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a column as blocks have them, on the memory's device: a view, or a copy of compact ones."""
+        """Return rows of a column in the blocks' dtype, on the memory's device: a view, or a copy if it is compact."""
         column = self.layout.column(name)
         if not column.compact:
             return self.view(name)[start:stop]
@@ -208,7 +208,7 @@ class RecordGroup:
         return block
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Overwrite rows of a column from ``start`` on, rounded to nearest where it is compact."""
+        """Overwrite rows of a column from ``start`` on, rounded to nearest if it is compact."""
         column = self.layout.column(name)
         values = values.to(self.memory.device)
         if not column.compact:
@@ -231,7 +231,7 @@ class RecordGroup:
         Args:
             columns: columns of this group.
             seed: the table's.
-            holders: the group of every column of the table, for columns that start as a copy of another one.
+            holders: the group of every column of the table, for columns that start as a copy of another.
         """
         self.memory.settle()
         for some in self.chunks(0, self.num_embeddings) if columns else ():

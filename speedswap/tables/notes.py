@@ -1,4 +1,4 @@
-"""Notes that all tables over the same rows share, and the rows that have changed since a copy was made."""
+"""Notes shared by all tables over the same rows, including which rows have changed since a copy was made."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PARTS = "tables"
 
 @dataclass(eq=False)
 class Notes:
-    """The notes that are kept with a store's rows. A store in front of another one shares the other's.
+    """The notes kept with a store's rows. A store that wraps another shares the other's notes.
 
     Attributes:
         attributes: plain data kept with the rows.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
-            one that returns None leaves the attribute as it is. They must not hold the table.
-        id_maps: maps from keys to rows that are kept with the rows, by name.
-        map_of: returns the map that a given one becomes when it is kept with the rows; the same unless ranks own them.
-        writes: the number of scatters so far; the store counts them.
-        version: goes up whenever rows or columns may have changed, through any table over these rows.
-        is_viewed: whether rows may change without a call, through a tensor over their memory.
-        changes: the rows that have changed since :meth:`track_changes` was last called; None if that is unknown.
+            one that returns None leaves the attribute unchanged. They must not hold a reference to the table.
+        id_maps: the id maps kept with the rows, by name.
+        map_of: returns the map to keep for a given one: the same map, unless ranks own the rows.
+        writes: the number of scatters so far, counted by the store.
+        version: increases whenever rows or columns may have changed, through any table over these rows.
+        is_viewed: True if rows may change without a call, through a tensor over their memory.
+        changes: the rows changed since :meth:`track_changes` was last called; None if unknown.
     """
 
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Notes:
     changes: ChangedRows | None = None
 
     def up_to_date(self) -> dict[str, Any]:
-        """Bring the attributes up to date with the live ones, and return them."""
+        """Update the attributes from the live ones, and return them."""
         for name, source in self.live_attributes.items():
             value = source()
             if value is not None:
@@ -53,11 +53,11 @@ class Notes:
         return self.attributes
 
     def take_over(self, source: Notes, part: str = "") -> None:
-        """Take copies of another store's attributes as they are now, and its id maps and number of writes.
+        """Copy another store's current attributes, id maps and number of writes.
 
         Args:
             source: the other notes.
-            part: the name of a part whose rows alone were copied, and so its map alone.
+            part: the name of the part, if only a part's rows, and so only its map, were copied.
         """
         live = {name: value for name, get in source.live_attributes.items() if (value := get()) is not None}
         self.attributes.update(copy.deepcopy({**source.attributes, **live}))
@@ -70,22 +70,22 @@ class Notes:
             self.id_maps[""] = source.id_maps[part]
 
     def note_change(self, rows: Tensor | range | None) -> None:
-        """Note that rows are about to change: ids, a range of rows, or all rows and columns."""
+        """Record that rows are about to change: ids, a range of rows, or all rows and columns."""
         self.version += 1
         if self.changes is not None:
             self.changes.add(rows)
 
     def track_changes(self, num_rows: int) -> ChangedRows | None:
-        """Begin to note which of so many rows change, in place of what was noted so far; return None if unknown."""
+        """Start recording which of ``num_rows`` rows change, and return the previous record; None if unknown."""
         self.changes = None if self.is_viewed else ChangedRows(num_rows)
         return self.changes
 
 
 class ChangedRows:
-    """A byte for each row of a store, set when the row is written; on each device that ids come from.
+    """A flag (byte) per row of a store, set when the row is written; one array per device that ids come from.
 
     Args:
-        num_rows: of the store.
+        num_rows: the store's number of rows.
 
     Example:
         >>> changed = ChangedRows(10)
@@ -101,7 +101,7 @@ class ChangedRows:
         self._all = False
 
     def add(self, rows: Tensor | range | None) -> None:
-        """Note that rows change: ids, a range of rows, or all of them."""
+        """Record that rows change: ids, a range of rows, or all of them."""
         if rows is None or (isinstance(rows, range) and len(rows) == self._num_rows):
             self._all = True
             self._masks.clear()
@@ -110,7 +110,7 @@ class ChangedRows:
         elif isinstance(rows, range):
             self._mask(torch.device("cpu"))[rows.start : rows.stop] = 1
         elif rows.device.type == "cpu":
-            self._mask(rows.device).numpy()[rows.numpy()] = 1  # in one thread: torch's several cost more than this
+            self._mask(rows.device).numpy()[rows.numpy()] = 1  # in one thread: starting torch's threads costs more
         else:
             self._mask(rows.device)[rows.long()] = 1
 

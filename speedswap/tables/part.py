@@ -1,4 +1,4 @@
-"""Some rows of a store, as the store of a table of their own."""
+"""A range of a store's rows as the store of a separate table."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 class PartStore(WrappedStore):
     """Rows ``first_row`` to ``first_row + num_rows - 1`` of another store, numbered from 0.
 
-    Several tables lie in one store so, and are one table for a training step. What is written here is written there:
-    the lock and the version are the other store's. A copy, in memory or in files, is a table of these rows alone.
-    Closing this store leaves the other one open.
+    This lets several tables share one store, which a training step treats as one table. Writes go to the other store,
+    whose lock and version this one shares. A copy, in memory or in files, is a table of these rows alone. Closing this
+    store leaves the other one open.
 
     Args:
         inner: the store that holds the rows.
         first_row: the row that is number 0 here.
-        num_rows: rows, at least 1.
+        num_rows: number of rows, at least 1.
         name: for messages.
     """
 
-    # Rows that another table trains are looked up when they are needed.
+    # Rows that another table trains are looked up when needed.
     prefetch = RowStore.prefetch
     nbytes = RowStore.nbytes
     origins = RowStore.origins
@@ -98,7 +98,7 @@ class PartStore(WrappedStore):
         self.inner.scatter(Block(self._there(block.rows), {}), values, transfers)
 
     def _there(self, rows: Tensor) -> Tensor:
-        """Return the rows' numbers in the other store."""
+        """Translate row numbers to the other store's."""
         return rows.long() + self.first_row
 
     # ------------------------------------------------------------------ whole columns
@@ -131,7 +131,7 @@ class PartStore(WrappedStore):
     # ------------------------------------------------------------------ lifetime
 
     def flush_at_end(self) -> None:
-        return None  # the other store's table does
+        return None  # the other store's table closes it
 
     def close(self) -> None:
         if not self.closed:

@@ -1,8 +1,8 @@
-"""The order of a store's pending transfers, and the rows that are forwarded between them.
+"""Pending transfers of a store: their order, and the rows forwarded between them.
 
-A gather that runs ahead may read rows that a write changes at the same time or later. So every write that may not have
-arrived when a gather began is forwarded to it: the rows that both have are copied from the written block to the
-gathered one. The result is, bit for bit, what the store holds.
+A prefetch may read rows that a write changes at the same time or later. So every write that may not have arrived when
+the prefetch began is forwarded to it: the rows they share are copied from the written block to the gathered one. The
+result is bitwise equal to the store's rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Gathered(NamedTuple):
 
     Attributes:
         found: the rows.
-        expected: the block of the prefetch before, if the rows that both have were left to its write.
-        places: of the rows among those of some blocks.
+        expected: the block of the previous prefetch, if shared rows were left to its write.
+        places: indices of the rows within the rows of some blocks.
     """
 
     found: Found
@@ -34,39 +34,39 @@ class Gathered(NamedTuple):
     places: Sequence[tuple[Block, Tensor]] = ()
 
     def places_among(self, block: Block) -> Tensor | None:
-        """Return each row's place among the rows of a block that is written, or None if it is not known."""
+        """Return each row's index within the rows of a written block, or None if unknown."""
         return next((places for other, places in self.places if other is block), None)
 
 
 class PendingWrite(Transfer[None]):
-    """A step's rows on their way into the store.
+    """A step's rows being written to the store.
 
     Args:
-        block: the lease that is written; its rows are ascending.
-        values: the columns' blocks, which nothing changes until they have arrived.
-        forms: how the store holds the columns, and so what it makes of the values; None for as they are.
+        block: the written lease; its rows are ascending.
+        values: the columns' blocks, unchanged until they have arrived.
+        forms: how the store converts the columns' values; None to store them unchanged.
     """
 
     def __init__(self, block: Block, values: Mapping[str, Tensor], forms: Mapping[str, kernels.Stored | None]) -> None:
         super().__init__()
         self.block = block
-        self.rows = block.rows.to(torch.int64).contiguous()  # as they are forwarded
+        self.rows = block.rows.to(torch.int64).contiguous()  # in the form that is forwarded
         self._values = values
         self._forms = forms
 
     def has_arrived(self) -> bool:
-        """Return whether the rows are in the store. A write that failed never is."""
+        """Return whether the rows have reached the store. A failed write never arrives."""
         try:
             return self.done() and self.result() is None
         except Exception:
             return False
 
     def has(self, columns: Iterable[str]) -> bool:
-        """Return whether all of these columns are written: a block without others can take its rows from here alone."""
+        """Return whether this writes all of these columns, so that a block of them needs no other source."""
         return all(name in self._values for name in columns)
 
     def forward(self, block: Block, places: Tensor | None = None) -> None:
-        """Copy the rows that a block shares with these into it; ``places`` are its rows' among these, if known."""
+        """Copy shared rows into a block; ``places`` are the indices of its rows within these, if known."""
         device = block.rows.device
         names = [name for name in block.columns if name in self._values]
         kernels.forward(
@@ -80,16 +80,16 @@ class PendingWrite(Transfer[None]):
 
 
 class Prefetch(Transfer["Gathered | None"], Prefetched):
-    """A gather that runs ahead of its step; its result is None if an id is out of range.
+    """A gather ahead of its step; its result is None if an id is out of range.
 
     Args:
         pending: the store's transfers.
-        writes: those that may arrive after the rows were read, and have to be forwarded.
+        writes: the writes that may arrive after the rows were read and so must be forwarded.
     """
 
     def __init__(self, pending: PendingTransfers, writes: Iterable[PendingWrite]) -> None:
         super().__init__()
-        self.is_stale = False  # something other than a step's write has changed the store since
+        self.is_stale = False  # the store was changed since by something other than a step's write
         self.is_taken = False
         self.writes = list(writes)
         self._pending = pending
@@ -97,7 +97,7 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
 
     def take(self) -> Found | None:
         was_taken, self.is_taken = self.is_taken, True
-        if was_taken or self.is_stale:  # taken: by a call that was interrupted, and nothing is forwarded since
+        if was_taken or self.is_stale:  # taken by an interrupted call; nothing is forwarded to it since
             return None
         result = self.result()
         writes, self.writes = self.writes, []
@@ -114,20 +114,20 @@ class Prefetch(Transfer["Gathered | None"], Prefetched):
         return block, local
 
     def block_so_far(self) -> Block | None:
-        """Return the block, for a prefetch that was given to the same thread later; None where there are none."""
+        """Return the block, for a prefetch queued later on the same thread; None if there is no block."""
         result = self.result_so_far()
         return None if result is None else result.found[0]
 
     def is_written_by(self, write: PendingWrite) -> bool:
-        """Return whether a step has written the block that was taken, in every column."""
+        """Return whether a step has written every column of the taken block."""
         return self._taken is write.block and write.has(write.block.columns)
 
 
 class PendingTransfers:
-    """Transfers to and from one store that may not be done.
+    """Transfers to and from one store that may still be running.
 
     Attributes:
-        steps_write_what_they_read: whether steps write the very rows that were prefetched for them, as the last did.
+        steps_write_what_they_read: True if the last step wrote exactly the rows prefetched for it.
     """
 
     def __init__(self) -> None:
@@ -137,16 +137,16 @@ class PendingTransfers:
 
     @property
     def has_writes(self) -> bool:
-        """True if there are writes that may not have arrived yet."""
+        """True if some writes may not have arrived yet."""
         return bool(self._writes)
 
     def writes(self) -> list[PendingWrite]:
-        """Return the writes that may not have arrived yet, and those that failed, until :meth:`drain` says so."""
+        """Return the writes that may not have arrived, including failed ones until :meth:`drain` reports them."""
         self._writes = [write for write in self._writes if not write.has_arrived()]
         return list(self._writes)
 
     def add_write(self, write: PendingWrite) -> None:
-        """Add a step's write, which brings the rows of prefetches up to date."""
+        """Add a step's write, which is forwarded to later-read prefetches."""
         self._writes = [*self.writes(), write]
         for prefetch in self._alive():
             if prefetch.is_written_by(write):
@@ -155,7 +155,7 @@ class PendingTransfers:
                 prefetch.writes.append(write)
 
     def add_prefetch(self, prefetch: Prefetch) -> None:
-        """Add a prefetch, which later writes have to be forwarded to."""
+        """Add a prefetch, to which later writes must be forwarded."""
         waiting = [each for each in self._alive() if not each.is_taken]
         self._prefetches = [*map(weakref.ref, waiting), weakref.ref(prefetch)]
 
@@ -163,32 +163,32 @@ class PendingTransfers:
         return [prefetch for reference in self._prefetches if (prefetch := reference()) is not None]
 
     def previous(self, transfers: Transfers) -> Prefetch | None:
-        """Return the last prefetch on a GPU before these transfers, if its step can be expected to write its rows."""
+        """Return the last prefetch on a GPU before these transfers, if its step will probably write its rows."""
         earlier = [reference() for reference in self._prefetches]
         earlier = [prefetch for prefetch in earlier if prefetch is None or prefetch.transfers is not transfers]
         last = earlier[-1] if earlier and self.steps_write_what_they_read else None
         return last if last is not None and last.transfers is not None and not last.is_taken else None
 
     def make_stale(self) -> None:
-        """Let the rows of every prefetch be asked for again."""
+        """Mark every prefetch as stale, so that its rows are read again."""
         for prefetch in self._alive() if self._prefetches else ():
             prefetch.is_stale = True
 
     def finish_prefetches(self) -> None:
-        """Return when no prefetch reads the memory."""
+        """Wait until no prefetch reads the memory."""
         if self._prefetches and any(not prefetch.is_taken for prefetch in self._alive()):
             kernels.finish_transfers()
 
     def drain(self) -> None:
-        """Return when every write has arrived: the caller may read and write the memory.
+        """Wait until every write has arrived, so that the caller may read and write the memory.
 
         Raises:
-            Exception: what the first write that failed has raised.
+            Exception: the error of the first failed write.
         """
         failure: Exception | None = None
         while self._writes:
             try:
-                self._writes[0].result()  # interrupted, it is waited for again
+                self._writes[0].result()  # if interrupted, wait for it again
             except Exception as error:
                 failure = failure or error
             del self._writes[0]

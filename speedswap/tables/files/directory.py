@@ -377,7 +377,7 @@ class TableDirectory(Locked):
         return self.read_keys(name).numpy().tobytes()
 
     def discard_keys(self, *, keep: Collection[str]) -> list[OpenFile]:
-        """Remove id maps that the table does not use; return some open: the last to close a large file has to wait."""
+        """Remove id maps that the table does not use; return some open, since closing a large file last takes long."""
         removed = list[OpenFile]()
         for name in self.files.names():
             if _KEYS.fullmatch(name) and name not in keep and self.files.is_regular(name):

@@ -487,7 +487,7 @@ class ManifestFile(NamedTuple):
 
     @classmethod
     def write(cls, directory: OpenDirectory, body: bytes) -> ManifestFile:
-        """Replace a directory's MANIFEST: write another beside it, sync, rename it over the old one, sync the names."""
+        """Replace a directory's MANIFEST: write and sync a new file, rename it over the old one, sync the directory."""
         temporary = f"{MANIFEST}.{secrets.token_hex(8)}.tmp"
         written = OpenFile(directory.create(temporary))
         try:

@@ -1,8 +1,8 @@
 """The word2vec formats, as read by gensim's ``KeyedVectors.load_word2vec_format``: a key and a vector per row.
 
 Source: word2vec.c of https://code.google.com/archive/p/word2vec. The first line holds the number of rows and the values
-per row; then each line is a key and its values, or in the binary format a key, a space and little-endian float32
-values.
+per row; then each line is a key and its values, or in the binary format a key, a space and float32 values in native
+byte order.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Vectors(Incoming):
                 "in front of vectors of another program, and unpack a compressed file"
             )
         self.num_rows, width = int(found[1]), int(found[2])
-        row_bytes = 2 + (4 if binary else 2) * width - (0 if binary else 1)  # of the shortest row, its newline not
+        row_bytes = 2 + (4 if binary else 2) * width - (0 if binary else 1)  # the shortest row, without newline
         size = os.fstat(file.fileno()).st_size - len(head)
         if self.num_rows < 1 or width < 1 or self.num_rows * row_bytes > size:
             raise TableFormatError(
