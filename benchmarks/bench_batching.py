@@ -1,4 +1,4 @@
-"""Splitting batches: its cost, its savings and its exactness, beside other libraries in the same run.
+"""Splitting batches: its cost, savings and exactness, compared with other libraries in the same run.
 
 Overhead per micro-batch over a loop by hand; one recovery from running out of memory; peak memory of activations by
 the size of the batch; the gradient of a contrastive loss, and the time of its second pass; a batch 16 times beyond what

@@ -1,4 +1,4 @@
-"""The limits of a machine, and the engines beside them.
+"""The limits of a machine, and how close the engines come to them.
 
     python benchmarks/bench_ceilings.py [--device cpu|cuda] [--quick] [--gib 1,10,60] [--json FILE] [--plot FILE]
 

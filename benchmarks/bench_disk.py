@@ -1,7 +1,7 @@
-"""Tables larger than memory: at the disk's speed, and beside a mapped file, NumPy's, LMDB and RocksDB at equal memory.
+"""Tables larger than memory, compared with the disk's speed and, at equal memory, mapped files, NumPy, LMDB, RocksDB.
 
-Every store has a process of its own, in a memory cgroup where that is permitted. All are filled with the same rows,
-which say by which step they were written, take turns, and are checked while they train; then ours is killed and opened
+Each store runs in a separate process, in a memory cgroup where that is permitted. All are filled with the same rows,
+which record the step that wrote them, take turns, and are checked while they train; then ours is killed and opened
 again. docs/design/benchmarks.md says more.
 
     python benchmarks/bench_disk.py [--folder DIR] [--gib 3 | --rows N] [--threads 2] [--quick] [--json FILE]
@@ -50,7 +50,7 @@ class Plan:
         created: rows and width of the table that is only made.
         cached: of the table that fits in its cache; its steps' seconds, and those between commits.
         ahead: of the table that is trained with lookahead.
-        compute: beside it, over the disk's time.
+        compute: seconds of computation in its steps, over the disk's.
         keyed: of the table with an id map.
         drop: all of the system's file caches, where permitted.
     """
@@ -182,7 +182,7 @@ def compare(plan: Plan, limits: Limits, contestants: Sequence[Contestant], folde
 
 
 def cached(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Train a table that fits in its cache beside one in memory.
+    """Train a table that fits in its cache, and the same table in memory for comparison.
 
     Returns:
         The mean ``seconds`` of a step of each, so that the commit's share counts, the medians, and the disk's
@@ -212,7 +212,7 @@ def cached(plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def overlap(plan: Plan, folder: Path) -> list[dict[str, Any]]:
-    """Train a table larger than its cache with lookahead, beside its disk and its compute alone."""
+    """Train a table larger than its cache with lookahead; time its disk and its compute alone for comparison."""
     shape = plan.ahead
     found = training.overlap(
         folder,
@@ -286,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sized(plan: Plan, rows: int | None, gib: float | None) -> Plan:
-    """Return the plan with tables of so many rows, or GiB."""
+    """Return the plan with tables of ``rows`` rows, or ``gib`` GiB."""
     if gib is not None:
         rows = int(gib * 2**30) // plan.shape.row_bytes if 0 < gib < 2**20 else 0
     if rows is None:

@@ -1,6 +1,6 @@
-"""Keys to rows: Zipf keys in batches, beside Python's dict, pandas and TorchRec's managed-collision module, on the CPU.
+"""Keys to rows: batches of Zipf keys, against Python's dict, pandas and TorchRec's managed-collision module, on CPU.
 
-Every map is verified, then all take turns, each built anew from all keys. docs/design/id-map.md says more.
+Every map is verified, then all take turns, each rebuilt from all keys. docs/design/id-map.md says more.
 
     python benchmarks/bench_id_map.py [--threads 2] [--quick] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""Training steps over many small tables, one id per sample of each, beside torch's and FBGEMM's; then by their number.
+"""Steps over many small tables, one id per sample of each, compared with torch and FBGEMM; then by number of tables.
 
 26 tables of 100,000 × 16 and batches of 2,048, as recommenders have them, with ids by Zipf's law and drawn uniformly:
 each trainer is verified, then all take turns. Then as many lookups in 1, 10, 100 and 1,000 tables with as many rows.
@@ -27,7 +27,7 @@ from speedswap import kernels
 from speedswap.apps.bench.measure import Peer, in_ms, show_peers, steps_in_turn
 from speedswap.apps.bench.trainers import OPTIMIZERS, step_peers
 
-_LOOPS = 6  # as many loops as have ids of their own
+_LOOPS = 6  # loops with separate ids
 
 # Time of ours over that of a peer on the CPU: at most this, by optimizer.
 GOALS = {
@@ -177,7 +177,7 @@ def _loop(trainer: Trainer, batches: Sequence[Tensor], steps: int, grad: Tensor)
 
 
 def _accepted(ids: str, optimizer: str, result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each goal of an optimizer beside what our plain step has reached."""
+    """Return each goal of an optimizer with what our plain step reached."""
     lines = []
     for package, goal in GOALS[optimizer].items():
         for peer, reached in result["time_over"]["speedswap"].items():

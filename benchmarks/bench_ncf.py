@@ -1,15 +1,15 @@
-"""NCF: its quality beside the same model in torch's memory, and the speed and memory of training large tables.
+"""NCF: its quality compared with the same model in torch's memory, and the speed and memory of training large tables.
 
     python benchmarks/bench_ncf.py RATINGS --seeds 3 --json ncf.json
     python benchmarks/bench_ncf.py --users 5000000 --items 1000000 --interactions 20000000 --steps 3000 --scratch DIR
         --beside pageable
 
-Quality: the default settings, best of 20 epochs, and beside them nn.Embedding with torch's dense Adam on the very same
+Quality: the default settings, best of 20 epochs, compared with nn.Embedding and torch's dense Adam on the very same
 batches, from the same initial values. Before that, with Adagrad, the losses of the two are compared bit for bit.
 Without RATINGS the interactions are made up.
 
-Scale: tables of 64 numbers and Adam's two columns in files, trained by the default settings but for the batch; steps a
-second over each tenth of the run, and the peak of resident memory, with that of the storage beside it, if one is given.
+Scale: tables of 64 numbers and Adam's two columns in files, trained with the default settings except the batch size:
+steps per second in each tenth of the run, and peak resident memory, including that of ``--beside``'s storage if given.
 """
 
 from __future__ import annotations

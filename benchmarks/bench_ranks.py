@@ -1,7 +1,7 @@
-"""Tables owned by ranks: 1, 2 and 4 processes on gloo beside one process and beside as many that share nothing.
+"""Tables owned by ranks: 1, 2 and 4 processes on gloo, compared with one process and with as many that share nothing.
 
 Every trainer is verified, then all take turns: embedding alone and with dense work, plain and with lookahead, large and
-small steps; bytes and their floor, time by stage; TorchRec's row-wise tables beside them where torchrec is installed.
+small steps; bytes and their floor, time by stage; TorchRec's row-wise tables too, where torchrec is installed.
 A model of the step is fitted to a part of the figures, held to the others, and asked for up to 1,024 ranks.
 docs/design/sharding-costs.md says more.
 
@@ -79,7 +79,7 @@ def measure(plan: Plan, ask: Ask, ask_peer: Ask) -> dict[str, Any]:
     Args:
         plan: the sizes.
         ask: lets processes work, as ``Processes.ask`` does.
-        ask_peer: the same for TorchRec, each number of ranks in a job of its own, as it needs.
+        ask_peer: the same for TorchRec, which needs a separate job for each number of ranks.
 
     Returns:
         The figures, as JSON can hold them: ``verified``, ``shapes``, ``model``, ``prediction``, ``balance``,
@@ -146,7 +146,7 @@ def _protocol(ranks: int, ask: Ask, shape: Shape) -> Protocol:
 
 
 def _rounds(ask: Ask, protocols: Mapping[int, Protocols]) -> dict[str, Any]:
-    """Measure the work of a round for each rank: what it would take where every rank has a core of its own."""
+    """Measure the work of a round per rank: its time if every rank had a core to itself."""
     took = {
         ranks: statistics.mean(ask(ranks, probes.rounds, ranks, each.few.line_bytes, 200))
         for ranks, each in protocols.items()
@@ -158,7 +158,7 @@ def _rounds(ask: Ask, protocols: Mapping[int, Protocols]) -> dict[str, Any]:
 
 
 def _compare(plan: Plan, ask: Ask, ask_peer: Ask | None, shape: Shape, ms: float) -> dict[str, Any]:
-    """Time a shape on every number of ranks, alone and beside dense work, plain and with lookahead."""
+    """Time a shape on every number of ranks, with and without dense work, plain and with lookahead."""
     products = ask(1, trainers.calibrate, ms / 1000)[0]
     most, batches = max(plan.ranks), 2 * plan.steps
     print(f"\n{shape.lookups:,} lookups a rank and step in {shape.rows:,} × {shape.dim}:")

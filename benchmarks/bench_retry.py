@@ -1,4 +1,4 @@
-"""The cost of being ready for an out-of-memory: a tensor in four chunks, beside the plain loop and toma.
+"""The cost of being ready for an out-of-memory: a tensor in four chunks, compared with the plain loop and toma.
 
 python benchmarks/bench_retry.py [--device cpu|cuda] [--quick] [--json FILE]
 

@@ -78,7 +78,7 @@ def on_cpu(flat: torch.Tensor, row_bytes: int, count: int, repeats: int) -> dict
 
 
 def compact_on_cpu(flat: torch.Tensor, row_bytes: int, count: int, repeats: int) -> dict[str, Any]:
-    """Measure float32 rows of ``row_bytes`` that records hold in fewer bytes, beside the plain copy of such rows."""
+    """Measure float32 rows of ``row_bytes`` that records hold in fewer bytes, and the plain copy for comparison."""
     items = row_bytes // 4
     memory_of = flat.view(torch.uint8)
     num_rows = flat.numel() // items

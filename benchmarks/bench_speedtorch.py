@@ -1,6 +1,6 @@
 """SpeedTorch's own benchmark with its import changed: 131,072 rows of 128 through a DataGadget, each way.
 
-Beside it what its authors compared with: a pinned torch tensor, indexed on the host and copied. Both are verified.
+Compared with what its authors chose: a pinned torch tensor, indexed on the host and copied. Both are verified.
 
     python benchmarks/bench_speedtorch.py [--device cpu|cuda] [--quick] [--json FILE]
 """
@@ -24,7 +24,7 @@ ROWS, DIM, TABLE_ROWS = 131_072, 128, 1_000_000
 
 
 def run(device: str, quick: bool) -> dict[str, Any]:
-    """Move rows each way, beside torch alone."""
+    """Move rows each way, compared with torch alone."""
     rows, table_rows = (ROWS // 16, TABLE_ROWS // 16) if quick else (ROWS, TABLE_ROWS)
     numbers = np.random.default_rng(0).random((table_rows, DIM), dtype=np.float32)
     with TemporaryDirectory() as folder:

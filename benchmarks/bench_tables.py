@@ -1,4 +1,4 @@
-"""Training steps over ten large tables in host memory, beside the bus's floor and FBGEMM.
+"""Training steps over ten large tables in host memory, compared with the bus's floor and FBGEMM.
 
 python benchmarks/bench_tables.py [--device cpu|cuda] [--quick] [--rows N] [--profile FOLDER] [--json FILE]
 """

@@ -1,4 +1,4 @@
-"""word2vec: words per second and the quality of the vectors, beside gensim in the same run, and the time by part.
+"""word2vec: words per second and quality of the vectors, compared with gensim in the same run, and the time by part.
 
     python benchmarks/bench_word2vec.py CORPUS --eval wordsim-353.txt --eval simlex-999.txt --json word2vec.json
 

@@ -1,4 +1,4 @@
-"""The command line of a benchmark that has no options of its own."""
+"""The command line of a benchmark without options."""
 
 from __future__ import annotations
 

@@ -253,9 +253,9 @@ def figures(found: Sequence[Lane]) -> dict[str, Any]:
 
     Returns:
         ``seconds`` of each kind of work, and of anything at all; ``swap``: the time rows moved in either direction;
-        ``swap_hidden``: the share of that with compute beside it; ``both_directions``: the time rows moved both ways at
-        once, over the shorter of the two. None where torch saw no moves: between two host memories the CPU loops' own
-        thread moves rows.
+        ``swap_hidden``: the share of that overlapped with compute; ``both_directions``: the time rows moved both ways
+        at once, over the shorter of the two. None where torch saw no moves: between two host memories a thread of the
+        CPU loops moves rows.
     """
     on_gpu = any(lane.on_gpu for lane in found)
     spans = [*chain.from_iterable(lane.spans for lane in found if lane.on_gpu == on_gpu)]

@@ -37,7 +37,7 @@ from gpu_parts import Part, plan
 ROOT = Path(__file__).resolve().parent.parent
 TOTAL_SECONDS = 470.0
 LEAST_SECONDS = 3.0  # with less than this left, a part is not begun
-ENDING_SECONDS = 12.0  # before its limit, a part should come to its end by itself
+ENDING_SECONDS = 12.0  # before its limit, a part should have ended
 TAIL_LINES = 40
 MOST_FAILURES = 200
 FAILURES_SHOWN = 10
@@ -143,7 +143,7 @@ def without_places(text: str) -> str:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """End the part's whole process group: compute-sanitizer and the tests start processes of their own."""
+    """End the part's whole process group: compute-sanitizer and the tests start child processes."""
     for sent, grace_seconds in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 3.0)):  # which also ends what it left behind
         try:
             os.killpg(child.pid, sent)

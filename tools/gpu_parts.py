@@ -22,7 +22,7 @@ class Part:
 
     Attributes:
         name: as it is reported and asked for.
-        command: what is run; ``{seconds}`` is the time in which it should come to its end by itself.
+        command: what is run; ``{seconds}`` is the time in which it should end.
         limit_seconds: what it may take.
         kept_seconds: what earlier parts leave it.
         env: added to the environment, with ``GPU_CHECK_SECONDS``, the same time.
@@ -48,7 +48,7 @@ def plan(
 
     Args:
         python: the interpreter.
-        out: the folder for the figures that matter most: seven files beside the archive may come back.
+        out: the folder for the figures that matter most: up to seven files and the archive may come back.
         more: the folder for the others, which are packed.
         nvcc, sanitizer: the programs, if they are there.
         has: the Python packages that are there.

@@ -1,8 +1,8 @@
 """A pytest plugin for machines with a GPU, where time is short: ``-p gpu_tests``.
 
 The tests that use the GPU come first. A failure is shown when it happens, so that a run that is cut short has told what
-it found. A run stops by itself before its time is over, and a process whose GPU no longer answers ends: under
-pytest-xdist another one goes on with the tests that are left.
+it found. A run stops before its time is over, and a process whose GPU no longer answers exits: under
+pytest-xdist another process runs the remaining tests.
 
 The environment says what is wanted: ``GPU_CHECK_SECONDS``, after which no test is begun; ``GPU_CHECK_SPREAD=1``, for
 one case of every test before the second of any, where only some can be run; ``GPU_CHECK_EXAMPLES``, of a property.

@@ -1,4 +1,4 @@
-"""Figures measured on a GPU, beside their goals, from ``benchmarks/results/*-cuda.json``."""
+"""Figures measured on a GPU, with their goals, from ``benchmarks/results/*-cuda.json``."""
 
 from __future__ import annotations
 

@@ -174,9 +174,9 @@ def _label(
     ]
 
 
-# ---------------------------------------------------------------------- training steps beside other libraries
+# ---------------------------------------------------------------------- training steps of several libraries
 
-CHART = {  # the optimizer in the file: its title, and the names of those drawn beside speedswap
+CHART = {  # the optimizer in the file: its title, and the peers drawn with speedswap
     "sgd": ("SGD", {"torch SGD, sparse": "torch, sparse gradients", "FBGEMM": "FBGEMM"}),
     "adagrad": ("Adagrad", {"torch Adagrad, sparse": "torch, sparse gradients", "FBGEMM": "FBGEMM"}),
     "adam": ("Adam", {"torch SparseAdam": "torch SparseAdam", "torch Adam, dense": "torch Adam, dense"}),

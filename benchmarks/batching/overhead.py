@@ -1,4 +1,4 @@
-"""The cost of splitting beside the work itself: in every micro-batch, and when memory runs out."""
+"""The cost of splitting relative to the work itself: per micro-batch, and when memory runs out."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class OursAuto(Ours):
 
 
 class OursWithoutModel(Ours):
-    """A splitter that finds the modules and parameters by itself."""
+    """A splitter that finds the modules and parameters without being given the model."""
 
     def prepare(self) -> None:
         self.splitter = speedswap.BatchSplitter(micro_batch_size=self.work.micro_batch_size)

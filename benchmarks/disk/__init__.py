@@ -1,1 +1,1 @@
-"""Tables larger than memory beside other stores on disk: the parts of ``bench_disk.py``."""
+"""Tables larger than memory, compared with other stores on disk: the parts of ``bench_disk.py``."""

@@ -1,4 +1,4 @@
-"""A contestant in a process of its own, with a memory of its own, which trains when it is asked to."""
+"""A contestant in a separate process with its own memory limit, which trains on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Start(NamedTuple):
         shape: of its table.
         limits: of its memory.
         threads: torch's.
-        drop: all file caches before the rows are opened, not only those of its own files.
+        drop: all file caches before the rows are opened, not only the caches of the contestant's files.
         fill: make the files first; else they are an earlier process's.
         spans: the steps that an earlier process has trained, as of the step that the table was opened at.
     """
@@ -109,7 +109,7 @@ class Child:
         return found
 
     def gather(self, number: int, count: int) -> tuple[int, float]:
-        """Gather ``count`` rows, the ``number``-th so many of all in a random order; return rows and seconds."""
+        """Gather the ``number``-th ``count`` rows of all in random order; return rows and seconds."""
         found: tuple[int, float] = self._ask("gather", number, count)
         return found
 

@@ -1,4 +1,4 @@
-"""The stores beside each other: filled, read cold, trained in turn, killed and opened again."""
+"""The stores compared: filled, read cold, trained in turn, killed and opened again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The goals of the benchmark, beside what was reached."""
+"""The goals of the benchmark, and what was reached."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOALS: dict[str, tuple[float, bool]] = {
 
 
 def accepted(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return each goal beside what was reached; what was not measured here is left out."""
+    """Return each goal with what was reached; goals not measured here are left out."""
     cold, ids, pause = found["cold"], found["ids"], found["pauses"]
     uniform = ids["uniform"]["stores"]["speedswap"]["rows_per_second"]
     reached = {

@@ -88,7 +88,7 @@ def drop_caches(files: Iterable[Path], *, everything: bool) -> bool:
 
 
 def resident_bytes() -> int:
-    """Return this process's memory of its own, without pages of files."""
+    """Return this process's anonymous memory, without pages of files."""
     return _field(Path("/proc/self/status"), "RssAnon:") * 1024
 
 

@@ -28,8 +28,8 @@ class Limits(NamedTuple):
     """The memory and the commits of one contestant.
 
     Attributes:
-        memory: bytes of its process beyond what it had before it opened the rows; those who cache by themselves stay
-            below it, the others need a memory cgroup.
+        memory: bytes of its process beyond what it had before it opened the rows; stores with a cache stay below it,
+            the others need a memory cgroup.
         cache: bytes of our cache of rows, which is less: the index, the cache's own lists and the buffers count too.
         commit_seconds: between our commits; the others promise nothing.
     """
@@ -259,7 +259,7 @@ class Contestant(NamedTuple):
     """One way to keep rows on a disk: its name, its library, its class.
 
     Attributes:
-        copies: of a step's rows that its calls hold as objects of Python's, which it has memory for beside the limit.
+        copies: of a step's rows that its calls hold as Python objects, for which it has memory beyond the limit.
     """
 
     name: str

@@ -49,7 +49,7 @@ def create(folder: Path, rows: int, dim: int) -> float:
 
 
 class Cached(NamedTuple):
-    """Steps of a table that fits in its cache, beside those of one in memory.
+    """Steps of a table that fits in its cache, and of one in memory.
 
     Attributes:
         disk, pageable: the seconds of each step.
@@ -113,7 +113,7 @@ def _fill(trainer: Ours, rows: int) -> None:
 
 
 def _timed(trainer: Ours, batches: list[IdBatch], grad: torch.Tensor, seconds: float) -> list[float]:
-    """Return the seconds of each step of so many seconds, after a round of steps that do not count."""
+    """Run steps for ``seconds`` after a round that does not count; return the seconds of each."""
     laps: list[float] = []
     begin = time.perf_counter()
     until = None
@@ -130,7 +130,7 @@ def _timed(trainer: Ours, batches: list[IdBatch], grad: torch.Tensor, seconds: f
 def overlap(
     folder: Path, rows: int, dim: int, lookups: int, *, cache_bytes: int, compute: tuple[float, ...], repeats: int
 ) -> list[dict[str, Any]]:
-    """Time steps with Adam on a table of which a part is in the cache, alone and beside computation.
+    """Time steps with Adam on a partly cached table, with and without concurrent computation.
 
     Returns:
         As :func:`speedswap.apps.bench.swap.overlap`, whose ``swap`` is what the disk takes.

@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Steps ``first`` to ``last``, with ids of one kind and so many lookups each."""
+    """Steps ``first`` to ``last``, with ids of one kind and ``lookups`` lookups each."""
 
     first: int
     last: int
@@ -102,7 +102,7 @@ class History:
             )
 
     def glance(self, who: str, rows: Tensor, found: Tensor) -> None:
-        """Check the first and the last number of each row: enough to notice a wrong one, and cheap beside a step."""
+        """Check the first and the last number of each row: enough to notice a wrong one, at little of a step's cost."""
         first = ((rows * 2_654_435_761 + self.last[rows] * 97_003) % _PERIOD).to(torch.float32)
         if not (torch.equal(found[:, 0], first) and torch.equal(found[:, -1], first + (self.shape.dim - 1))):
             self.check(who, rows, found)

@@ -19,7 +19,7 @@ _SPREAD = 0x9E3779B97F4A7C15 - 2**64  # odd: keys all over 64 bits, one for each
 
 
 class Contestant(NamedTuple):
-    """A map that is built anew from batches of keys.
+    """A map that is built from scratch from batches of keys.
 
     Args:
         name: for tables.

@@ -1,7 +1,7 @@
-"""The tables benchmark: a training step over many large tables in host memory, beside the bus's floor and the peers.
+"""The tables benchmark: a step over many large tables in host memory, compared with the bus's floor and the peers.
 
-The workload by which libraries for embeddings in host memory are compared: 10 tables of rows of 128, some million ids a
-step with Zipf's frequencies, 1.05. docs/design/benchmarks.md says more.
+The workload by which libraries for embeddings in host memory are compared: 10 tables of rows of 128, about a million
+ids per step with Zipf's frequencies, 1.05. docs/design/benchmarks.md says more.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class _Bench:
         if self._plan.exact:
             late = self._made and 1.5 * each * shape.rows / self._bytes_per_second > self._deadline - time.monotonic()
             return "there is no time for it" if late else shape
-        # Making them may take two passes: over the weights, and again with the optimizer's state beside them.
+        # Making them may take two passes: over the weights, and again with the optimizer's state added.
         left = self._deadline - time.monotonic()
         by_time = int(0.7 * left * self._bytes_per_second) // each
         by_memory = int(self._plan.share * available_bytes()) // each
@@ -282,7 +282,7 @@ def _profiled(steps: Callable[[int], Iterator[None]], folder: Path, device: str)
 
 
 def bus_floor(nbytes: int, device: str) -> dict[str, float]:
-    """Time a contiguous copy of so many bytes to the device, back, and both ways at once.
+    """Time a contiguous copy of ``nbytes`` bytes to the device, back, and both ways at once.
 
     By the copy engines, from and to pinned memory, where there is a GPU; elsewhere by the processor.
     """

@@ -138,7 +138,7 @@ class Link:
         return lambda call: copy(near, other)
 
     def kernel(self, way: str, nbytes: int, multiprocessors: int) -> Move:
-        """Make the same over the bus by a plain kernel on at most so many multiprocessors."""
+        """Make the same copies over the bus with a plain kernel on at most ``multiprocessors`` multiprocessors."""
 
         def copy(to: Tensor, from_: Tensor) -> None:
             bandwidth.copy(to.data_ptr(), from_.data_ptr(), nbytes, self.device, multiprocessors)
@@ -188,7 +188,7 @@ class Link:
         return nbytes / statistics.median(taken[_BATCHES:])
 
     def rate_in_threads(self, nbytes: float, moves: Sequence[Move], repeats: int, threads: ThreadPoolExecutor) -> float:
-        """Measure as :meth:`rate`, each move called by a thread of its own."""
+        """Measure as :meth:`rate`, with one thread per move."""
 
         def run(stream: torch.cuda.Stream, move: Move, call: int) -> None:
             with torch.cuda.stream(stream):

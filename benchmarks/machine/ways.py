@@ -1,4 +1,4 @@
-"""Rows between a pinned table and a GPU in every way, beside the limits of the machine: in one run, in turn."""
+"""Rows between a pinned table and a GPU in every way, and the limits of the machine, in turn in one run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POISON = 0x7FC0DEAD, 0x7FC0BEEF
 _VERIFIED_BYTES = 48 << 20  # of a batch: more than the engines' buffers hold at once
 
 Mover = Callable[[Batch], Tensor | None]
-"""Moves a batch: into memory of its own, which it returns, or into the batch's block."""
+"""Moves a batch: into new memory, which it returns, or into the batch's block."""
 
 
 def point(link: Link, footprint: int, row_bytes: int, batch_bytes: int, repeats: int) -> dict[str, Any]:

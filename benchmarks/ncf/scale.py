@@ -65,7 +65,7 @@ class Large:
 def run_scale(args: argparse.Namespace) -> dict[str, Any]:
     """Train large tables for a number of steps, with a clock and an eye on memory.
 
-    Beside another storage, its steps are half before and half after these, each time with the files at rest.
+    The steps of ``--beside``'s storage run half before and half after these, each time with the files at rest.
     """
     began = time.perf_counter()
     split = generate_split(args.users, args.items, args.interactions, seed=0)

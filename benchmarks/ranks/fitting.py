@@ -1,4 +1,4 @@
-"""The model's constants, fitted to measured steps, and steps that they were not fitted to beside it."""
+"""The model's constants, fitted to measured steps and checked against other steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Timed = tuple[Shape, Mapping[str, Any]]
 
 
 class Point(NamedTuple):
-    """The seconds of the fastest loop's steps: the embedding alone, over ranks or in a process by itself."""
+    """The seconds of the fastest loop's steps: the embedding alone, over ranks or in a single process."""
 
     shape: Shape
     load: Load

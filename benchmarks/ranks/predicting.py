@@ -85,13 +85,13 @@ def seconds(cluster: Cluster, protocol: Protocol, work: Workload, load: Load, *,
     """Return the seconds of a step.
 
     Args:
-        ahead: True with lookahead: the next batch's lookup runs beside the step, and rows that the step has changed
+        ahead: True with lookahead: the next batch's lookup runs during the step, and rows that the step has changed
             are sent again.
     """
     record_bytes = 4 * work.dim * work.columns
     lookup = cluster.swapping(load, record_bytes) + cluster.lookup_or_rest(protocol, 0, load, work.dim)
     rest = cluster.swapping(load, record_bytes) + cluster.lookup_or_rest(protocol, 1, load, work.dim)
-    if load.ranks == 1:  # a process by itself has no protocol
+    if load.ranks == 1:  # a single process has no protocol
         lookup = rest = cluster.swapping(load, record_bytes)
     step = cluster.step_seconds + work.dense_seconds
     if not ahead:
@@ -119,7 +119,7 @@ def predictions(protocol: Protocol, peer_seconds: float, plain: Workload) -> dic
 
     Args:
         protocol: of a step.
-        peer_seconds: of each peer in a round, as measured; beside the stated ones.
+        peer_seconds: of each peer in a round, as measured; added to the stated ones.
         plain: a rank's work, without dense work.
 
     Returns:

@@ -89,9 +89,9 @@ class Protocols(NamedTuple):
     """The exchanges of steps, by the size of their lookups.
 
     Attributes:
-        few: with ids that fit beside the lines of a round.
-        many: with others, which take a message of their own.
-        room: ids beside a round's lines, over all ranks.
+        few: with ids that fit into a round's messages next to its lines.
+        many: with more ids, which take a separate message.
+        room: ids that fit next to a round's lines, over all ranks.
     """
 
     few: Protocol

@@ -18,7 +18,7 @@ from speedswap.tables.shards import Owners
 
 __all__ = ["Sent", "recorded", "timed_stages"]
 
-# The calls that belong to each stage; a call within another one's is not counted there.
+# The calls that belong to each stage; a call nested in another stage's counts only for its own.
 _STAGES: dict[str, list[tuple[Any, str]]] = {
     "rounds": [(Lane, "exchange_lines")],
     "payload": [(Lane, "exchange_rows")],

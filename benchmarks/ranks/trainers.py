@@ -66,7 +66,7 @@ class Ours:
 
     Args:
         shape: of the table.
-        group: the ranks that own its rows; None for a process with a table of its own.
+        group: the ranks that own its rows; None for a process with a private table.
         dtype: of the rows.
     """
 
@@ -177,7 +177,7 @@ TRAINERS: dict[str, Callable[[Shape, dist.ProcessGroup | None, torch.dtype], Tra
 
 
 class Made(NamedTuple):
-    """A trainer that a process keeps, with batches of its own and the gradient of what they look up."""
+    """A trainer that a process keeps, with its batches and the gradient of what they look up."""
 
     shape: Shape
     trainer: Trainer
@@ -237,7 +237,7 @@ def _start(shape: Shape) -> Tensor:
 
 
 def make(here: Here, name: str, key: str, ranks: int | None, shape: Shape, batches: int) -> None:
-    """Make a trainer over ``ranks`` ranks, or alone, with batches of its own, and keep it as ``key``."""
+    """Make a trainer with its own batches, over ``ranks`` ranks or alone, and keep it as ``key``."""
     group = None if ranks is None else here.groups[ranks]
     trainer = TRAINERS[name](shape, group, torch.float32)
     here.kept[key] = Made(shape, trainer, *_drawn(shape, here.rank, batches, torch.float32))
@@ -252,7 +252,7 @@ def drop(here: Here) -> None:
 
 
 def timed(here: Here, key: str, ranks: int, steps: int, repeat: int, dense: Dense, ahead: bool) -> tuple[float, float]:
-    """Run a training loop beside those of the other ranks; return the seconds of a step, and those of its processor.
+    """Run a training loop along with the other ranks; return wall-clock and processor seconds per step.
 
     From the end of the second step to the end of the last but one, as ``steps_in_turn`` measures them.
     """

@@ -58,7 +58,7 @@ def named(names: Sequence[str]) -> list[Attack]:
     """Pick attacks by name.
 
     Raises:
-        SystemExit: there is none of a name.
+        SystemExit: no attack has one of the names.
     """
     known = {attack.name: attack for attack in attacks()}
     for name in names:

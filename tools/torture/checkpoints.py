@@ -83,7 +83,7 @@ def _finished(seed: int) -> Path:
 
 @functools.lru_cache
 def _after(seed: int, epochs: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of an undisturbed run after so many epochs."""
+    """Return the rows of an undisturbed run after ``epochs`` epochs."""
     result = train(dataclasses.replace(_SMALL, seed=seed, epochs=epochs), progress=False)
     try:
         return _rows(result.model)

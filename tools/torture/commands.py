@@ -37,7 +37,7 @@ def _round(seed: int, folder: Path) -> str:
 
 
 def _hostile_inputs() -> ModuleType:
-    """Load what makes the lines and runs each in a process of its own; the tests have it."""
+    """Load the tests' module that makes the lines and runs each in a separate process."""
     if not _SOURCE.exists():
         raise Skipped(f"the command lines are made by {_SOURCE}, which is not there")
     spec = importlib.util.spec_from_file_location("hostile_inputs", _SOURCE)

@@ -126,7 +126,7 @@ class _Life:
                 self.log.engine.let_go(number)
 
     def _changed(self) -> Shape:
-        """Return a shape with a column more, or with one that begins anew."""
+        """Return a shape with one more column, or with a column that starts over."""
         shape = self.timeline.shape
         is_wider = shape.group_bytes < _MOST_BYTES and self.draw.random() < 0.6
         return shape.grown(8 * self.draw.randrange(1, 40)) if is_wider else shape.reborn(0)
@@ -200,7 +200,7 @@ class _Life:
         self.open, self.hold = one, one if hold else None
 
     def piece(self, head: bytes) -> tuple[int, int, Tensor]:
-        """Return what the next commit writes beside the log, in sectors of its own."""
+        """Return what the next commit writes outside the log, in separate sectors."""
         at, piece = -(-self.end // _SECTOR) * _SECTOR, head * self.draw.choice([1, 30, 2000])
         self.pieces, self.end = {**self.pieces, at: piece}, at + len(piece)
         return self.log.fds["side"], at, torch.frombuffer(bytearray(piece), dtype=torch.uint8)

@@ -41,7 +41,7 @@ class CtrlC:
 
 @contextmanager
 def ctrl_c_at(line: int, folder: str) -> Iterator[CtrlC]:
-    """Let Ctrl-C come inside the block, once so many calls and lines of a folder's files have run; never for 0.
+    """Raise Ctrl-C inside the block once ``line`` calls and lines of a folder's files have run; never for 0.
 
     It is seen in the code that runs, never in the tracing of it: no lock would be free for sure whose ``with`` block
     is just ending, although no signal can come between its last line and the lock's release.

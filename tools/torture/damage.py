@@ -69,7 +69,7 @@ def _place(data: bytearray, draw: random.Random) -> int:
 
 
 def read_through(files: dict[str, bytes], timeline: Timeline, slots: int, *, writable: bool, what: str) -> str:
-    """Open a log and read every group by itself; return what was found.
+    """Open a log and read its groups one by one; return what was found.
 
     Raises:
         Broken: a group is that of no commit, or not of the one that was opened, and no error says so.

@@ -46,7 +46,7 @@ def _round(seed: int, folder: Path) -> Mapping[str, int]:
 
 
 def _killed(training: Training, size: int, doom: Doom, draw: random.Random, log: Path) -> str:
-    """Run a job in which a rank is killed; the others have to end by themselves. Return where it was."""
+    """Run a job in which a rank is killed; the others must exit unaided. Return where it was killed."""
     with ExitStack() as stack:
         ranks = _started(stack, training, size, doom, log)
         if doom.place == "any time":

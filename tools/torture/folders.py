@@ -63,7 +63,7 @@ class Disk:
         self.path = path
 
     def fill(self, left: int) -> None:
-        """Take all the room but about so many bytes."""
+        """Fill the disk except for about ``left`` bytes."""
         filler = os.open(self.path / "filler", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             block = bytes(1 << 16)

@@ -149,7 +149,7 @@ def _replace(path: Path, aside: Path, kind: str, precious: Path) -> None:
 
 
 def _restore(path: Path, aside: Path, was_used: bool) -> None:
-    """Put the file back, unless the table has put another one there since."""
+    """Put the file back, unless the table has created a new one there since."""
     is_file = path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1
     if was_used and (is_file or not os.path.lexists(path)):
         return

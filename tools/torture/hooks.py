@@ -1,4 +1,4 @@
-"""Ways to a weight's gradient beside ``loss.backward()``: torch's effect, or an error; never silence."""
+"""Ways to a weight's gradient other than ``loss.backward()``: torch's effect, or an error; never silence."""
 
 from __future__ import annotations
 

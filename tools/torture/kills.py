@@ -35,7 +35,7 @@ class Run:
     """The plan of one trainer and its ending.
 
     Attributes:
-        steps: after which it ends by itself; those that are killed go on until they are.
+        steps: after which it ends; a run that is to be killed trains until it is.
         flushes: steps after which it flushes.
         ahead: depth of the lookahead.
         commit_every: steps from one commit to the next.

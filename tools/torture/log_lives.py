@@ -190,7 +190,7 @@ class Commit:
         head: the bytes that it was begun with, which no other commit has.
         number: as the engine counts it.
         state: of the rows.
-        pieces: the bytes of the file beside the log that it refers to, by their place.
+        pieces: the bytes that it refers to in the file next to the log, by offset.
         begun: the length of the journal before it was begun.
         acknowledged: the length of the journal after the engine had said that it is durable; None before.
     """
@@ -205,7 +205,7 @@ class Commit:
 
 @dataclass
 class Hold:
-    """A commit that can be opened by its number, from one length of the journal to another one."""
+    """A commit that can be opened by its number, between two lengths of the journal."""
 
     commit: Commit
     since: int

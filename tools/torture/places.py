@@ -145,7 +145,7 @@ class _Player:
         del self.tables[key]
 
     def pickle(self, key: str) -> None:
-        """Check that a pickled table is that of its own folder wherever it is loaded."""
+        """Check that a pickled table opens its own folder wherever it is loaded."""
         self.tables[key].flush()
         data = pickle.dumps(self.tables[key])
         here = Path.cwd()

@@ -136,7 +136,7 @@ def _part(start: int, end: int, draw: random.Random) -> tuple[int, int]:
 def _lottery(draw: random.Random, unsynced: list[Write]) -> Callable[[Write], bool]:
     """Return what decides, sector by sector, which writes reach the platter.
 
-    Sectors alone leave few images in which a whole chunk arrived and another one did not; whole writes alone leave no
+    Sectors alone leave few images in which one chunk arrived whole and the next did not; whole writes alone leave no
     torn chunk. So one of several ways is drawn for each cut.
     """
     way = draw.choice(["sectors", "sectors", "writes", "writes", "one file", "until", "all but one", "all"])

@@ -1,4 +1,4 @@
-"""Readers in other processes beside a writer that trains, adds columns, saves over, closes and makes anew."""
+"""Readers in other processes, while a writer trains, adds columns, overwrites, closes and recreates the table."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def saved(files: dict[str, bytes], timeline: Timeline, draw: random.Random, fold
         folder: of tables, which are replaced.
 
     Raises:
-        Broken: an intact row is not in the new table, or another one is not named.
+        Broken: an intact row is not in the new table, or a lost one is not named.
     """
     shape, commit = timeline.shape, timeline.commits[-1]
     damage = {name: _damaged(files[name], draw) for name in ("log", "head")}

@@ -1,4 +1,4 @@
-"""Several threads: each with an embedding of its own, or all at one table."""
+"""Several threads: each with a private embedding, or all on one table."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Player:
-    """A net with its optimizer, and what a use of it gave beside trained rows."""
+    """A net with its optimizer, and what a use of it gave besides trained rows."""
 
     def __init__(self, net: Net, make: Callable[[Any], torch.optim.Optimizer], ids: list[Tensor], frozen: bool) -> None:
         self.net = net

@@ -77,7 +77,7 @@ class Worker:
     def end(self) -> None:
         """End the process and every process that it has started."""
         if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)  # it may not have a group of its own yet
+            os.kill(self._pid, signal.SIGKILL)  # it may not lead its process group yet
             self._reaped()
 
     def _start(self) -> None:
