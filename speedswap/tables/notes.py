@@ -76,7 +76,7 @@ class Notes:
             self.changes.add(rows)
 
     def track_changes(self, num_rows: int) -> ChangedRows | None:
-        """Start recording which of ``num_rows`` rows change, and return the previous record; None if unknown."""
+        """Start recording which of ``num_rows`` rows change, dropping any earlier record; None if unknown."""
         self.changes = None if self.is_viewed else ChangedRows(num_rows)
         return self.changes
 

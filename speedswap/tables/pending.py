@@ -146,7 +146,7 @@ class PendingTransfers:
         return list(self._writes)
 
     def add_write(self, write: PendingWrite) -> None:
-        """Add a step's write, which is forwarded to later-read prefetches."""
+        """Add a step's write, which is forwarded to prefetches under way."""
         self._writes = [*self.writes(), write]
         for prefetch in self._alive():
             if prefetch.is_written_by(write):

@@ -1,4 +1,4 @@
-"""Columns, records of them in a table's memory, and a batch's rows on the compute device."""
+"""Columns, their records in a table's memory, and blocks: a batch's rows on the compute device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from speedswap import kernels
 from speedswap._words import a_kind
 from speedswap.tables.init import ColumnSpec, Initializer, zero_row_in
 
-# A record starts on a cache line if that costs at most an eighth of the table, else on the largest power of two below
-# it that does.
+# A record is aligned to a cache line if that costs at most an eighth of the table, otherwise to the largest smaller
+# power of two that does.
 _LINE_BYTES = (128, 64, 32, 16, 8, 4, 2, 1)
 _WORD_BYTES = 16
 _MAX_PADDING = 8
@@ -34,19 +34,20 @@ class Column:
 
     Args:
         name: ``weight``, or the name under which the optimizer keeps the state.
-        row_shape: shape of one row: ``(embedding_dim,)`` for the weight, ``(1,)`` or ``()`` for row-wise state.
+        row_shape: shape of a row: ``(embedding_dim,)`` for the weight, ``(1,)`` or ``()`` for row-wise state.
         dtype: any torch dtype with a fixed item size.
         init: initial values of the rows.
         zero_row: a row that starts as zeros whatever ``init`` says (the padding row).
-        stored: float16, bfloat16 or int8, to hold a float32 column in fewer bytes; its blocks stay float32. An int8 row
-            has a scale of its own, max |value| / 127, and is off by at most half of it.
-        rounding: how a scatter rounds to ``stored``: ``"nearest"``, or ``"stochastic"``: to either neighbour, so that
-            the mean is the value; not for int8. Initial values, and :meth:`Table.write`, are rounded to nearest.
+        stored: float16, bfloat16 or int8, to hold a float32 column in fewer bytes; its blocks stay float32. Each int8
+            row has a scale, max |value| / 127, and an error of at most half of it.
+        rounding: how a scatter rounds to ``stored``: ``"nearest"``, or ``"stochastic"``, to either neighbour, so that
+            the expected result is the value; not for int8. Initial values and :meth:`Table.write` are always rounded to
+            nearest.
 
     Raises:
-        TypeError: ``dtype`` cannot be held as ``stored``.
-        ValueError: an unknown rounding, or one that ``stored`` does not have; a name or a row shape that a table's
-            files could not name.
+        TypeError: ``dtype`` cannot be stored as ``stored``.
+        ValueError: the rounding is unknown or not available for ``stored``, or a table's files cannot hold the name or
+            the row shape.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Column:
 
     @property
     def compact(self) -> bool:
-        """True if records hold the column in another dtype than blocks do."""
+        """True if records and blocks hold the column in different dtypes."""
         return self.stored is not None and self.stored != self.dtype
 
     @property
@@ -85,7 +86,7 @@ class Column:
         return self.dtype if self.stored is None else self.stored
 
     def form(self, key: int | None = None) -> kernels.Stored | None:
-        """Return the conversion for the kernels, with a stochastic scatter's random stream; None if there is none."""
+        """Return the kernels' conversion, with a stochastic scatter's random stream; None if nothing is converted."""
         return kernels.Stored(self.stored_dtype, key) if self.compact else None
 
     @property
@@ -106,42 +107,42 @@ class Column:
         return torch.float32.itemsize if self.compact and self.stored == torch.int8 else self.stored_dtype.itemsize
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rows as a record holds them: uint8, shape (n, row_bytes), in host memory."""
+        """Return rows in a record's form: uint8, shape (n, row_bytes), in host memory."""
         values = values.detach().to("cpu").contiguous()
         if not self.compact:
             return values.reshape(len(values), self.width).view(torch.uint8)
         return self._alone(values)[:, : self.row_bytes].contiguous()
 
     def decode(self, held: torch.Tensor) -> torch.Tensor:
-        """Return rows as blocks have them, given as records hold them: uint8, shape (n, row_bytes), in host memory."""
+        """Return rows in the blocks' dtype from a record's form: uint8, shape (n, row_bytes), in host memory."""
         values = torch.empty(len(held), *self.row_shape, dtype=self.dtype)
         records = records_over(held.contiguous())
         kernels.gather_records(records, torch.arange(len(held)), [kernels.Part(0, values, self.form())])
         return values
 
     def as_read(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rows of this column, in host memory, as they are read once they were written: rounded to nearest."""
+        """Return rows of this column, in host memory, as they read back after being written: rounded to nearest."""
         return self.decode(self._alone(values)) if self.compact else values
 
     def _alone(self, values: torch.Tensor) -> torch.Tensor:
-        """Return rows of this column as the bytes of records in host memory."""
+        """Return rows as records of this column alone, as bytes in host memory."""
         out = torch.empty(len(values), _round_up(self.row_bytes, _WORD_BYTES), dtype=torch.uint8)
         parts = [kernels.Part(0, values.contiguous(), self.form())]
         kernels.scatter_records(records_over(out), torch.arange(len(out)), parts)
         return out
 
     def at(self, offset: int) -> kernels.WantedColumn:
-        """Return the column as the kernels gather it from records that have it at an offset."""
+        """Return the column in the kernels' form, at an offset within records."""
         return kernels.WantedColumn(offset, self.row_shape, self.dtype, self.form())
 
     def begun_as(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return what rows hold that begin as copies of other columns' values, before they are rounded."""
+        """Return the values of rows that start as copies of another column, before rounding."""
         begun = values.to(self.dtype, copy=True)
         zero_row_in(begun, rows, self.zero_row)
         return begun
 
     def initial(self, rows: range | torch.Tensor, num_embeddings: int, seed: int) -> torch.Tensor:
-        """Return the initial values of rows in host memory, ascending, unless the column copies another."""
+        """Return the initial values of ascending rows, in host memory; not for a column that copies another."""
         values = self.init.values(rows, ColumnSpec(num_embeddings, self.row_shape, self.dtype, seed, self.key))
         if not self.init.is_given:
             zero_row_in(values, rows, self.zero_row)
@@ -149,12 +150,12 @@ class Column:
 
     @property
     def key(self) -> int:
-        """64 bits from the name, so that two columns of one table draw different initial values."""
+        """A 64-bit hash of the name, so that a table's columns draw different initial values."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest(), "little")
 
 
 def records_over(held: torch.Tensor) -> kernels.Records:
-    """Return records that lie side by side in host memory: uint8, shape (n, stride), contiguous."""
+    """Return records over contiguous host memory: uint8, shape (n, stride)."""
     return kernels.Records(held.data_ptr(), held.stride(0), len(held), held.device, False, held)
 
 
@@ -173,7 +174,7 @@ class RecordLayout:
 
     @classmethod
     def of(cls, columns: Sequence[Column]) -> RecordLayout:
-        """Lay out columns in the given order with at most 1/8 of padding (item alignment may force more)."""
+        """Lay out columns in the given order with at most 1/8 padding (item alignment may force more)."""
         payload = sum(column.row_bytes for column in columns)
         item_bytes = max(column.item_bytes for column in columns)
         for line in _LINE_BYTES:
@@ -197,7 +198,7 @@ class RecordLayout:
         return self._places[name][0]
 
     def offset(self, name: str) -> int:
-        """Return the byte at which a column begins within a record."""
+        """Return a column's byte offset within a record."""
         return self._places[name][1]
 
 
@@ -218,7 +219,7 @@ def seed_of(value: object, argument: str = "seed") -> int:
     """Return the seed of a table's initial values, as an int.
 
     Raises:
-        ValueError: it is not a whole number of 64 bits.
+        ValueError: it is not a 64-bit whole number.
     """
     return whole_number(argument, value, 0, 2**64 - 1, remedy="give a whole number from 0 to 2**64 - 1")
 
@@ -239,20 +240,20 @@ def whole_number(argument: str, value: object, low: int, high: int | None = None
 
 
 def require_name(name: object) -> None:
-    """Raise ValueError if a table cannot have this name; None stands for one by default."""
+    """Raise ValueError if a table cannot have this name; None means the default name."""
     if name is not None and not isinstance(name, str):
         raise ValueError(f"name is {name!r}; give a string, or None for the last part of path")
 
 
 class Block:
-    """A batch's rows on the compute device: one contiguous tensor for each column, in the order of ``rows``.
+    """A batch's rows on the compute device: one contiguous tensor per column, in the order of ``rows``.
 
     A block of :meth:`speedswap.Table.lease` is a lease: its table takes the same block back.
 
     Args:
         rows: ids, shape (n,).
-        columns: by name, tensors of shape (n, ...).
-        place: what the store notes of where the rows lie, for itself alone.
+        columns: tensors of shape (n, ...), by name.
+        place: the store's private note of where the rows are.
     """
 
     __slots__ = ("columns", "place", "rows")
@@ -274,10 +275,10 @@ class Block:
 def fitting(
     values: Block | Tensor | Mapping[str, Tensor], columns: Mapping[str, Column], num_rows: int, table: str
 ) -> Mapping[str, Tensor]:
-    """Return tensors by column name, once they are known to fit the columns.
+    """Check that tensors fit the columns; return them by column name.
 
     Raises:
-        ValueError, TypeError: a column does not exist, or a tensor's shape or dtype is not the column's.
+        ValueError, TypeError: a column does not exist, or a tensor has the wrong shape or dtype.
     """
     if isinstance(values, Block):
         values = values.columns

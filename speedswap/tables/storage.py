@@ -1,4 +1,4 @@
-"""The places where the rows of a table live, as values: each makes a store. Stores are opened and copied here too."""
+"""Storage places, where a table's rows live: each creates a store. Stores are opened and copied here too."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ _Self = TypeVar("_Self", bound="Storage")
 
 
 class Storage(ABC):
-    """A place where the rows of a table live: it makes the table's store.
+    """A place where a table's rows live; it creates the table's store.
 
-    A place of another kind derives from this class, and is given as ``storage=`` like the others.
+    To add a kind of place, derive from this class, and pass it as ``storage=``.
 
     Attributes:
-        folder: the directory that this process fills; None in memory, and where ranks fill theirs together.
+        folder: the directory that this process fills; None in memory, and if ranks fill theirs together.
     """
 
     folder: Path | None = None
 
     @abstractmethod
     def create(self, num_embeddings: int, weight: Column, *, seed: int, name: str | None) -> RowStore:
-        """Return a new store, filled with initial values; the errors are those of :meth:`Table.create`.
+        """Return a new store filled with initial values; errors are those of :meth:`Table.create`.
 
         Args:
-            num_embeddings: rows, at least 1.
+            num_embeddings: number of rows, at least 1.
             weight: the first column.
             seed: of the initial values.
             name: for messages.
@@ -60,30 +60,30 @@ class Storage(ABC):
 
     @property
     def ranks(self) -> RankGroup | None:
-        """The ranks that own the rows together; None for a process alone."""
+        """The ranks that own the rows together; None for a single process."""
         return None
 
     def open(self, mode: str, commit: int | None) -> RowStore:
-        """Return the store of the table that is in this place; arguments and errors are those of :meth:`Table.open`."""
+        """Open the store of the table in this place; arguments and errors are those of :meth:`Table.open`."""
         raise ValueError(f"path is {self!r}; give a directory, or a place on disk: only tables there are opened")
 
     def copy(self, source: RowStore) -> RowStore:
-        """Return a store in this place with another one's rows, attributes and id maps."""
+        """Return a copy, in this place, of another store's rows, attributes and id maps."""
         raise ValueError(f"storage is {self!r}, but a copy lies in memory; copy files with Table.save(path)")
 
     def require_free(self) -> None:
-        """Raise FileExistsError where a new table cannot be made because something is there."""
+        """Raise FileExistsError if the place is taken, so that no table can be created there."""
         return None
 
     def of_table(self: _Self, name: str, own: Storage | str | None = None) -> _Self | Storage:
         """Return the place of one of several tables.
 
         Args:
-            name: of its directory within this one's.
-            own: the place that was asked for that table alone.
+            name: name of its subdirectory.
+            own: the place requested for that table in particular.
 
         Raises:
-            ValueError: it does not go with this one.
+            ValueError: that place is not compatible with this one.
         """
         if own is None:
             return self
@@ -93,10 +93,10 @@ class Storage(ABC):
         return place
 
     def at(self, path: Path) -> Storage:
-        """Return this place with the directory of a table that exists.
+        """Return this place with the directory of an existing table.
 
         Raises:
-            ValueError: it has none.
+            ValueError: this place has no directory.
         """
         raise ValueError(f"path is {str(path)!r}, a directory, but storage is {self!r}; give a place on disk")
 
@@ -136,14 +136,15 @@ class Device(_InMemory):
 
 @dataclass(frozen=True, repr=False)
 class Pinned(_InMemory):
-    """Host memory that the GPU reads directly. Where there is no GPU it works as :class:`Pageable` and says so once.
+    """Host memory that the GPU reads directly. Without a GPU it works as :class:`Pageable` and says so once.
 
     Args:
-        engine: how rows go to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
-            ``staged`` (CPU threads gather, the copy engine carries), ``split`` (both at once), or ``auto``: zero_copy.
+        engine: how rows move to a GPU and back: ``zero_copy`` (kernels read and write the table over the bus),
+            ``staged`` (CPU threads gather, the copy engine transfers), ``split`` (both at once), or ``auto``:
+            zero_copy.
 
     Raises:
-        ValueError: there is no such engine.
+        ValueError: the engine is unknown.
     """
 
     engine: str = "auto"
@@ -164,23 +165,23 @@ class Pageable(_InMemory):
 
 @dataclass(frozen=True, repr=False)
 class Disk(Storage, DiskOptions):
-    """A directory with the rows in a log, and a cache of them in memory: larger than memory, and safe from kills.
+    """A directory with the rows in a log, and a row cache in memory: tables larger than memory that survive kills.
 
     Args:
-        path: the directory. A new table's must not exist yet, and does once the table is complete and durable.
-        cache_bytes: memory for rows; by default a quarter of the memory that is free and not promised to the caches of
-            other tables. A cache never takes more than the whole table.
-        commit_every: optimizer steps after which the table commits; by default time alone decides. A step waits until
-            the commit before is durable, so that a killed process loses fewer than twice as many steps.
-        commit_seconds: seconds after which it commits; None for steps alone. Direct calls of :meth:`Table.scatter`
-            count as steps. A killed process leaves the table as of its last commit.
-        synchronous_commit: let a step that commits return once its commit is durable; with ``commit_every=1``, no
+        path: the directory. For a new table it must not exist; it appears once the table is complete and durable.
+        cache_bytes: memory for rows; by default a quarter of the memory that is free and not promised to other tables'
+            caches. A cache is never larger than the table.
+        commit_every: optimizer steps between commits; by default only time decides. A step waits until the previous
+            commit is durable, so that a killed process loses fewer than ``2 * commit_every`` steps.
+        commit_seconds: seconds between commits; None to count only steps. Direct calls of :meth:`Table.scatter` count
+            as steps. A killed process leaves the table at its last commit.
+        synchronous_commit: make a step that commits wait until its commit is durable; with ``commit_every=1``, no
             completed step is ever lost.
-        scratch: a table that is gone with its process: nothing is committed or synced. What is left of it when its
-            process is killed is removed by the next table that is made there.
+        scratch: make a table that vanishes with its process: nothing is committed or synced. If the process is killed,
+            the next table created there removes the leftovers.
 
     Raises:
-        ValueError, TypeError: a setting is of another kind, or out of range.
+        ValueError, TypeError: a setting has the wrong type, or is out of range.
 
     Example:
         >>> import tempfile, speedswap
@@ -246,18 +247,18 @@ def as_storage(
     former: Mapping[str, Any] | None = None,
     callee: str = "",
 ) -> Storage:
-    """Return the place that the arguments of a call stand for.
+    """Return the place that a call's arguments describe.
 
     Args:
         storage: a place; or ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: a disk where a path is given,
             pinned memory where there is a GPU, else pageable memory.
         path: the directory of a table on disk.
-        former: what else was given, as for :func:`former_arguments`.
+        former: the remaining arguments, as for :func:`former_arguments`.
         callee: the name of what was called.
 
     Raises:
-        ValueError: an unknown storage, a path for a table that is not on disk, or none for one that is.
-        TypeError: another kind of object, or another argument.
+        ValueError: the storage is unknown, a path is given for a table that is not on disk, or missing for one that is.
+        TypeError: ``storage`` has the wrong type, or an argument is unknown.
     """
     if former:
         return former_arguments(callee, storage, path, former)
@@ -282,7 +283,7 @@ def as_storage(
 
 
 def opened_place(path: Storage | str | os.PathLike[str], former: Mapping[str, Any], callee: str) -> Storage:
-    """Return the place of a table that is to be opened; other arguments and errors are those of :func:`as_storage`."""
+    """Return the place of a table to be opened; other arguments and errors are those of :func:`as_storage`."""
     if isinstance(path, Storage):
         return as_storage(path, None, former, callee)
     return as_storage("disk", path, former, callee)
@@ -297,17 +298,17 @@ _FORMER = {"engine": "auto", "process_group": None, "reduction": "mean", **_OF_D
 def former_arguments(
     callee: str, storage: Storage | str, path: str | os.PathLike[str] | None, former: Mapping[str, Any]
 ) -> Storage:
-    """Return the place that a call with arguments of version 0.1 stands for, and warn of them.
+    """Return the place that a call with arguments of version 0.1 describes, and warn about them.
 
     Args:
         callee: the name of what was called.
-        storage, path: of the call.
-        former: its keyword arguments without a parameter: ``engine``, ``process_group``, ``reduction``, and the
-            settings of a :class:`Disk`.
+        storage, path: the call's arguments.
+        former: its remaining keyword arguments: ``engine``, ``process_group``, ``reduction``, and the settings of a
+            :class:`Disk`.
 
     Raises:
-        TypeError: it has another one.
-        ValueError: they do not fit, one another or the storage.
+        TypeError: an argument is unknown.
+        ValueError: they contradict each other or the storage.
     """
     given = given_formerly(callee, former)
     place = as_storage(storage, path)
@@ -328,7 +329,7 @@ def former_arguments(
             "storage='pinned', or engine='auto'"
         )
     if given.keys() & {"process_group", "reduction"}:
-        # By its name: this package knows nothing of ranks.
+        # Imported by name: this package does not depend on ranks.
         ranks = importlib.import_module("speedswap.ranks").Ranks
         over_ranks = ranks(place, former.get("process_group"), former.get("reduction", "mean"))
         place = over_ranks if given.get("process_group") is not None else place
@@ -344,7 +345,7 @@ def given_formerly(callee: str, former: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of version 0.1 that are not at their defaults.
 
     Raises:
-        TypeError: one is unknown, with Python's words for it.
+        TypeError: an argument is unknown, worded as Python does.
     """
     for name in former:
         if name not in _FORMER:
@@ -380,7 +381,7 @@ def open_store(
         except TableFormatError:
             directory.release()
             if last or directory.writable or not directory.has_changed:
-                raise  # else a writer has added columns just now
+                raise  # otherwise a writer has just added columns
         except BaseException:
             directory.release()
             raise
@@ -388,13 +389,13 @@ def open_store(
 
 
 def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
-    """Return a store of all rows of a table that ranks own; None where another table is, or none."""
+    """Open a store of all rows of a table owned by ranks; None if the path holds another kind of table, or nothing."""
     from speedswap.tables.shards.parts import ShardsInFiles, read_manifest
 
     try:
         manifest = read_manifest(path)
     except (TableFormatError, OSError):
-        return None  # what opens any other table says so
+        return None  # opening it as an ordinary table reports it
     if manifest is None:
         return None
     store = ShardsInFiles(path, manifest, disk)
@@ -405,12 +406,12 @@ def _opened_shards(path: Path, mode: str, disk: DiskOptions) -> RowStore | None:
 
 
 def lives_there(path: str | os.PathLike[str]) -> FileExistsError:
-    """Return the error of a table that was to be saved where its own files are."""
+    """Return the error for saving a table over its own files."""
     return FileExistsError(f"path is {os.fspath(path)!r}, where this table lives already; use flush()")
 
 
 def save_copy(source: RowStore, path: Path, *, overwrite: bool) -> None:
-    """Write a copy of a store to a table's directory, which appears complete or not at all."""
+    """Write a copy of a store to a new table directory, which appears complete or not at all."""
     with TableDirectory.replacing(path, overwrite=overwrite) as copied, source.locked.lock:
         if source.closed:
             raise TableClosedError(f"table {source.name!r} was closed meanwhile; save it before")
@@ -431,7 +432,7 @@ def save_store(source: RowStore, directory: TableDirectory) -> None:
 
 
 def layout_of(store: RowStore) -> LogLayout:
-    """Return a layout of records on disk with the columns of a store, whose untouched rows are as in it."""
+    """Return a record layout on disk with a store's columns and the same values in untouched rows."""
     return LogLayout.of([*store.columns.values()], store.origins)
 
 
@@ -440,14 +441,14 @@ def copy_rows(source: RowStore, kind: storages.MemoryKind | None = None, engine:
 
     Args:
         source: the rows.
-        kind, engine: of the memory; by default those of the source, where it is in memory.
+        kind, engine: the copy's memory; by default the source's, if that is in memory.
     """
     own = next((each for each in get_args(storages.MemoryKind) if each == source.storage), storages.default_kind())
     given = source.num_embeddings, kind or own, source.seed, source.name
     copied = LocalStore(*given, engine=engine or source.engine)
     group = copied.add_unfilled(list(source.columns.values()))
     fresh = FreshRows(layout_of(source), 1, source.num_embeddings, source.seed)
-    if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # else every row was written
+    if all(is_lazy(each.origin.start) for each in fresh.layout.held):  # otherwise every row was written
         for some in group.chunks(0, source.num_embeddings):
             rows = torch.arange(some.start, some.stop)
             fresh.fill(group.records(), torch.stack([rows, rows, torch.full_like(rows, -1)], dim=1))

@@ -1,4 +1,4 @@
-"""The door to a table's rows: :class:`RowStore`, the interface of any place that holds them."""
+""":class:`RowStore`, the interface of every store that holds a table's rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Checked:
-    """The outcome of reading all of a table.
+    """The outcome of verifying a table.
 
     Attributes:
-        rows: rows that were read.
-        nbytes: bytes that were read.
-        damaged: ranges of rows that cannot be read, or whose checksum does not match.
+        rows: number of rows read.
+        nbytes: number of bytes read.
+        damaged: ranges of rows that are unreadable, or whose checksum does not match.
         problems: a sentence for each problem.
     """
 
@@ -49,57 +49,57 @@ Found = tuple[Block, Tensor]
 
 
 class Prefetched(ABC):
-    """A gather that runs ahead of its step."""
+    """A gather ahead of its step."""
 
     @abstractmethod
     def take(self) -> Found | None:
-        """Return the rows as the store has them now. Once only.
+        """Return the rows as the store has them now. Call it only once.
 
         Returns:
-            None where the store has to be asked for them: an id is out of range, or the rows are stale.
+            None if the store must gather them now: an id is out of range, or the rows are stale.
         """
 
     def has_turn(self) -> bool:
-        """Wait for the other ranks that own the rows; return False if one of them has no batch for this turn.
+        """Wait for the other ranks that own the rows; return False if one of them has no batch this turn.
 
         Raises:
-            PeerError: since one has failed.
+            PeerError: another rank failed.
         """
         return True
 
 
 class _NotPrefetched(Prefetched):
-    """Rows that their store is asked for when they are needed."""
+    """Rows that their store gathers when they are needed."""
 
     def take(self) -> None:
         return None
 
 
 class RowStore(ABC):
-    """A place that holds a table's records. :class:`Table` puts names, checks and a lock in front of it.
+    """A store of a table's records. :class:`Table` adds names, checks and a lock on top.
 
-    A store sees rows that are known to be in range (in a scatter also unique), and tensors that are known to fit. It
+    Rows passed to a store are in range (and unique in a scatter), and tensors have the right shape and dtype. A store
     never sees a model or an optimizer. One thread at a time calls its methods: the table's lock is held. A method that
     returns has taken effect for every later call; whether a scatter has reached the memory, and how transfers are
-    ordered, is the store's own business. A method that raises has changed nothing.
+    ordered, is up to the store. A method that raises has changed nothing.
 
-    What is not abstract has a default: of a store in memory, without prefetch and without pending writes. To put a
-    store in front of another one, derive from :class:`WrappedStore`.
+    Methods that are not abstract default to a store in memory without prefetch or pending writes. To wrap another
+    store, derive from :class:`WrappedStore`.
 
     Attributes:
-        num_embeddings: rows.
-        storage: where they live.
-        engine: how they go between host memory and a GPU.
+        num_embeddings: number of rows.
+        storage: where the rows live.
+        engine: how rows move between host memory and a GPU.
         seed: of the initial values.
         name: for messages.
-        notes: what is kept with the rows, and how many scatters there were, which the store counts.
-        part_name: of rows that are a part of another store's: the name of their id map among those of the notes.
-        reads_copies: whether :meth:`read` returns memory of its own, never a view of the store's.
-        commits: the commits that stay; None where a store has none.
-        files: the files that the rows are in; None where there are none.
-        group: the ranks of a job that hold the rows together, if they do: all of them make a call about rows, each with
-            rows of its own or none.
-        joint: what only such ranks do, where the store is theirs; None for any other.
+        notes: data kept with the rows, and the number of scatters, which the store counts.
+        part_name: if the rows are part of another store's, the name of their id map in the notes.
+        reads_copies: True if :meth:`read` always returns a copy, never a view of the store's memory.
+        commits: the store's held commits; None if it has no commits.
+        files: the files that hold the rows; None without files.
+        group: the ranks that own the rows together, if any: all of them must make each call about rows, each with its
+            own rows or none.
+        joint: operations specific to rows owned by ranks; None for other stores.
     """
 
     num_embeddings: int
@@ -124,12 +124,12 @@ class RowStore(ABC):
 
     @property
     def commits(self) -> Commits | None:
-        """The commits that stay."""
+        """The store's held commits."""
         return None
 
     @property
     def files(self) -> Files | None:
-        """The files that the rows are in."""
+        """The files that hold the rows."""
         return None
 
     # ------------------------------------------------------------------ description
@@ -141,7 +141,7 @@ class RowStore(ABC):
 
     @property
     def origins(self) -> dict[str, Origin]:
-        """The columns whose initial values untouched rows have, by the names of those that have them."""
+        """The origins of untouched rows' values, by column name."""
         return origins_of(self.columns)
 
     @property
@@ -160,18 +160,18 @@ class RowStore(ABC):
         return False
 
     def check(self, *, writing: bool = False) -> bool:
-        """Check that this process can use the rows, and bring the store up to date with another writer.
+        """Check that this process can use the rows, and catch up with another process that writes them.
 
         Returns:
-            Whether rows or columns have changed since the last call without a call of this store's methods.
+            True if rows or columns have changed since the last call other than through this store.
 
         Raises:
-            TableClosedError: they cannot be read, or written where that is asked for.
+            TableClosedError: the rows cannot be read, or cannot be written if writing is requested.
         """
         return False
 
     def is_backed_by(self, memory: Tensor) -> bool:
-        """Return whether a tensor lies in the memory that holds the rows."""
+        """Return whether a tensor's memory is the rows' memory."""
         return False
 
     def note_change(self, rows: Tensor | range | None) -> None:
@@ -188,13 +188,13 @@ class RowStore(ABC):
         device: torch.device | None = None,
         out: Mapping[str, Tensor] | None = None,
     ) -> Block:
-        """Copy rows to a device, as of all scatters so far.
+        """Copy rows to a device, including all scatters so far.
 
         Args:
             rows: int64 or int32, shape (n,), on any device.
             columns: names; all columns by default.
-            device: of the block; by default that of ``rows``, or of the store if that is a GPU.
-            out: contiguous tensors that take some of the columns, by name.
+            device: the block's device; by default that of ``rows``, or of the store if that is a GPU.
+            out: contiguous tensors to receive some of the columns, by name.
         """
 
     @abstractmethod
@@ -202,43 +202,42 @@ class RowStore(ABC):
         """Copy rows into the store.
 
         Args:
-            block: of which ``rows`` are written: int64 or int32, shape (n,), n > 0, on any device. It may be one that
-                this store has returned, with the ``place`` that was noted then, or a new one.
+            block: its ``rows`` are written: int64 or int32, shape (n,), n > 0, on any device. It may be a block that
+                this store returned, with the ``place`` noted then, or a new one.
             values: tensors by column name.
-            transfers: allow the store to return before the rows are written, and let a transfer that is added here
-                write them. Then the rows are ascending, nothing changes ``values`` any more, and the caller starts the
-                transfers.
+            transfers: allow the store to return before the rows are written, by a transfer that it adds here. Then the
+                rows are ascending, ``values`` must not be modified afterwards, and the caller starts the transfers.
 
         Raises:
             TableFullError: there is no room. Nothing was written.
         """
 
     def prefetch(self, lookup: Lookup, transfers: Transfers) -> Prefetched:
-        """Begin to gather every column of a later batch's rows.
+        """Start gathering every column of a later batch's rows.
 
         Args:
-            lookup: the batch's ids, which are checked and made unique first.
-            transfers: those of all tables of the batch, started by the caller.
+            lookup: the batch's ids, which are first checked and deduplicated.
+            transfers: the transfers of all tables of the batch, started by the caller.
         """
         return _NotPrefetched()
 
     def drain(self) -> None:
-        """Return when every pending write has arrived. Raises what the first that failed has raised."""
+        """Wait until every pending write has arrived; raise the error of the first that failed."""
         return None
 
     def commit(self) -> None:
-        """Note that a step over all tables of an optimizer has ended: what was scattered and the attributes are one."""
+        """Mark the end of a step over all tables of an optimizer: scatters and attributes are now consistent."""
         return None
 
     # ------------------------------------------------------------------ whole columns
 
     @abstractmethod
     def read(self, column: str, start: int, stop: int, device: torch.device | None = None) -> Tensor:
-        """Return rows ``start`` to ``stop`` of a column, to be read while the table's lock is held.
+        """Return rows ``start`` to ``stop`` of a column, for reading while the table's lock is held.
 
         Returns:
-            Shape (stop - start, ...), as blocks have them: a view of the store's memory or a copy, on ``device`` if
-            that is given.
+            Shape (stop - start, ...), in the blocks' dtype: a view of the store's memory or a copy, on ``device`` if
+            given.
         """
 
     @abstractmethod
@@ -246,21 +245,21 @@ class RowStore(ABC):
         """Overwrite rows of a column from ``start`` on; see :meth:`Table.write`."""
 
     def view(self, column: str) -> Tensor:
-        """Return all rows of a column as a tensor over the store's own memory; see :meth:`Table.view`."""
+        """Return all rows of a column as a tensor over the store's memory; see :meth:`Table.view`."""
         raise TypeError(f"the rows of table {self.name!r} are not in one memory; use Table.read() and Table.write()")
 
     @abstractmethod
     def add_columns(self, columns: Sequence[Column]) -> None:
-        """Give every row columns with new names, at their initial values. If it fails, nothing has changed."""
+        """Add columns with new names, filled with their initial values. If it fails, nothing has changed."""
 
     @abstractmethod
     def reset_columns(self, columns: Sequence[Column]) -> None:
-        """Give existing columns their initial values again, in every row."""
+        """Reset existing columns to their initial values, in every row."""
 
     def written_rows(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Yield every row that may differ from its initial values, a piece at a time.
 
-        Rows of a table that another process writes may come again, as they are by then: the last ones count.
+        If another process is writing the table, a row may be yielded again with its newer values: the last ones count.
 
         Yields:
             Ids, int64, shape (n,), and the columns' bytes by name, uint8, shape (n, row_bytes), in host memory.
@@ -270,21 +269,21 @@ class RowStore(ABC):
             yield torch.arange(rows.start, rows.stop), held
 
     def alone(self, outer: RowStore | None = None) -> AbstractContextManager[RowStore | None]:
-        """Provide one process with a store that it reads by itself; other ranks that share it serve it and get None.
+        """Provide one process with a store that it can read alone; other ranks that share it serve it and get None.
 
         Args:
-            outer: the store in front of this one, if there is one, which is to be read.
+            outer: the store that wraps this one and will be read, if any.
         """
         return nullcontext(outer or self)
 
     # ------------------------------------------------------------------ lifetime
 
     def flush(self) -> None:
-        """Make everything written so far durable, if this store is."""
+        """Make everything written so far durable, if this store can."""
         return None
 
     def flush_at_end(self) -> None:
-        """Flush because the table was freed, or the process ends, without a call of :meth:`close`."""
+        """Flush because the table was freed, or the process is exiting, without a call of :meth:`close`."""
         self.flush()
 
     @abstractmethod
@@ -293,20 +292,20 @@ class RowStore(ABC):
 
 
 class Commits(ABC):
-    """The commits of a store that stay until they are let go."""
+    """The held commits of a store, which stay until they are released."""
 
     @abstractmethod
     def hold(self) -> int:
-        """Begin a commit of rows and attributes as they are now, and keep it; a flush returns when it is durable.
+        """Begin a commit of the current rows and attributes, and hold it; a flush waits until it is durable.
 
         Returns:
-            Its number, by which :meth:`Table.open` returns to it until it is let go.
+            Its number, with which :meth:`Table.open` can return to it until it is released.
         """
 
     @property
     @abstractmethod
     def held(self) -> list[int]:
-        """The commits that are kept."""
+        """The held commits."""
 
     @abstractmethod
     def attributes_of(self, commit: int) -> dict[str, Any]:
@@ -314,23 +313,23 @@ class Commits(ABC):
 
     @abstractmethod
     def let_go(self, commit: int) -> None:
-        """Allow the room of a held commit to be used again."""
+        """Release a held commit, so that its space can be reused."""
 
     @abstractmethod
     def return_to(self, commit: int) -> None:
-        """Go back to a held commit, with its rows, columns and attributes; id maps stay. Later commits are dropped.
+        """Roll back to a held commit: rows, columns and attributes; id maps stay. Later commits are dropped.
 
         Raises:
-            ValueError: a later one is held. Nothing has changed.
+            ValueError: a later commit is held. Nothing has changed.
         """
 
 
 class Files(ABC):
-    """The files that a store's rows are in.
+    """The files that hold a store's rows.
 
     Attributes:
-        was_found: whether the rows were in files before this store was asked for.
-        stays_at: the commit that is read, of a store that was opened to read one and does not follow later ones.
+        was_found: True if the rows were in files before this store was created.
+        stays_at: the commit being read, if the store was opened at one and does not follow later commits.
     """
 
     was_found: bool = False
@@ -338,44 +337,44 @@ class Files(ABC):
 
     @property
     def path(self) -> Path | None:
-        """The directory that :meth:`Table.open` opens; None where the rows are only a part of a table's."""
+        """The directory that :meth:`Table.open` opens; None if the rows are only part of a table's."""
         return None
 
     @property
     def is_untouched(self) -> bool:
-        """True if every row is known to have its initial values, and takes no room."""
+        """True if every row is known to have its initial values, taking no space."""
         return False
 
     def facts(self) -> dict[str, Any]:
-        """Return facts about the rows in files, as JSON can hold them, for ``speedswap info``."""
+        """Return facts about the rows in files, as plain data for JSON, for ``speedswap info``."""
         return {}
 
     @abstractmethod
     def lives_at(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether the files are there."""
+        """Return whether a path leads to the files."""
 
     @abstractmethod
     def verify(self, advance: Callable[[float], object]) -> Checked:
-        """Read everything in the files, and check whatever has a checksum.
+        """Read everything in the files, and verify all checksums.
 
         Args:
-            advance: called with the number of rows read since the last call; parts of one if it is read in parts.
+            advance: called with the number of rows read since the last call, which may be fractional.
         """
 
     def take_rows(self, source: RowStore, columns: Sequence[str]) -> bool:
-        """Replace columns of every row by those of another store with as many rows, if these files have a way for it.
+        """Replace columns of every row with those of another store of the same size, if the files have a fast way.
 
         Args:
             source: the other store.
-            columns: names of columns that both have, of one dtype and row shape.
+            columns: names of columns that both have, with the same dtype and row shape.
 
         Returns:
-            False if the rows have to be read and written.
+            False if the rows must be read and written instead.
         """
         return False
 
     def reserve(self, rows: int, times: int = 1) -> None:
-        """Make sure that scatters of n rows, one after the other, cannot fail for want of room."""
+        """Reserve room so that consecutive scatters of n rows each cannot fail for lack of room."""
         return None
 
     def remove(self) -> None:
@@ -384,10 +383,10 @@ class Files(ABC):
 
 
 class WrappedStore(RowStore):
-    """A store in front of another one, which does everything that a derived class does not.
+    """A store that wraps another one and forwards everything that a derived class does not override.
 
     Args:
-        inner: the other store.
+        inner: the wrapped store.
     """
 
     def __init__(self, inner: RowStore) -> None:
@@ -486,13 +485,13 @@ class WrappedStore(RowStore):
 
 
 class JointRows(ABC):
-    """Rows that ranks own together, as one of them sees them. Every rank makes each of these calls.
+    """Rows owned by ranks together, as seen by one of them. Every rank must make each of these calls.
 
     Attributes:
         group: the ranks.
-        own: the table of the rows that this rank owns.
-        owners: which rank owns a row.
-        torn: why the ranks' rows are not those of one step, until they are replaced; None if they are.
+        own: a table of the rows that this rank owns.
+        owners: the division of rows among ranks.
+        torn: why the ranks' rows are at different steps, until they are replaced; None if they are consistent.
     """
 
     group: RankGroup
@@ -502,26 +501,26 @@ class JointRows(ABC):
 
     @abstractmethod
     def make_step(self, table: Table, *arguments: Any) -> Any:
-        """Return the training step of a table over these rows, with the arguments of an ordinary one's maker."""
+        """Return the training step of a table over these rows; arguments are those for an ordinary table's step."""
 
     @abstractmethod
     def scatter_last(self, rows: Tensor, values: Mapping[str, Tensor]) -> bool:
-        """Send rows to their owners; of a row that several ranks write the last rank's stays.
+        """Send rows to their owners; if several ranks write a row, the last rank's values win.
 
         Args:
             rows: unique ids, shape (n,).
             values: tensors by column name.
 
         Returns:
-            Whether rows were written by several ranks.
+            True if several ranks wrote the same row.
         """
 
     @abstractmethod
     def read_part(self, column: str) -> Tensor:
-        """Copy the rows of this rank's range of ids, from their owners.
+        """Copy the rows of this rank's range of ids from their owners.
 
         Returns:
-            A DTensor of shape (num_embeddings, ...), in host memory, which ``full_tensor()`` makes whole.
+            A DTensor of shape (num_embeddings, ...), in host memory; ``full_tensor()`` returns the whole column.
 
         Raises:
             TableTooLargeError: the range does not fit into free memory.
@@ -529,7 +528,7 @@ class JointRows(ABC):
 
     @abstractmethod
     def write_part(self, column: str, values: Any) -> None:
-        """Overwrite all rows, of which each rank gives its range.
+        """Overwrite all rows; each rank passes its range.
 
         Args:
             values: a DTensor, shape (num_embeddings, ...).
@@ -541,7 +540,7 @@ class JointRows(ABC):
 
     @abstractmethod
     def saving(self) -> AbstractContextManager[bool]:
-        """Surround the writing of a file about the rows; provide whether this rank is the one that writes it."""
+        """Surround the writing of a file about the rows; yield True on the rank that writes it."""
 
 
 def begin_alike(
@@ -550,16 +549,16 @@ def begin_alike(
     columns: Collection[str],
     seen_as: Callable[[Column], Column] = lambda each: each,
 ) -> bool:
-    """Return whether the rows of two stores that were never written have the same bits in some columns.
+    """Return whether unwritten rows of two stores have the same bits in some columns.
 
     Args:
         one, other: the stores.
         columns: names.
-        seen_as: returns the column of the whole table, given one of a part.
+        seen_as: returns the whole table's column, given that of a part.
     """
 
     def start(store: RowStore, name: str) -> list[tuple[object, ...]] | None:
-        """Return all that the values depend on, but for the table's seed."""
+        """Return everything that the values depend on, except the table's seed."""
         if name not in store.columns:
             return None
         origin = store.origins[name]

@@ -1,4 +1,4 @@
-"""The full rows: a table of records, read and written a batch of rows at a time."""
+"""A table of records, read and written a batch of rows at a time."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class Table:
-    """``num_embeddings`` rows of weights and, once an optimizer is attached, of its state.
+    """A table of ``num_embeddings`` rows of weights and, once an optimizer is attached, of its state.
 
-    Made by :meth:`create`, :meth:`open` or :meth:`load`, or over any :class:`RowStore`. A table is a context manager;
-    leaving it closes it.
+    Made with :meth:`create`, :meth:`open` or :meth:`load`, or over any :class:`RowStore`. A table is a context manager;
+    leaving it closes the table.
 
     Any number of threads may use a table. Each call is atomic: a gather sees all of a scatter or nothing of it, calls
-    wait for one another, and one that comes after :meth:`close` raises :class:`TableClosedError`. Only the tensor that
+    wait for one another, and calls after :meth:`close` raise :class:`TableClosedError`. Only the tensor that
     :meth:`view` returns is not guarded.
 
     Args:
@@ -52,14 +52,14 @@ class Table:
 
     Attributes:
         store: the place that holds the rows.
-        ranks: that own the rows together; None for a process alone.
-        num_embeddings: rows.
-        storage: where they live.
-        engine: how they go between host memory and a GPU.
+        ranks: the ranks that own the rows together; None for a single process.
+        num_embeddings: number of rows.
+        storage: where the rows live.
+        engine: how rows move between host memory and a GPU.
         name: for messages.
-        attributes: plain data kept with a table's files, such as an optimizer's step count.
+        attributes: plain data saved with the table, such as an optimizer's step count.
         live_attributes: functions for attributes that change at every step, by name, called when attributes are saved;
-            they must not hold the table.
+            they must not hold a reference to the table.
 
     Example:
         >>> import torch, speedswap
@@ -106,31 +106,31 @@ class Table:
         """Create a table, filled with its initial values.
 
         Args:
-            num_embeddings: rows, at least 1.
-            embedding_dim: items in a row's weight, at least 1.
-            dtype: of the weights; any torch dtype with a fixed item size.
+            num_embeddings: number of rows, at least 1.
+            embedding_dim: size of a row's weight, at least 1.
+            dtype: the weights' dtype; any torch dtype with a fixed item size.
             storage: where the rows live: :class:`speedswap.Device`, :class:`speedswap.Pinned`,
                 :class:`speedswap.Pageable`, :class:`speedswap.Disk`, :class:`speedswap.Ranks`; or, for short,
-                ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: disk where a path is given, else pinned
-                where there is a GPU, else pageable.
-            path: the directory of a table on disk, for short; ``storage=Disk(path, …)`` has its settings.
+                ``device``, ``pinned``, ``pageable``, ``disk``, or ``auto``: disk if a path is given, else pinned if
+                there is a GPU, else pageable.
+            path: shorthand for ``storage=Disk(path)``; :class:`speedswap.Disk` has more settings.
             init: one of :mod:`speedswap.init`, or a function of ``torch.nn.init``; zeros by default.
             seed: of the initial values; the same seed gives the same bits everywhere.
             name: for messages; the path's last part, or ``table``, by default.
             zero_row: a row that starts as zeros whatever ``init`` says.
             stored_dtype: float16, bfloat16, or int8 with a scale per row, to hold float32 weights in fewer bytes;
                 blocks stay float32. See :class:`Column`.
-            rounding: ``nearest`` or ``stochastic``, for scattered rows.
+            rounding: how scattered rows are rounded: ``nearest`` or ``stochastic``.
             former: arguments of version 0.1, with a DeprecationWarning.
 
         Raises:
-            ValueError: a number that is out of range or not whole, an unknown storage or rounding, or a path where
-                none belongs.
+            ValueError: a number is out of range or not whole, the storage or rounding is unknown, or a path is given
+                for storage without one.
             TypeError: weights of ``dtype`` cannot be stored as ``stored_dtype``.
             FileExistsError: ``path`` exists.
             TableBusyError: another process is making a table there.
             TableFullError: the disk has no room for the initial values. Nothing is left behind.
-            TableTooLargeError: the memory could not be allocated, or the bytes cannot be counted.
+            TableTooLargeError: the memory could not be allocated, or the size overflows.
         """
         place = as_storage(storage, path, former, "Table.create")
         num_embeddings = count("num_embeddings", num_embeddings)
@@ -159,20 +159,18 @@ class Table:
         """Open a table on disk, or one that :meth:`save` wrote.
 
         Args:
-            path: the table's directory; or ``speedswap.Disk(directory, …)``, with settings of its cache and its
-                commits.
-            mode: ``r+`` to read and write, as the only writer; ``r`` to read, also what another process commits
-                meanwhile.
-            commit: the number of a commit that is kept, to which the table returns; with mode ``r+`` for good, unless a
-                later one is kept. By default the last one.
+            path: the table's directory; or ``speedswap.Disk(directory, …)``, with settings for the cache and commits.
+            mode: ``r+`` to read and write, as the only writer; ``r`` to read, following another process's commits.
+            commit: the number of a held commit to open, by default the last one. With mode ``r+`` the table is
+                permanently rolled back to it, which requires that no later commit is held.
             former: arguments of version 0.1, with a DeprecationWarning.
 
         Raises:
-            FileNotFoundError: there is nothing at ``path``.
-            ValueError: there is no such commit; or a later one is kept, and the table is to be written.
-            TableFormatError: the directory is damaged, or not a table; links within it are not followed, and other
-                things than files not opened. Or it is to be written, and is one of several ranks' part of a table.
-            TableBusyError: another process, or another Table of this one, has it open for writing.
+            FileNotFoundError: ``path`` does not exist.
+            ValueError: the commit does not exist; or a later one is held, and the mode is ``r+``.
+            TableFormatError: the directory is damaged, or not a table; links in it are not followed, and only regular
+                files are opened. Or the mode is ``r+``, and it is one rank's part of a table.
+            TableBusyError: another process, or another Table in this one, has it open for writing.
         """
         place = opened_place(path, former, "Table.open")
         table = cls(place.open(mode, commit))
@@ -188,11 +186,11 @@ class Table:
     def load(
         cls, /, path: str | os.PathLike[str] | Storage, *, storage: Storage | str = "auto", **former: Any
     ) -> Table:
-        """Load a copy of a table in files, such as :meth:`save` writes, into memory.
+        """Load a copy of a saved table, or of a table on disk, into memory.
 
         Args:
             path: the table's directory, as for :meth:`open`.
-            storage, former: as for :meth:`create`, but for disk and ranks.
+            storage, former: as for :meth:`create`, except disk and ranks.
 
         Raises:
             FileNotFoundError, TableFormatError, TableTooLargeError: as :meth:`open` and :meth:`create` do.
@@ -221,34 +219,35 @@ class Table:
         rounding: str = "nearest",
         **former: Any,
     ) -> Table:
-        """Make a table of the rows in a file of another program, a bounded piece at a time.
+        """Make a table from another program's file, reading a bounded piece at a time.
 
-        The file may come from any source: nothing in it is executed, and sizes that it declares are checked against its
-        own before memory is taken.
+        The file may be untrusted: nothing in it is executed, and the sizes it declares are checked against its actual
+        size before memory is allocated.
 
         Args:
             file: ``.npy``, ``.safetensors``, word2vec's text (``.txt``, ``.vec``) or binary format (``.bin``), or
                 Parquet (``.parquet``, ``.pq``; needs pyarrow).
-            path: the directory of a table on disk, which appears there complete or not at all; it must not exist yet.
-                By default the table is in memory.
-            format: ``npy``, ``safetensors``, ``word2vec``, ``word2vec-binary`` or ``parquet``; by suffix by default.
-            columns: names of tensors or columns in the file, as many as are to be read; the first becomes the weight.
-                By default ``weight``, or the only one.
-            keys: for rows with keys, as in word2vec's formats and in a Parquet column ``key`` of strings, bytes or
-                integers but uint64: ``"map"`` keeps them as the table's :attr:`id_map`, so that the first row is row 1,
-                and row 0, zeros, that of other keys; ``"drop"`` ignores them; a path makes a text file there, with a
-                key per line, line i for row i.
-            allow_nan: True to take values that are not finite as they are.
-            dtype: of the weights; the file's by default.
+            path: the directory of a new table on disk; it must not exist, and appears complete or not at all. By
+                default the table is in memory.
+            format: ``npy``, ``safetensors``, ``word2vec``, ``word2vec-binary`` or ``parquet``; by default inferred from
+                the suffix.
+            columns: names of the tensors or columns in the file to read; the first becomes the weight. By default
+                ``weight``, or the only one.
+            keys: for rows with keys, as in the word2vec formats and in a Parquet column ``key`` of strings, bytes or
+                integers (not uint64): ``"map"`` keeps them as the table's :attr:`id_map`, so that the first row in the
+                file becomes row 1, and row 0, zeros, stands for unknown keys; ``"drop"`` ignores them; a path writes
+                them to a text file, one per line, line i for row i.
+            allow_nan: True to accept values that are not finite.
+            dtype: the weights' dtype; by default the file's.
             storage, seed, name, stored_dtype, rounding, former: as for :meth:`create`.
 
         Returns:
             The table. Rows without a value in the file are zeros.
 
         Raises:
-            TableFormatError: the file is damaged, too short, not of the format, or has a value that is not finite, rows
-                of different lengths or a key twice; it names the row. Or its keys are of a type that is not read.
-                Nothing is left behind.
+            TableFormatError: the file is damaged, too short or in another format, or has a value that is not finite,
+                rows of different lengths or a duplicate key; the message names the row. Or the keys' type is not
+                supported. Nothing is left behind.
             ValueError: ``columns``, ``format`` or ``keys`` do not fit the file.
             FileExistsError, TableFullError, TableTooLargeError: as for :meth:`create`.
             ModuleNotFoundError: pyarrow is missing.
@@ -312,18 +311,18 @@ class Table:
 
     @property
     def writes(self) -> int:
-        """The number of scatters so far, which is that of the next one. It is kept with a table's files."""
+        """The number of scatters so far, which numbers the next one. It is saved with the table."""
         return self.store.notes.writes
 
     @property
     def path(self) -> Path | None:
         """The directory of a table on disk."""
-        is_part = bool(self.store.part_name)  # of a table that these files hold
+        is_part = bool(self.store.part_name)  # the table that holds these files
         return None if self.store.files is None or is_part else self.store.files.path
 
     @property
     def was_found(self) -> bool:
-        """True if the rows were in files before the table was asked for."""
+        """True if the rows were in files before this table was made."""
         return self.store.files is not None and self.store.files.was_found
 
     @property
@@ -333,27 +332,27 @@ class Table:
 
     @property
     def closed(self) -> bool:
-        """True once the table was closed."""
+        """True once the table is closed."""
         return self.store.closed
 
     @property
     def id_map(self) -> IdMap | None:
-        """The map from keys to rows that is kept with the table; None if there is none."""
+        """The id map kept with the table; None without one."""
         return self.store.notes.id_maps.get(self.store.part_name)
 
     @of_all_ranks
     def set_id_map(self, id_map: IdMap) -> None:
-        """Keep a map from keys to rows with the table: saved, opened, copied and closed with it.
+        """Attach an id map to the table: it is saved, opened, copied and closed with the table.
 
-        A table owned by ranks makes a map of its own with these arguments, whose keys they own: :attr:`id_map`.
+        A table owned by ranks makes a new map with the same arguments, whose keys the ranks own: :attr:`id_map`.
 
         Raises:
-            ValueError: it has other rows than the table; the table has another map; it evicts, and is another table's;
-                or the initial values of rows that are to start anew cannot be computed again.
+            ValueError: its number of rows differs from the table's; the table has another map; it evicts and belongs to
+                another table; or initial values cannot be computed again, to reset rows that get a new key.
             TableClosedError: the table is closed, or opened with mode ``r``.
         """
         if self.id_map is not None and self.id_map.stands_for(id_map):
-            self.id_map.holder = weakref.ref(self.store)  # of one from files, it is not known yet
+            self.id_map.holder = weakref.ref(self.store)  # for one from files, not known yet
             return
         if self.id_map is not None:
             raise ValueError(f"table {self.name!r} has an id map already; use table.id_map, or another table")
@@ -376,12 +375,12 @@ class Table:
 
     @property
     def lock(self) -> threading.RLock:
-        """Held by the thread that uses the table, or another one over its rows; a forked child finds it free."""
+        """The lock of all tables over these rows, held by the thread that uses one; free in a forked child."""
         return self.store.locked.lock
 
     @property
     def version(self) -> int:
-        """A number that goes up whenever rows or columns may have changed."""
+        """A number that increases whenever rows or columns may have changed."""
         return self.store.notes.version
 
     def __repr__(self) -> str:
@@ -396,7 +395,7 @@ class Table:
         return f"Table({self.name!r}, {self.num_embeddings:,} × {self.embedding_dim} {dtype}{columns}, {state}, {size})"
 
     def __dlpack_device__(self) -> tuple[enum.IntEnum, int]:
-        """Return host memory, where :meth:`__dlpack__` puts the weights."""
+        """Return the host device, where :meth:`__dlpack__` puts the weights."""
         return torch.empty(0).__dlpack_device__()
 
     def __enter__(self) -> Table:
@@ -417,7 +416,7 @@ class Table:
                 remedy += "table on disk (path=), which opens there; to train it in several processes, make it in each "
                 remedy += "of them with storage=speedswap.Ranks()"
             raise TypeError(f"table {self.name!r} is {self.storage} memory and cannot be pickled; {remedy}")
-        self.flush()  # another process sees what is committed
+        self.flush()  # another process sees only what is committed
         return (_opened_to_read, (str(path), files.stays_at))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Table:
@@ -452,16 +451,16 @@ class Table:
         Args:
             rows: ids, int64 or int32, shape (n,), on any device.
             columns: names; all columns by default.
-            device: where the block goes; by default the device of ``out``, of a table on a GPU, or of ``rows``.
-            out: contiguous tensors (n, ...) on ``device``, by name, that take some of the columns.
+            device: the block's device; by default that of ``out``, of a table on a GPU, or of ``rows``.
+            out: contiguous tensors (n, ...) on ``device``, by name, to receive some of the columns.
 
         Returns:
-            A block: one contiguous tensor (n, ...) for each column, in the order of ``rows``. A copy to the GPU is
-            queued on torch's current stream.
+            A block: one contiguous tensor (n, ...) per column, in the order of ``rows``. A copy to the GPU is queued on
+            torch's current stream.
 
         Raises:
             IdError: an id is negative or not below ``num_embeddings``.
-            ValueError, TypeError: there is no such column, or a tensor of ``out`` does not fit. In all cases nothing
+            ValueError, TypeError: a column does not exist, or a tensor of ``out`` does not fit. In all cases nothing
                 was copied.
         """
         target = None if device is None else torch.device(device)
@@ -488,14 +487,14 @@ class Table:
     ) -> None:
         """Copy rows into the table.
 
-        This is write number :attr:`writes`, which then goes up: what stochastic rounding draws depends on it.
+        This is write number :attr:`writes`, which is then incremented; the number seeds stochastic rounding.
 
         Args:
             rows: unique ids, int64 or int32, shape (n,), on any device.
-            values: a block, or a tensor of weights (n, embedding_dim), or tensors by column name; each of the column's
+            values: a block, a tensor of weights (n, embedding_dim), or tensors by column name, each of the column's
                 dtype and row shape, on any device.
-            commit: allow the table to return before the rows are written, by the end of this commit or after it. Then
-                the rows are ascending, and nothing changes ``values`` any more.
+            commit: allow the table to return before the rows are written, at the end of this commit or later. Then the
+                rows must be ascending, and ``values`` must not be modified afterwards.
 
         Raises:
             IdError: an id is negative or not below ``num_embeddings``.
@@ -512,13 +511,13 @@ class Table:
         with self.lock:
             self.give_back(Block(rows, {}), values, commit)
             if commit is None and (len(rows) or self.ranks is not None):
-                self.store.commit()  # it is a whole step
+                self.store.commit()  # the scatter is a whole step
 
     def lease(self, rows: Tensor, *, columns: Sequence[str] | None = None, device: torch.device | None = None) -> Block:
-        """Gather rows that :func:`speedswap.kernels.find_rows` has found, for :meth:`give_back` or to be read.
+        """Gather rows found by :func:`speedswap.kernels.find_rows`, for :meth:`give_back` or only for reading.
 
         Args:
-            rows: int64, shape (n,), of the table; unique and ascending for :meth:`give_back`.
+            rows: rows of the table, int64, shape (n,); unique and ascending for :meth:`give_back`.
             columns, device: as for :meth:`gather`.
         """
         store = self.store
@@ -530,10 +529,10 @@ class Table:
         """Write a leased block's rows, as one scatter.
 
         Args:
-            block: the one that :meth:`lease` has returned; or a new one with such rows.
-            values: tensors by column name, which are known to fit.
-            commit: allow the table to return before the rows are written, by the end of this commit or after it. Then
-                nothing changes ``values`` any more.
+            block: the block that :meth:`lease` returned, or a new one with unique, ascending rows.
+            values: tensors by column name, already checked to fit.
+            commit: allow the table to return before the rows are written, at the end of this commit or later. Then
+                ``values`` must not be modified afterwards.
 
         Raises:
             TableFullError: the disk has no room. Nothing was written.
@@ -549,22 +548,22 @@ class Table:
     def reset_rows(
         self, rows: Tensor, *, device: torch.device | str | None = None, commit: Commit | None = None
     ) -> None:
-        """Give some rows their initial values again, in every column: weight and optimizer state, as one scatter.
+        """Reset some rows to their initial values in every column, weight and optimizer state, as one scatter.
 
-        They have the very bits that they were made with: of the initializers that the columns were made with, also in
-        columns that are stored in fewer bytes. A column that began as a copy of another one gets that one's initial
-        values.
+        They get exactly the bits they were created with, from the initializers that the columns were created with, also
+        in columns stored in fewer bytes. A column that started as a copy of another gets that column's initial values.
 
         Args:
             rows: unique ids, int64 or int32, shape (n,), on any device.
-            device: where the values are written from; by default the rows'. For a pending write that of the steps'
-                blocks.
+            device: the device of the written values; by default the rows'. For a pending write, the device of the
+                steps' blocks.
             commit: as for :meth:`scatter`.
 
         Raises:
             IdError, DuplicateIdError: as for :meth:`scatter`.
-            ValueError: initial values cannot be computed again: the rows were given, as to ``from_pretrained``, or by a
-                function of ``torch.nn.init`` to a table in files that was opened. In all cases nothing was written.
+            ValueError: initial values cannot be computed again: they were given, as to ``from_pretrained``, or came
+                from a function of ``torch.nn.init`` and the table was since reopened from files. In all cases nothing
+                was written.
 
         Example:
             >>> import torch, speedswap
@@ -587,7 +586,7 @@ class Table:
                 self.give_back(Block(ordered.to(place), {}), values, commit)
 
     def reserve_rows(self, rows: int) -> None:
-        """Make sure that a scatter of so many rows cannot fail for want of room.
+        """Reserve room so that a scatter of ``rows`` rows cannot fail for lack of it.
 
         Raises:
             TableFullError: the disk has no room. Nothing was written.
@@ -598,12 +597,12 @@ class Table:
                 self.store.files.reserve(rows)
 
     def drain(self) -> None:
-        """Return when every pending write of this process has arrived."""
+        """Wait until every pending write of this process has arrived."""
         with self.lock:
             self.store.drain()
 
     def commit(self) -> None:
-        """Note that a step has ended: what it has written and the live attributes belong together."""
+        """Mark the end of a step: its writes and the live attributes are consistent."""
         store = self.store
         with store.locked.lock:
             store.commit()
@@ -615,8 +614,8 @@ class Table:
         """Copy rows ``start`` to ``stop`` of a column into ordinary memory.
 
         Raises:
-            TableTooLargeError: they do not fit into free memory; read fewer rows, or use :meth:`save`.
-            TypeError: ids were given.
+            TableTooLargeError: the rows do not fit in free memory; read fewer rows, or use :meth:`save`.
+            TypeError: ids were passed.
         """
         for name, bound in (("start", start), ("stop", stop)):
             if getattr(bound, "shape", ()) or isinstance(bound, list | tuple):
@@ -642,13 +641,13 @@ class Table:
 
         Args:
             start: the first row.
-            values: shape (n, ...), of the column's dtype and row shape, on any device; rounded to nearest where the
-                column is stored in fewer bytes.
-            column: its name.
-            commit: True for a step of its own, after which a table on disk may commit; False for a part of one.
+            values: shape (n, ...), of the column's dtype and row shape, on any device; rounded to nearest if the column
+                is stored in fewer bytes.
+            column: the column's name.
+            commit: True if this is a whole step, after which a table on disk may commit; False if it is part of one.
 
         Raises:
-            IdError: the rows do not all lie in the table.
+            IdError: some rows are out of range.
             TypeError, ValueError: dtype or shape does not fit, or ranks that own the rows together give different
                 values. Nothing was written.
         """
@@ -666,14 +665,14 @@ class Table:
 
     @of_all_ranks
     def view(self, column: str = "weight") -> Tensor:
-        """Return all rows of a column as a tensor over the table's own memory: writing to it writes to the table.
+        """Return all rows of a column as a tensor over the table's memory: writing to it writes to the table.
 
-        Its use is not guarded: checks, version and room on disk are settled now, once, so that a file takes its full
-        size. It must not be used after the table is closed, nor on the CPU while a GPU works on a pinned table.
+        Its use is not guarded: checks, version and room on disk are settled once, now, so that a file takes its full
+        size. Do not use it after the table is closed, or on the CPU while a GPU works on a pinned table.
 
         Returns:
-            A tensor (num_embeddings, ...), not contiguous where records hold more than this column; of the dtype in
-            which the column is stored.
+            A tensor (num_embeddings, ...) in the column's stored dtype; not contiguous if records hold other columns
+            too.
 
         Raises:
             TypeError: the column is stored as int8 with scales.
@@ -688,11 +687,11 @@ class Table:
 
     @contextmanager
     def rows_between(self, start: int, stop: int, device: torch.device) -> Iterator[Tensor]:
-        """Provide the weights of rows ``start`` to ``stop`` on a device, to be read inside the block and not changed.
+        """Provide the weights of rows ``start`` to ``stop`` on a device, read-only, inside the block.
 
         Yields:
-            Shape (stop - start, embedding_dim): a view of the table's memory if that is on the device and holds them
-            in this dtype; else a copy.
+            Shape (stop - start, embedding_dim): a view of the table's memory if that is on the device and has this
+            dtype; otherwise a copy.
         """
         with self.lock:
             self.check_open()
@@ -700,19 +699,19 @@ class Table:
 
     @of_all_ranks
     def add_columns(self, columns: Sequence[Column], *, commit: bool = True) -> None:
-        """Give every row more columns, at their initial values.
+        """Add columns, filled with their initial values.
 
-        Before the table is first written they share its records (initial values are computed again); afterwards they
-        start new records next to the others.
+        Before the table is first written they join its records (initial values are computed again); afterwards they get
+        separate records.
 
         Args:
             columns: names and initial values.
-            commit: whether they, and everything before, are durable when this returns; False leaves that to the next
+            commit: True to make them, and everything before, durable before this returns; False leaves that to the next
                 commit, as inside a step.
 
         Raises:
-            ValueError: a column of that name exists, its zero_row is not a row, or it is to begin as a copy of a column
-                that does not exist or has rows of another shape.
+            ValueError: a column of that name exists, its zero_row is not a row, or it should start as a copy of a
+                column that does not exist or has another row shape.
         """
         with self.lock:
             self.check_open(writing=True)
@@ -729,10 +728,10 @@ class Table:
 
     @of_all_ranks
     def reset_columns(self, columns: Sequence[Column]) -> None:
-        """Give existing columns their initial values again, in every row.
+        """Reset existing columns to their initial values in every row.
 
         Args:
-            columns: names and initial values; everything else is taken from the table's own columns.
+            columns: names and initial values; everything else is taken from the table's columns.
 
         Raises:
             ValueError: as for :meth:`add_columns`.
@@ -749,7 +748,7 @@ class Table:
 
     @of_all_ranks
     def reserve(self, columns: Collection[str]) -> None:
-        """Make sure that writing every row of some columns cannot fail for want of room.
+        """Reserve room so that writing every row of some columns cannot fail for lack of it.
 
         Raises:
             TableFullError: the disk has no room. Nothing was written.
@@ -768,18 +767,18 @@ class Table:
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write the whole table, in chunks of rows, to a directory that :meth:`open` reads.
 
-        Of a table that ranks own, each writes its rows, and all of them call this; :meth:`load`, and :meth:`open` with
-        mode ``r``, read them as one table in any process.
+        For a table owned by ranks, all of them must call this, and each writes its rows; :meth:`load`, and :meth:`open`
+        with mode ``r``, read them as one table in any process.
 
         Args:
-            path: the directory; it appears there complete or not at all, durably. If it is a symbolic link to a
-                table, that table is replaced, since it is the one that opens under this name, and the link stays.
+            path: the directory; it appears complete or not at all, durably. If it is a symbolic link to a table, that
+                table is replaced, since it is the one that opens under this name, and the link stays.
             overwrite: replace an existing table.
 
         Raises:
-            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds other files
-                than a table's.
-            TableBusyError: the table there is open for writing, or being made.
+            FileExistsError: ``path`` exists and ``overwrite`` is not set, or is this table itself, or holds foreign
+                files.
+            TableBusyError: the table at ``path`` is open for writing, or being created.
             TableFullError: the disk has no room. An existing table is unchanged.
         """
         self.check_open()
@@ -801,32 +800,32 @@ class Table:
         keys: str | os.PathLike[str] | IdMap | Sequence[str] | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write rows to a file that other programs read, a bounded piece at a time.
+        """Write rows to a file for other programs, a bounded piece at a time.
 
-        Values are written bit for bit, in text as the shortest decimal that reads back to the same bits. A column that
-        is stored in fewer bytes is written as the values that a lookup gives. Where a format does not have bfloat16 or
-        float8 (all but safetensors, which has bfloat16), they are written as float32, which holds the same numbers.
+        Values are written bit for bit; in text, as the shortest decimal that reads back to the same bits. A column that
+        is stored in fewer bytes is written as the values that a lookup returns. Formats that lack bfloat16 or float8
+        (all but safetensors, which has bfloat16) get them as float32, which is exact.
 
         Args:
-            path: the file; it appears there complete or not at all, durably.
+            path: the file; it appears complete or not at all, durably.
             format: ``npy``: one column as an array. ``safetensors``: columns as tensors of their names. ``word2vec``,
                 ``word2vec-binary``: keys and vectors, as gensim's ``KeyedVectors.load_word2vec_format`` reads them.
-                ``parquet``: columns as lists of fixed size, and keys as ``key`` (needs pyarrow). By default by the
-                suffix: ``.npy``, ``.safetensors``, ``.txt`` or ``.vec``, ``.bin``, ``.parquet`` or ``.pq``.
+                ``parquet``: columns as lists of fixed size, and keys as ``key`` (needs pyarrow). By default inferred
+                from the suffix: ``.npy``, ``.safetensors``, ``.txt`` or ``.vec``, ``.bin``, ``.parquet`` or ``.pq``.
             columns: names; one for ``npy`` and word2vec's formats.
-            keys: the rows' keys, where the format has them: an :class:`IdMap`, of which the rows that have a key are
-                written; the path of a text with a key per line, or a list of strings, one per row; or ``"rows"`` for
-                the rows' numbers. By default those of :attr:`id_map`; without one the numbers in word2vec's formats,
-                and none in Parquet. Keys that occur twice are written as they are; :meth:`from_file` then takes the
-                file with ``keys="drop"`` alone.
+            keys: the rows' keys, if the format has them: an :class:`IdMap`, which selects the rows that have a key; the
+                path of a text file with a key per line, or a list of strings, one per row; or ``"rows"`` for the rows'
+                numbers. By default :attr:`id_map`; without one, the rows' numbers in the word2vec formats, and none in
+                Parquet. Duplicate keys are written unchanged; :meth:`from_file` then reads the file only with
+                ``keys="drop"``.
             overwrite: replace an existing file.
 
         Raises:
             FileExistsError: ``path`` exists and ``overwrite`` is not set.
-            ValueError: there is no such format or column; the format does not hold several columns, or keys; there are
-                other keys than rows, or a key that word2vec's formats cannot hold: an empty one, or with whitespace.
-                Or the table is one of several ranks' part of another.
-            TypeError: the format does not hold a column's dtype.
+            ValueError: the format or a column is unknown; the format cannot hold several columns, or keys; the number
+                of keys differs from that of rows, or the word2vec formats cannot hold a key, since it is empty or has
+                whitespace. Or the table is one rank's part of another.
+            TypeError: the format cannot hold a column's dtype.
             TableFullError: the disk has no room. In all cases nothing is left behind.
             ModuleNotFoundError: pyarrow is missing.
 
@@ -844,21 +843,20 @@ class Table:
         export_table(self, path, format, columns=columns, keys=keys, overwrite=overwrite)
 
     def flush(self) -> None:
-        """Commit everything written so far, and return when it is durable (tables on disk; a no-op for others).
+        """Commit everything written so far, and wait until it is durable (tables on disk; a no-op for others).
 
-        A table that is not closed is flushed when it is freed, or when the process ends by itself.
+        A table that is not closed is flushed when it is freed, or when the process exits normally.
         """
         with self.lock:
             self.check_open()
             self.store.flush()
 
     def close(self) -> None:
-        """Flush, and release memory, file and lock. Closing twice is harmless, and completes an interrupted close.
+        """Flush, and release memory, files and lock. Closing twice is harmless, and completes an interrupted close.
 
         Raises:
-            TableFullError: the disk has no room for the last commit. The table stays open, to be closed once there is
-                room.
-            TypeError, ValueError: :attr:`attributes` are not plain data, or too much of it. The table stays open.
+            TableFullError: the disk has no room for the last commit. The table stays open; close it once there is room.
+            TypeError, ValueError: :attr:`attributes` are not plain data, or too long. The table stays open.
         """
         with self.lock:
             try:
@@ -880,10 +878,10 @@ class Table:
     # ------------------------------------------------------------------ checks
 
     def check_open(self, *, writing: bool = False) -> None:
-        """Raise unless this process can use the table, and bring it up to date with another process that writes it.
+        """Raise unless this process can use the table, and catch up with another process that writes it.
 
         Raises:
-            TableClosedError: it is closed, or cannot be read here, or written if that is asked for.
+            TableClosedError: it is closed, or cannot be read here, or cannot be written if writing is requested.
         """
         store = self.store
         if store.closed:
@@ -910,9 +908,9 @@ class Table:
 
 
 def put(table: Table, start: int, values: Tensor, column: str = "weight") -> None:
-    """Overwrite rows of a column as :meth:`Table.write` does, with values that were checked, as a part of a step.
+    """Overwrite rows of a column as :meth:`Table.write` does, with checked values, as part of a step.
 
-    Where ranks own the rows together, each writes its own, and nobody compares the values.
+    If ranks own the rows together, each writes its own, and values are not compared.
     """
     with table.lock:
         table.check_open(writing=True)
@@ -921,7 +919,7 @@ def put(table: Table, start: int, values: Tensor, column: str = "weight") -> Non
 
 
 def discard(table: Table) -> None:
-    """Close a table because what was to use it could not be made; remove its files if they are new."""
+    """Close a table whose intended user could not be created; remove its files if they are new."""
     if table.was_found:
         table.close()
     else:
@@ -929,11 +927,11 @@ def discard(table: Table) -> None:
 
 
 def require_alike(table: Table, given: object, what: str) -> None:
-    """Raise ValueError, on all ranks that own the rows together, unless all of them were given the same.
+    """Raise ValueError, on all ranks that own the rows together, unless all of them passed the same values.
 
     Args:
         given: a tensor, or settings.
-        what: that is, for the message, before the table's name.
+        what: its description for the message, before the table's name.
     """
     if table.ranks is not None:
         table.ranks.require_alike(given, f"{what} table {table.name!r}")
@@ -952,7 +950,7 @@ def _column_of(table: Table, name: str) -> Column:
     """Return a column.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no column has that name.
     """
     if name not in table.columns:
         raise ValueError(f"column {name!r} is not in table {table.name!r}; it has {', '.join(table.columns)}")
@@ -988,6 +986,6 @@ def _opened_to_read(path: str, commit: int | None) -> Table:
 
 
 def _flush_at_end(store: RowStore, locked: Locked) -> None:
-    """Flush a store whose table was not closed: its object was freed, or the process ends."""
+    """Flush a store whose table was not closed: it was freed, or the process is exiting."""
     with locked.lock:
         store.flush_at_end()

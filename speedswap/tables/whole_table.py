@@ -1,4 +1,4 @@
-"""Work on all rows of a table: copies as one array, memory for them, and a progress bar."""
+"""Whole-table operations: copies as one array, a memory check, and a progress bar."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def to_numpy(table: Table, dtype: DTypeLike | None = None, copy: bool | None = N
     """Copy all weights into an array, for ``np.asarray(table)``.
 
     Args:
-        dtype: of the array; by default that of the weights.
-        copy: False is refused: only :meth:`Table.view` shares the table's memory.
+        dtype: the array's dtype; by default the weights'.
+        copy: must not be False: only :meth:`Table.view` shares the table's memory.
 
     Returns:
         An array (num_embeddings, embedding_dim).
 
     Raises:
         TableTooLargeError: it does not fit into free memory.
-        TypeError: NumPy has no such dtype (bfloat16), and no other was asked for.
+        TypeError: NumPy lacks the dtype (bfloat16), and no other was requested.
         ValueError: ``copy`` is False.
     """
     if copy is False:
@@ -67,7 +67,7 @@ def to_dlpack(table: Table, **options: Any) -> Any:
 
 
 def converted(table: Table, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Copy the weights in another dtype, a chunk of rows at a time."""
+    """Copy the weights to another dtype, a chunk of rows at a time."""
     rows, dim = table.num_embeddings, table.embedding_dim
     require_memory(rows * dim * dtype.itemsize, f"rows 0 to {rows - 1} of table {table.name!r} as {dtype}")
     out = np.empty((rows, dim), dtype)
@@ -79,7 +79,7 @@ def converted(table: Table, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
-    """Return NumPy's dtype for one of torch's, or None where it has none, as for bfloat16."""
+    """Return the NumPy equivalent of a torch dtype, or None if there is none, as for bfloat16."""
     try:
         return torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError:
@@ -87,10 +87,10 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any] | None:
 
 
 def as_numpy(values: torch.Tensor) -> NDArray[Any]:
-    """Return values as an array: dtypes that NumPy does not have, bfloat16 and float8, as float32, exactly.
+    """Return values as an array; bfloat16 and float8, which NumPy lacks, as float32, which is exact.
 
     Raises:
-        TypeError: NumPy has no dtype that holds them.
+        TypeError: no NumPy dtype can hold them.
     """
     values = values.detach().cpu()
     if numpy_dtype(values.dtype) is None:
@@ -102,7 +102,7 @@ def as_numpy(values: torch.Tensor) -> NDArray[Any]:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Raise TableTooLargeError, which names ``what`` was to be copied, if a copy does not fit into free memory."""
+    """Raise TableTooLargeError, naming ``what``, if a copy does not fit in free memory."""
     free = available_bytes()
     if nbytes > 0.9 * free:
         raise TableTooLargeError(

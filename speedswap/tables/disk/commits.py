@@ -168,7 +168,7 @@ class LogCommits:
         return True
 
     def _is_tight(self, log: kernels.RowLog, needed: int) -> bool:
-        """Return whether the disk may lack room for ``nbytes`` bytes."""
+        """Return whether the disk may lack room for ``needed`` bytes."""
         stats = log.stats()
         needed += stats["dirty"] * stats["record_bytes"] + _NEARLY_FULL
         if self._options.scratch or stats["unused_bytes"] > needed:

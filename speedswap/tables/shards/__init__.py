@@ -1,4 +1,4 @@
-"""Tables divided among owners: the arithmetic of it, and the shards in files as one process reads them."""
+"""Tables partitioned among owners: the arithmetic, and shards in files as read by one process."""
 
 from speedswap.tables.shards.owners import InOrder, Owners
 from speedswap.tables.shards.parts import Shard, own_shard, place_rows, take_shards

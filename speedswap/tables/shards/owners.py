@@ -1,4 +1,4 @@
-"""Arithmetic that tells the rank that owns a row, and its place there; and the initial values of a rank's rows."""
+"""Arithmetic that maps a row to the rank that owns it and its place there; initial values of a rank's rows."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from speedswap.tables.init import ColumnSpec, CopyOf, Initializer, from_json, id
 from speedswap.tables.record import Column
 
 _MOST_BITS = 16
-_ROWS_OF_A_BUCKET = 256  # at least, where there are enough rows: those past the last id are unused
+_ROWS_OF_A_BUCKET = 256  # the minimum, if there are enough rows; rows past the last id are unused
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio
 
 
 @dataclass(frozen=True)
 class Owners:
-    """Rows spread over ranks by arithmetic alone, evenly for ids in any order that occurs.
+    """Rows spread over ranks by arithmetic alone, evenly for any common pattern of ids.
 
-    A row lies in one of ``2**bits`` buckets, and each rank owns consecutive buckets. The bucket is the id's low bits
-    times an odd number near their golden section, moved by the golden section of its high bits: neighbouring ids and
-    ids with a stride of any power of two lie as far from each other as they can (Weyl 1916). It is invertible: bucket
-    and high bits give the id.
+    Rows are divided into ``2**bits`` buckets, and each rank owns consecutive buckets. The bucket is the id's low bits
+    times an odd number near the golden ratio of their range, shifted by the golden ratio times the high bits:
+    neighbouring ids, and ids with any power-of-two stride, are spread as far apart as possible (Weyl 1916). The mapping
+    is invertible: bucket and high bits give the id.
 
     Args:
         num_embeddings: rows of the table.
-        world_size: ranks.
+        world_size: the number of ranks.
 
     Example:
         >>> import torch
@@ -45,18 +45,18 @@ class Owners:
 
     @cached_property
     def bits(self) -> int:
-        """The bits of a bucket's number."""
+        """The number of bits in a bucket number."""
         most = max(1, self.num_embeddings // _ROWS_OF_A_BUCKET).bit_length() - 1
         return max(min(most, _MOST_BITS), (self.world_size - 1).bit_length())
 
     @property
     def buckets(self) -> int:
-        """Buckets, at least one for each rank."""
+        """The number of buckets, at least one per rank."""
         return 1 << self.bits
 
     @cached_property
     def rows_of_a_bucket(self) -> int:
-        """Rows that a bucket has room for."""
+        """The number of rows that a bucket has room for."""
         return -(-self.num_embeddings >> self.bits)
 
     @cached_property
@@ -68,12 +68,12 @@ class Owners:
         return pow(self._factor, -1, self.buckets) if self.bits else 0
 
     def _moved(self, high: Tensor) -> Tensor:
-        """Return by how much the bucket of an id with these high bits is moved."""
-        # The product wraps around, as its low 64 bits; its top bits are wanted.
+        """Return the shift of the buckets of ids with these high bits."""
+        # The product wraps around to its low 64 bits, of which the top bits are used.
         return (high * (_GOLDEN - (1 << 64))) >> (64 - self.bits) if self.bits else torch.zeros_like(high)
 
     def first_bucket(self, rank: int) -> int:
-        """Return the first bucket that a rank owns; for ``world_size``, their number."""
+        """Return the first bucket that a rank owns; for ``world_size``, the number of buckets."""
         return -(-rank * self.buckets // self.world_size)
 
     def rows_of(self, rank: int) -> int:
@@ -93,7 +93,7 @@ class Owners:
         return kernels.by_owner(ids, bits=self.bits, factor=self._factor, world_size=self.world_size)
 
     def places_shared(self, rank: int, other: Owners | InOrder, other_rank: int) -> range:
-        """Return the places of a rank among which those are whose rows a rank of another division owns."""
+        """Return a range of a rank's places that includes every row owned by a given rank of another division."""
         rows = range(self.rows_of(rank))
         if isinstance(other, InOrder) or other.bits != self.bits:
             return rows
@@ -102,12 +102,12 @@ class Owners:
         return range(max(rows.start, offset), min(rows.stop, offset + other.rows_of(other_rank)))
 
     def places(self, ids: Tensor, rank: int) -> Tensor:
-        """Return where a rank keeps ids that it owns."""
+        """Return the places of ids at the rank that owns them."""
         ids = ids.long()
         return (self._buckets_of(ids) - self.first_bucket(rank)) * self.rows_of_a_bucket + (ids >> self.bits)
 
     def ids(self, places: Tensor, rank: int) -> Tensor:
-        """Return the ids that a rank keeps at some places; one past the table's last is of a place that is unused."""
+        """Return the ids at some places of a rank; an unused place gives an id past the table's last."""
         bucket, high = places // self.rows_of_a_bucket + self.first_bucket(rank), places % self.rows_of_a_bucket
         low = ((bucket - self._moved(high)) * self._inverse) & (self.buckets - 1)
         return (high << self.bits) | low
@@ -115,7 +115,7 @@ class Owners:
     # ------------------------------------------------------------------ a rank's rows in the order of their ids
 
     def count_below(self, id_: int, rank: int) -> int:
-        """Return how many of a rank's ids are below one: its number among them, if it is the rank's."""
+        """Return how many of a rank's ids are below an id: its index among them, if the rank owns it."""
         if id_ >= self.rows_of_a_bucket << self.bits:
             return self.rows_of(rank)
         high, low = id_ >> self.bits, id_ & (self.buckets - 1)
@@ -123,31 +123,31 @@ class Owners:
         return high * lows.shape[1] + int((lows < low).sum())
 
     def ids_in_order(self, rank: int, start: int, stop: int) -> Tensor:
-        """Return a rank's ids number ``start`` to ``stop - 1`` in ascending order."""
+        """Return a rank's ``start``-th to ``stop - 1``-th smallest ids, ascending."""
         width = self.first_bucket(rank + 1) - self.first_bucket(rank)
         first = start // width
         ids = self._ids_of(torch.arange(first, -(-stop // width)), rank)
         return ids[start - first * width : stop - first * width]
 
     def ids_numbered(self, numbers: Tensor, rank: int) -> Tensor:
-        """Return a rank's ids, given their numbers in ascending order; the inverse of :meth:`numbers_in_order`."""
+        """Return a rank's ids, given their indices in ascending order; the inverse of :meth:`numbers_in_order`."""
         width = self.first_bucket(rank + 1) - self.first_bucket(rank)
         highs, of_high = torch.unique(numbers // width, return_inverse=True)
         return self._ids_of(highs, rank)[of_high * width + numbers % width]
 
     def numbers_in_order(self, ids: Tensor, rank: int) -> Tensor:
-        """Return the number of each id among those of its rank in ascending order."""
+        """Return each id's index among its rank's ids in ascending order."""
         width = self.first_bucket(rank + 1) - self.first_bucket(rank)
         highs, of_high = torch.unique(ids >> self.bits, return_inverse=True)
         before: Tensor = (highs[of_high] - of_high) * width
         return before + torch.searchsorted(self._ids_of(highs, rank), ids)
 
     def _ids_of(self, highs: Tensor, rank: int) -> Tensor:
-        """Return a rank's ids with some high bits, which ascend, in ascending order."""
+        """Return a rank's ids with some ascending high bits, ascending."""
         return ((highs << self.bits).unsqueeze(1) | self._lows(highs, rank)).view(-1)
 
     def _lows(self, highs: Tensor, rank: int) -> Tensor:
-        """Return the low bits of a rank's ids with each of some high bits, ascending: shape (n, the rank's buckets)."""
+        """Return the low bits of a rank's ids for each of some high bits, ascending: shape (n, the rank's buckets)."""
         buckets = torch.arange(self.first_bucket(rank), self.first_bucket(rank + 1))
         lows = ((buckets - self._moved(highs).unsqueeze(1)) * self._inverse) & (self.buckets - 1)
         return lows.sort(dim=1).values
@@ -158,7 +158,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class InOrder:
-    """All rows in one place, in the order of their ids: a table that no ranks share, in the words of :class:`Owners`.
+    """All rows in one process, in id order: a table not shared by ranks, with the interface of :class:`Owners`.
 
     Args:
         num_embeddings: rows of the table.
@@ -185,12 +185,12 @@ class InOrder:
 
 @dataclass(frozen=True)
 class OwnedRows(Initializer):
-    """Initial values by the ids of rows, for the store of the rank that owns them.
+    """Initial values by row id, for the store of the rank that owns the rows.
 
     Args:
-        init: of the whole table.
-        owners: where its rows are.
-        rank: the one whose rows these are.
+        init: the whole table's initializer.
+        owners: the division of its rows.
+        rank: the rank that owns these rows.
         zero_row: an id that starts as zeros whatever ``init`` says.
     """
 
@@ -208,7 +208,7 @@ class OwnedRows(Initializer):
         ids, order = self.owners.ids(ids_of(rows), self.rank).sort()
         used = ids < self.owners.num_embeddings
         ids, order = ids[used], order[used]
-        # In host memory, where rows can be filled by their ids.
+        # In host memory, where rows can be filled by id.
         values = self.init.values(ids, spec._replace(num_embeddings=self.owners.num_embeddings))
         if not self.is_given:
             zero_row_in(values, ids, self.zero_row)
@@ -228,10 +228,10 @@ class OwnedRows(Initializer):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OwnedRows | None:
-        """Return what :meth:`to_json` described; None if the values cannot be computed again.
+        """Return the values that :meth:`to_json` encoded; None if they cannot be computed again.
 
         Raises:
-            TypeError, ValueError, KeyError: the data describe no rows of a rank.
+            TypeError, ValueError, KeyError: the data do not describe a rank's rows.
         """
         counts = [data[name] for name in ("num_embeddings", "world_size", "rank")]
         if not all(isinstance(each, int) and not isinstance(each, bool) for each in counts):
@@ -245,19 +245,19 @@ class OwnedRows(Initializer):
 
 
 def whole_column(column: Column) -> Column:
-    """Return a column of the whole table, given that of the rows that a rank owns."""
+    """Return the whole table's column, given that of a rank's rows."""
     if not isinstance(column.init, OwnedRows):
         return column
     return replace(column, init=column.init.init, zero_row=column.init.zero_row)
 
 
 def whole_columns(columns: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns of the whole table, given those of the rows that a rank owns."""
+    """Return the whole table's columns, given those of a rank's rows."""
     return {name: whole_column(column) for name, column in columns.items()}
 
 
 def owned_column(column: Column, owners: Owners, rank: int) -> Column:
-    """Return a column of the whole table as the rank has it that owns some of the rows."""
+    """Return the column of a rank's rows, given that of the whole table."""
     if isinstance(column.init, CopyOf):
         return column
     return replace(column, init=OwnedRows(column.init, owners, rank, column.zero_row), zero_row=None)

@@ -1,4 +1,4 @@
-"""A table that ranks own: its parts in files, as one process reads them, and rows moved between divisions."""
+"""A table owned by ranks: its parts in files, read by one process, and moves of rows between divisions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def read_manifest(path: Path) -> ShardsManifest | None:
-    """Return the description of a table that ranks own; None if another table is there, or none.
+    """Return the manifest of a table owned by ranks; None if the path holds another kind of table, or nothing.
 
     Raises:
-        TableFormatError: what is there is damaged.
+        TableFormatError: the manifest is damaged.
     """
     try:
         manifest = ManifestFile.load(Place(path).open())[1]
@@ -54,7 +54,7 @@ def open_shard(
         mode, disk, commit: as for :func:`open_store`.
 
     Raises:
-        TableFormatError: they are missing, or another table's.
+        TableFormatError: the rank's files are missing, or belong to another table.
     """
     place = path / shard_name(rank, manifest.world_size)
     problem = "is not the table that it was made with"
@@ -72,7 +72,7 @@ def open_shard(
 
 
 class ShardsInFiles(RowStore, Files):
-    """All rows of a table that ranks own, for one process that reads them.
+    """All rows of a table owned by ranks, read-only for one process.
 
     Args:
         path: the table's directory.
@@ -80,7 +80,7 @@ class ShardsInFiles(RowStore, Files):
         disk: the cache of each shard.
 
     Raises:
-        TableFormatError: it is damaged, or its shards are of different steps.
+        TableFormatError: it is damaged, or its shards are at different steps.
     """
 
     storage = "disk"
@@ -103,7 +103,7 @@ class ShardsInFiles(RowStore, Files):
         self.notes = Notes(first.attributes, id_maps=self._whole_maps(), writes=first.writes)
 
     def _require_one_step(self) -> None:
-        """Raise TableFormatError unless all shards are of one step."""
+        """Raise TableFormatError unless all shards are at the same step."""
         writes, columns = [each.notes.writes for each in self.shards], [[*each.columns] for each in self.shards]
         if (problem := different_steps(self._path, writes, columns)) is not None:
             raise TableFormatError(problem)
@@ -232,7 +232,7 @@ class ShardsInFiles(RowStore, Files):
 
 
 def different_steps(path: Path, writes: Sequence[int], columns: Sequence[Sequence[str]]) -> str | None:
-    """Return the problem of shards with so many writes, and with these columns, if they are not of one step."""
+    """Return the problem if shards with these numbers of writes and these columns are not at the same step."""
     if len({*writes}) == 1 and len({tuple(names) for names in columns}) == 1:
         return None
     return (
@@ -247,11 +247,11 @@ _log = logging.getLogger("speedswap")
 
 
 class Shard(NamedTuple):
-    """The rows of a table that one of its owners has.
+    """The rows of a table that one owner holds.
 
     Attributes:
-        table: of these rows, numbered by their places.
-        owners: the division that gives them these places.
+        table: a table of these rows, numbered by place.
+        owners: the division that defines the places.
         rank: the owner.
     """
 
@@ -261,7 +261,7 @@ class Shard(NamedTuple):
 
 
 def own_shard(table: Table) -> Shard:
-    """Return the rows of a table that are in this process: all rows, or those that this rank owns."""
+    """Return the rows of a table held by this process: all rows, or those that this rank owns."""
     joint = table.store.joint
     if joint is None:
         return Shard(table, InOrder(table.num_embeddings), 0)
@@ -269,19 +269,19 @@ def own_shard(table: Table) -> Shard:
 
 
 def place_rows(places: Tensor, source: Shard, target: Shard) -> tuple[Tensor, Tensor]:
-    """Return which rows of a shard are another one's too, as a mask over their places, and where they are there."""
+    """Return which rows two shards share, as a mask over the places of one, and their places in the other."""
     ids = source.owners.ids(places, source.rank)
     owned = (ids < source.owners.num_embeddings) & (target.owners.of(ids) == target.rank)
     return owned, target.owners.places(ids[owned], target.rank)
 
 
 def take_shards(target: Shard, sources: Sequence[Shard], columns: Sequence[str]) -> None:
-    """Overwrite columns of a shard by those of the shards that its rows are in, all columns of a piece at once.
+    """Overwrite columns of a shard from the shards of another division, all columns of a piece at once.
 
     Args:
-        target: every row of which is in one of the sources.
+        target: the shard to overwrite; each of its rows is in one of the sources.
         sources: the shards of another division of the same table, or some of them.
-        columns: names of columns that all have, of one dtype and row shape.
+        columns: names of columns that all shards have, with the same dtype and row shape.
     """
     for source in sources:
         for places in _pieces(source, target, columns):
@@ -292,8 +292,8 @@ def take_shards(target: Shard, sources: Sequence[Shard], columns: Sequence[str])
 
 
 def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[Tensor]:
-    """Yield places of the source, among which are all rows of the target that may differ from what it has."""
-    if _begins_as(target, source, columns):  # the others have the same initial values in both
+    """Yield places in the source that include every row in which the target may differ from it."""
+    if _begins_as(target, source, columns):  # all other rows have the same initial values in both
         yield from (places for places, _ in source.table.store.written_rows())
         return
     shared = source.owners.places_shared(source.rank, target.owners, target.rank)
@@ -303,23 +303,23 @@ def _pieces(source: Shard, target: Shard, columns: Sequence[str]) -> Iterator[Te
 
 
 def _begins_as(target: Shard, source: Shard, columns: Sequence[str]) -> bool:
-    """Return whether rows that were never written are equal in two shards, and none was written in the target."""
+    """Return whether unwritten rows are equal in two shards and no row of the target was written."""
     ours, theirs, files = target.table.store, source.table.store, target.table.store.files
     is_untouched = files is not None and files.is_untouched
     return is_untouched and {*columns} == {*ours.columns} and begin_alike(ours, theirs, columns, whole_column)
 
 
 def remove_former(path: Path, world_size: int, is_needed: Callable[[Table], bool]) -> None:
-    """Remove the rows of other numbers of ranks.
+    """Remove shards left from other numbers of ranks.
 
     Args:
         path: of the table of all ranks.
-        world_size: their present number.
-        is_needed: whether a checkpoint may refer to such rows, given as a table.
+        world_size: the present number of ranks.
+        is_needed: returns whether a checkpoint may refer to a table's rows.
     """
     for place in sorted(path.iterdir()):
         if SHARD.fullmatch(place.name) and not place.name.endswith(f"-of-{world_size}") and not place.is_symlink():
-            with suppress(OSError, TableFormatError):  # another process has it
+            with suppress(OSError, TableFormatError):  # in use by another process
                 table = Table(open_store(place, disk=DiskOptions(cache_bytes=_CACHE_BYTES)))
                 if is_needed(table):
                     table.close()
