@@ -145,7 +145,7 @@ def run_script(
     seconds: float = 120.0,
     imported: tuple[str, ...] = ("torch", "torch._dynamo", "speedswap"),
 ) -> subprocess.CompletedProcess[str]:
-    """Run code as ``python -c`` does, in a process of its own that has imported some modules already.
+    """Run code as ``python -c`` does, in a child process that has already imported some modules.
 
     Args:
         code: the script; what its lines are indented by is taken away.

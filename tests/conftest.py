@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _leave_cases_to_releases(items)
-    if not config.pluginmanager.has_plugin("gpu_tests"):  # which has an order of its own
+    if not config.pluginmanager.has_plugin("gpu_tests"):  # which has its own order
         # What takes long begins first, so that several processes end together.
         items.sort(key=lambda item: not _is_slow(item))
     if config.getoption("--gpu-only"):
@@ -146,7 +146,7 @@ def usual_signals() -> Iterator[None]:
 
 @pytest.fixture
 def interrupted_at(usual_signals: None) -> Callable[..., AbstractContextManager[list[str]]]:
-    """Let Ctrl-C come inside a block, once so many calls and lines of speedswap or a folder have run; yield where."""
+    """Raise Ctrl-C inside a block after a number of calls and lines of speedswap or a folder; yield where."""
 
     @contextmanager
     def interrupted_at(line: int, folder: str = "") -> Iterator[list[str]]:
@@ -185,7 +185,7 @@ def ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data beside the project, which is not part of it."""
+    """Real data next to the project, which is not part of it."""
     path = Path(__file__).resolve().parents[2] / "shared" / "data"
     if not path.is_dir():
         pytest.skip("needs the text and ratings of ../shared/data, which are not part of the project")
@@ -194,7 +194,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of its own, of four megabytes, or of the module's ``SMALL_DISK``."""
+    """A file system of four megabytes, or of the module's ``SMALL_DISK``."""
     mount = tmp_path / "small"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={getattr(request.module, 'SMALL_DISK', '4m')}", "tmpfs", str(mount)]

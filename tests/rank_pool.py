@@ -57,7 +57,7 @@ class RankPool:
         self._ranks: dict[int, tuple[Connection, int]] = {}  # with their process ids
         self._store: dist.TCPStore | None = None
         self._jobs = 0
-        self._file, self._files = "", 0  # of the last scenario, and how often it was another one
+        self._file, self._files = "", 0  # of the last scenario, and how often it changed
 
     def run(
         self,
@@ -225,7 +225,7 @@ def be_rank(address: str, port: int, rank: int, world_size: int) -> None:
 
 
 def meet_anew(file: int) -> None:
-    """Let a file's scenarios have lanes of their own, in whatever state those before have left theirs."""
+    """Give a file's scenarios new lanes, whatever state the previous file's lanes are in."""
     group_module = sys.modules["speedswap.collectives.group"]
     group_module._groups.clear()  # type: ignore[attr-defined]
     group_module.Lane = partial(_lane_of_file, file)  # type: ignore[attr-defined]

@@ -51,7 +51,7 @@ def uninterrupted_rows(kind: Callable[..., Optimizer]) -> Tensor:
 
 
 def run_training(script: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script over a table at ``path`` that may use everything here, in a process of its own."""
+    """Run a script over a table at ``path`` in a separate process; it may use everything here."""
     preface = f"""
         import os, signal, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})

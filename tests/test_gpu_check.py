@@ -68,7 +68,7 @@ def test_part_that_crashes_says_by_what_signal():
 
 
 def test_part_over_its_time_is_ended_with_its_children(tmp_path):
-    """The child ignores SIGTERM and has a child of its own, which holds the same pipe."""
+    """The child ignores SIGTERM and has a child, which holds the same pipe."""
     pid_file = tmp_path / "pid"
     code = f"""
 import pathlib, signal, subprocess, sys, time
@@ -271,7 +271,7 @@ def test_the_check_can_be_read_in_one_go():
 
 
 def test_plan_writes_no_more_files_than_can_come_back(tmp_path):
-    """Eight: beside summary, archive, the running part's log and the picture, the figures of up to four benchmarks."""
+    """Eight: summary, archive, the running part's log, the picture, and the figures of up to four benchmarks."""
     written = {word for part in make_plan(tmp_path) for word in part.command if word.startswith(f"{tmp_path}/")}
     assert 1 <= len([word for word in written if not word.startswith(f"{tmp_path}/more")]) <= 4
 
@@ -290,7 +290,7 @@ def test_a_build_that_cannot_be_imported_has_failed(tmp_path):
 
 
 def test_tests_take_the_plugins_that_are_named_and_no_warning_for_an_error(tmp_path):
-    """A machine has plugins of its own, and versions that warn of what others did not."""
+    """A machine may have other plugins, and versions that warn where others did not."""
     run = [part for part in make_plan(tmp_path, has=("pytest-timeout",)) if "pytest" in part.command]
     assert len(run) == 4
     for part in run:

@@ -1,4 +1,4 @@
-"""The plugin by which pytest runs on a machine with a GPU, tried on small tests of its own."""
+"""The plugin by which pytest runs on a machine with a GPU, tried on small tests."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _draws(seed: int, folder: Path) -> str:
 
 
 def test_seed_decides_every_round():
-    """The same seed plays the same rounds, another one others."""
+    """The same seed plays the same rounds, another seed plays others."""
     attack = Attack(name="this", promise="it holds", round=_draws)
     first, again, other = (play(Plan([attack], seed=seed, rounds={"this": 4}))[0].kinds for seed in (5, 5, 6))
     assert len(first) == 4

@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
 
 
 class Command:
-    """A command line that runs in a process of its own, with pipes for its output."""
+    """A command line that runs in a separate process, with pipes for its output."""
 
     def __init__(self, server: Server, words: list[str], folder: Path) -> None:
         self._server = server

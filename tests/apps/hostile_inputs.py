@@ -1,6 +1,6 @@
 """Hostile command lines: absurd numbers, wrong files, places that take nothing.
 
-``command_lines`` makes them of a seed, and ``outcomes`` runs each in a process of its own, forked from one that has
+``command_lines`` draws them from a seed, and ``outcomes`` runs each in a process forked from one that has
 imported what takes long. As a program: ``python tests/apps/hostile_inputs.py SEED FOLDER`` prints what failed.
 """
 
@@ -96,7 +96,7 @@ PLACES = {
     "bench": ["json", "plot", "folder"],
 }
 SECONDS = 15.0
-"""For a command to end by itself, or to have begun to train."""
+"""The time in which a command ends, or has begun to train."""
 
 
 def command_lines(seed: int, folder: Path) -> list[list[str]]:
@@ -325,7 +325,7 @@ class Server:
         """Return the exit status as shells have it, 128 and the number where it was a signal.
 
         Raises:
-            TimeoutError: the command still runs after so many seconds.
+            TimeoutError: the command still runs after ``seconds``.
         """
         status = int(self._received(seconds))
         self._pid = None
@@ -356,7 +356,7 @@ class Server:
 
 
 def outcomes(lines: list[list[str]], folder: Path, server: Server | None = None) -> Iterator[Outcome]:
-    """Run command lines one after the other, each in a process of its own and in its own directory.
+    """Run command lines one after the other, each in a separate process and directory.
 
     None of them may take more than 6 GiB of memory, or write files of more than 1 GiB.
 

@@ -170,7 +170,7 @@ def test_a_temporary_folder_goes_with_its_owner(tmp_path):
 
 
 def test_a_forked_child_leaves_the_temporary_folder_to_its_parent(tmp_path):
-    """A worker that ends by itself, with all that is to be done at its end."""
+    """A worker that exits normally and runs its exit handlers."""
     program = """
 import os, sys
 from pathlib import Path

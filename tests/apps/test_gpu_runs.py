@@ -1,4 +1,4 @@
-"""Runs of ncf and dlrm with the model on a GPU, small, beside the same on the CPU."""
+"""Small runs of ncf and dlrm with the model on a GPU, compared with the same runs on the CPU."""
 
 from __future__ import annotations
 

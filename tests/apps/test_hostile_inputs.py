@@ -69,7 +69,7 @@ KNOWN = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files, beside a small model."""
+    """The files, and a small model."""
     folder = tmp_path_factory.mktemp("hostile")
     assert main(["ncf", *SMALL["ncf"], "--output", str(folder / "model")]) == 0
     return folder

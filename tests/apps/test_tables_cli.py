@@ -101,7 +101,7 @@ def test_a_whole_table_is_verified(path, capsys):
 
 @pytest.mark.parametrize("file", ["MANIFEST", "keys", "rows.log"])
 def test_damage_is_exit_status_1(file, path, capsys):
-    """A bit of the manifest or of an id map; rows that are cut off. A whole table beside it is told apart."""
+    """A flipped bit in the manifest or an id map; truncated rows. An intact table next to it is reported as intact."""
     shutil.copytree(path, path.with_name("whole"))
     victim = max((found for found in path.iterdir() if found.name.startswith(file)), key=lambda found: found.name)
     raw = bytearray(victim.read_bytes())

@@ -139,7 +139,7 @@ def check_loss_that_communicates_is_not_checked(rank, world_size):
 
 
 def check_aux_is_each_ranks_own(rank, world_size):
-    """Check that even a rank without samples learns from the others that there is an aux."""
+    """Check that even a rank without samples learns of the aux from the others."""
     for counts in (sizes(world_size), [0, *sizes(world_size - 1)]):
         inputs, _ = data(counts)
         ddp, splitter = split(small_model(), micro_batch_size=2)

@@ -72,13 +72,13 @@ def test_p21_activations_are_those_of_one_micro_batch():
 
         whole = saved_at_most(model, partial(lambda x, y: loss_fn(x, y).backward(), inputs, targets))
         split = saved_at_most(model, partial(splitter.backward, loss_fn, inputs, targets))
-        assert split <= whole * 8 / samples + 8  # cross_entropy saves one number of its own
+        assert split <= whole * 8 / samples + 8  # cross_entropy saves one number more
         most.add(split)
     assert len(most) == 1
 
 
 def test_p21_two_passes_keep_one_micro_batch_at_a_time():
-    """Beside the representations themselves, which the loss needs all at once."""
+    """In addition to the representations, which the loss needs all at once."""
     model = classifier()
     splitter = speedswap.BatchSplitter(model, micro_batch_size=8)
     most = {

@@ -1,4 +1,4 @@
-"""Values beside a loss come back for the whole batch, each sample once and in order."""
+"""Values returned with a loss come back for the whole batch, each sample once and in order."""
 
 from __future__ import annotations
 

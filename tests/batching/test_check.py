@@ -183,7 +183,7 @@ def test_contrastive_loss_in_half_precision_is_refused(dtype):
 
 
 def test_contrastive_loss_beside_instance_norm_is_refused():
-    """InstanceNorm normalizes each sample by itself, though torch computes it as a BatchNorm."""
+    """InstanceNorm normalizes each sample separately, though torch computes it as a BatchNorm."""
     model = nn.Sequential(nn.Conv1d(6, 4, 1), nn.InstanceNorm1d(4), nn.Flatten(), nn.Linear(12, 8))
     with pytest.raises(CoupledLossError):
         split(lambda x: info_nce(model(x), model(x).roll(1, 1)), torch.randn(64, 6, 3), model=model)
@@ -459,7 +459,7 @@ def test_state_that_a_loss_keeps_for_itself_is_no_mistake():
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_terms_that_no_sample_has_are_no_mistake_in_a_mean(reduction):
-    """L2 of the parameters, beside the samples' mean; its weights add up to one."""
+    """L2 of the parameters, added to the samples' mean; its weights add up to one."""
     model, inputs = network(), batch()
 
     def loss_fn(x, y):
@@ -624,7 +624,7 @@ def test_checked_batch_trains_as_an_unchecked_one(device):
 
 
 class Counts(nn.Module):
-    """Counts its calls in a buffer that it assigns anew."""
+    """Counts its calls in a buffer that it reassigns."""
 
     def __init__(self):
         super().__init__()
@@ -643,7 +643,7 @@ def test_buffers_that_are_assigned_anew_are_put_back(known):
 
 
 class Criterion:
-    """A loss as a method, with settings of its own."""
+    """A loss as a method of an object with settings."""
 
     def __init__(self, model):
         self.model = model

@@ -78,7 +78,7 @@ def bytes_of(*tensors):
 
 
 def allocated_at_most(run) -> int:
-    """Return the most bytes that the CPU allocator had given out at once, above those from before."""
+    """Return the peak of the CPU allocator's bytes, less those allocated before."""
     for _ in range(3):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as session:
             time.sleep(0.01)  # the profiler loses events at its session's edges
@@ -98,7 +98,7 @@ def allocated_at_most(run) -> int:
 
 
 def measured_peak(model, optimizer_class, inputs, targets, passes) -> int:
-    """Return the bytes alive at the peak of a training step after the first, with so many passes per step."""
+    """Return the bytes alive at the peak of a training step after the first, with ``passes`` passes per step."""
     optimizer = optimizer_class(model.parameters())
 
     def step():
@@ -263,7 +263,7 @@ def test_frozen_parameters_have_no_gradients_and_no_state():
 
 
 def test_frozen_parameters_that_the_optimizer_holds_have_no_state():
-    """Little is trained beside much that is frozen, and the optimizer was given all of it."""
+    """Most parameters are frozen, and the optimizer was given all of them."""
     model = nn.Sequential(nn.Linear(500, 500).requires_grad_(False), nn.ReLU(), nn.Linear(500, 5))
     optimizer = torch.optim.Adam(model.parameters())
     estimate = speedswap.batching.estimate_memory(model, torch.randn(4, 500), optimizer)
@@ -572,7 +572,7 @@ def test_p23_on_a_gpu_never_under_what_its_allocator_gave_out(name):
 
 
 def test_nothing_is_printed() -> None:
-    """In a process of its own: torch's profiler reads its level once."""
+    """In a separate process: torch's profiler reads its level once."""
     code = (
         "import torch, speedswap; model = torch.nn.Linear(3, 2); "
         "speedswap.batching.estimate_memory(model, (torch.ones(4, 3),), loss_fn=lambda x: model(x).sum())"

@@ -151,7 +151,7 @@ def test_p17_nothing_of_a_failed_attempt_is_alive_when_memory_is_released(monkey
         release_cached_memory()
 
     monkeypatch.setattr("speedswap.batching.attempts.release_cached_memory", released)
-    gc.disable()  # what is freed is freed by itself, not by a collection that happens to come along
+    gc.disable()  # memory is freed by reference counts, not by a collection that happens to run
     try:
         splitter = speedswap.BatchSplitter(model, check=False)
         splitter.backward(loss_fn, torch.randn(8, 6, dtype=torch.float64), torch.randint(4, (8,)))

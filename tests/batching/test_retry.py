@@ -27,7 +27,7 @@ from speedswap.errors import BatchError
 
 
 class Memory:
-    """Room for so many samples at once; asks of more are answered as torch's allocator does."""
+    """Room for ``room`` samples at once; asking for more fails as in torch's allocator."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -322,7 +322,7 @@ def test_what_fitted_is_where_the_same_line_begins_the_next_time():
     take = batch_in(memory, initial=64, key=None)
     assert [take() for _ in range(3)] == [16] * 3
     assert memory.asked == [64, 32, 16, 16, 16]
-    assert take() == 16  # another line: it begins anew
+    assert take() == 16  # another line: it starts over
     assert memory.asked[5:] == [64, 32, 16]
 
 

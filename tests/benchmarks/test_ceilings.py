@@ -1,4 +1,4 @@
-"""The limits of a machine, and the engines beside them: on the CPU, and on a GPU or the simulated one."""
+"""The limits of a machine and how close the engines come: on the CPU, and on a GPU or the simulated one."""
 
 from __future__ import annotations
 

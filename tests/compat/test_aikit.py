@@ -451,7 +451,7 @@ def test_state_is_to_be_read_and_is_not_what_is_saved():
 
 
 def test_gradients_are_cleared_at_every_micro_step():
-    """They used to pile up in ``.grad`` until the update; what is pending is beside them."""
+    """They used to pile up in ``.grad`` until the update; pending gradients are kept elsewhere."""
     weight = nn.Parameter(torch.zeros(()))
     optimizer = aikit.ga.Torch.optim.SGD(3, [weight], lr=1.0)
     for pending in (1, 2):

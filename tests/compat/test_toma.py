@@ -36,7 +36,7 @@ from speedswap.errors import BatchError, MemoryBudgetError
 
 
 class Room:
-    """Room for so many samples at once, and what was asked of it."""
+    """Room for ``samples`` samples at once, and what was asked of it."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples

@@ -46,7 +46,7 @@ def narrow(form: str, values: np.ndarray, key: int | None, rows: np.ndarray) -> 
         tie_goes_up = (bits >> 16) & 1
         up = low + tie_goes_up > 0x8000 if key is None else low + drawn(form, key, rows, values.shape[1]) >= 2**16
         return ((bits >> 16) + up).astype(np.uint16)
-    # float16, stochastically: so many units, and a fraction of one that is the chance to go up.
+    # float16, stochastically: whole units, and a fraction that is the chance to round up.
     size = np.abs(values.astype(np.float64))
     exponent = np.maximum(np.frexp(size)[1] - 1, -14)
     exponent[~np.isfinite(size)] = 127

@@ -113,7 +113,7 @@ extern "C" void run_bandwidth_rows(int gathers, unsigned int grid, unsigned int 
                       num_rows, static_cast<Word16*>(rows_block), shift);
 }
 
-// The parts of philox.cuh by themselves.
+// The parts of philox.cuh, one at a time.
 
 extern "C" void run_philox(const Word* counter, const Word* key, Word* words) {
     const PhiloxWords drawn =

@@ -1,8 +1,8 @@
 """Runs the gather and scatter kernels on the host in every shape that the launcher picks, against NumPy.
 
-A program of its own, because the address sanitizer must be there before Python is: ``host_moves.py LIBRARY`` needs
-NumPy alone and is run by test_cuda_on_host.py. Arrays are as long as they have to be and no longer, so that the
-sanitizer sees every access beside them.
+A separate program, because the address sanitizer must be loaded before Python: ``host_moves.py LIBRARY`` needs NumPy
+alone and is run by test_cuda_on_host.py. Arrays are exactly as long as they must be, so that the sanitizer sees every
+access outside them.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ that append, commit and clean, the page cache, and a disk that loses power. Betw
 may reach the disk, or none. In every state, every image that a power cut may leave is recovered, and must be a commit
 as it was begun: the last that was acknowledged, or a later one; and every commit that HEAD holds can be opened. Groups
 are read as they were written, and changes that were allowed find room. Left out are the bytes of rows, layouts,
-readers, and files beside the log; there is one slot for a held commit in place of two.
+readers, and files other than the log; there is one slot for a held commit instead of two.
 """
 
 from __future__ import annotations

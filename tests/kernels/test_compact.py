@@ -178,7 +178,7 @@ def test_more_than_the_cache_holds(dtype: torch.dtype, key: int | None):
             expected = values.to(dtype).float()
         else:
             expected = values
-            round_rows(expected, ids, Stored(dtype, key))  # which has tests of its own
+            round_rows(expected, ids, Stored(dtype, key))  # which has separate tests
         assert torch.equal(rows.view(dtype).float(), expected)
         assert torch.equal(gathered(rows, Stored(dtype), items), expected)
 
@@ -383,7 +383,7 @@ def test_int8_is_off_by_at_most_half_a_scale(values: list[float], scale: float):
 
 @pytest.mark.parametrize("stored, begin, stride", [(torch.int8, 2, 12), (torch.int8, 4, 10), (torch.bfloat16, 1, 8)])
 def test_columns_that_no_gpu_can_read_are_refused(stored: torch.dtype, begin: int, stride: int, device: str):
-    """Its error would be one of all that follows; tables lay columns out so that there is none."""
+    """The GPU's error would fail all later calls; tables lay columns out so that it never occurs."""
     memory = torch.zeros(3 * stride, dtype=torch.uint8, device=device)
     part = Part(begin, torch.ones(1, 2, device=device), Stored(stored))
     if device == "cpu":

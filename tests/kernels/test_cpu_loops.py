@@ -135,7 +135,7 @@ def move():  # the CPU loops alone: torch's own calls may not survive an interpr
     while True:
         _C.gather(*call)
 children = []
-for _ in range(3):  # interpreters that end, each with helpers of its own
+for _ in range(3):  # interpreters that exit, each with its own worker threads
     child = os.fork()
     if not child:
         children = []

@@ -157,7 +157,7 @@ def test_ways_may_change_from_move_to_move(gpu):
 @pytest.mark.cuda_kernels
 @pytest.mark.usefixtures("small_buffers")
 def test_both_directions_at_once(gpu, way: Way):
-    """One thread and stream gathers from one table while another scatters to another one."""
+    """One thread and stream gathers from one table while another scatters to a second table."""
     source, target = Table(900, 64), Table(900, 64)
     ids = ascending(900, 800)
     gathered = [blocks([(0, 64)], 800, gpu) for _ in range(4)]

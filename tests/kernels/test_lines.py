@@ -1,4 +1,4 @@
-"""Lines of numbers, beside Python's own int()."""
+"""Lines of numbers, compared with Python's int()."""
 
 from __future__ import annotations
 

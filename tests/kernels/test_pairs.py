@@ -1,4 +1,4 @@
-"""Dot products of pairs of vectors, beside torch's matrix products."""
+"""Dot products of pairs of vectors, compared with torch's matrix products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of a row log that another one writes: rows of one commit, never a healthy log called damaged, no writes."""
+"""Readers of a row log that another process writes: rows of one commit, no healthy log called damaged, no writes."""
 
 from __future__ import annotations
 

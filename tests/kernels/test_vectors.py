@@ -1,4 +1,4 @@
-"""Keyed rows of numbers, beside Python's own float() and repr()."""
+"""Keyed rows of numbers, compared with Python's float() and repr()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dense layers under fully_shard beside rows that ranks own: checkpoints on other numbers of ranks."""
+"""Dense layers under fully_shard, with rows that ranks own: checkpoints on other numbers of ranks."""
 
 from __future__ import annotations
 

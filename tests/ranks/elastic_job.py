@@ -31,7 +31,7 @@ DOOMS = {
 
 
 def life(training: Training, world_size: int) -> None:
-    """Train until the doom of this start of the job, of which each rank learns by itself."""
+    """Train until the doom of this start of the job, which each rank reads on its own."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's, which forked this process
     restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     doom = None

@@ -115,7 +115,7 @@ def train(group, kind, bags, depth):
 
 
 def split(group, kind, bags, size):
-    """Train with a splitter; rows begin alike, since keys of passes of their own get other rows."""
+    """Train with a splitter; rows begin alike, since keys of separate passes get other rows."""
     net = Net(group, kind, bags, speedswap.init.constant(0.5))
     splitter = speedswap.BatchSplitter(net, micro_batch_size=size, check=False)
     optimizer = torch.optim.Adam(net.parameters(), 0.05)

@@ -1,4 +1,4 @@
-"""Tables of ranks on disk, for the commands, for other processes and for saving beside the training."""
+"""Tables of ranks on disk: for the commands, for other processes and for saving during training."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def trained(items, optimizer, group, device, keys_of=lambda ids: ids):
 
 
 def keyed(group, device):
-    """Train rows of keys, some of which start anew."""
+    """Train rows of keys, some of which are reset."""
     id_map = speedswap.IdMap(50, evict="lru")
     items = speedswap.Embedding(id_map.num_rows, DIM, id_map=id_map, seed=5, storage=owned(group)).to(device)
     optimizer = torch.optim.Adagrad(items.parameters(), 0.1)

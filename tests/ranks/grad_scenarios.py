@@ -75,7 +75,7 @@ def reduce_no_rows(group):
 
 
 def clip_another(group, how):
-    """Clip gradients that are not those of the backward pass: set anew, or by hand, with their detached norm."""
+    """Clip gradients that are not those of the backward pass: replaced, or by hand, with their detached norm."""
     items, dense = speedswap.Embedding(20, 2, **settings_of(group, "mean")), torch.nn.Linear(2, 1, dtype=torch.float64)
     torch.nn.init.ones_(dense.weight)
     parameters = [items.weight, *dense.parameters()]

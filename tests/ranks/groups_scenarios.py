@@ -113,7 +113,7 @@ def every_group(group, size):
 
 
 def connected_again(group):
-    """Connect under one name again and again, as a process does that joins a job anew; return what came each time."""
+    """Connect under one name repeatedly, as a process does that rejoins a job; return what came each time."""
     ranks, found = dist.get_process_group_ranks(group), []
     for number in range(4):
         connections = connect(group, "again", ranks, timedelta(seconds=10))

@@ -148,7 +148,7 @@ def evict(group, policy, admit_after):
         optimizer.step()
         rows = items.id_map.lookup(every)
         new = rows[(rows > 0) & (rows != was)]
-        assert torch.equal(before[new], start[new])  # a row begins anew with its key
+        assert torch.equal(before[new], start[new])  # a row starts over with its key
     owner = owners_of_keys(every, size)
     wanted = torch.stack([expected[rank].lookup(every[[key]])[0] > 0 for key, rank in enumerate(owner.tolist())])
     taken = rows[rows > 0]
@@ -156,7 +156,7 @@ def evict(group, policy, admit_after):
 
 
 def evict_and_resume(group, policy, admit_after, folder, begin=0):
-    """Train with more keys than rows, go on from a checkpoint beside the training itself, and return both results.
+    """Train with more keys than rows, both straight on and from a checkpoint, and return both results.
 
     Args:
         folder: of the checkpoint: one is saved after two steps.

@@ -268,7 +268,7 @@ class Failing:
 
 
 def fail(group, rank, where, depth=1):
-    """Fail on one rank in batch 2; then train all batches anew. Return what was raised, and the rows."""
+    """Fail on one rank in batch 2; then train all batches again. Return what was raised, and the rows."""
     items = embedding(group)
     optimizer = torch.optim.Adam(items.parameters(), 0.05)
     batches = batches_of(group, 5)
@@ -311,7 +311,7 @@ _prepare = RowsAhead.prepare
 
 
 def leave(group, keep):
-    """Break out of the loop, with or without a reference to it, and train anew; return rows with and without."""
+    """Break out of the loop, with or without a reference to it, and train again; return rows with and without."""
     found = []
     for depth in (0, 2):
         items = embedding(group)

@@ -311,7 +311,7 @@ def oddities(group):
 
 
 def making(group):
-    """Let one rank have no memory for its part of a table; then make another one, and train it."""
+    """Let one rank run out of memory for its part of a table; then create a second table, and train it."""
     life = faults.Life(group, "making")
     create_store, said = LocalStore.create, ""
 
@@ -514,7 +514,7 @@ def other_optimizers(group, how):
 
 
 def same_optimizers(group):
-    """Train a table with settings that say the same in another way, beside a dense layer with others; return its rows.
+    """Train a table with equivalent settings, and a dense layer with others; return its rows.
 
     Args:
         group: the ranks; None for one process that has all their samples.

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def error_of(call: Callable[[], Any]) -> str | None:
-    """Return the error of a call with its class; None if there is none."""
+    """Return the error of a call with its class, or None."""
     try:
         call()
     except Exception as error:

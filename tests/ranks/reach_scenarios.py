@@ -111,7 +111,7 @@ def given_rows(group, freeze):
 
 
 def filled_rows(group):
-    """Fill, read and write whole tables and single rows, each rank with rows of its own."""
+    """Fill, read and write whole tables and single rows, with different rows per rank."""
     items = speedswap.Embedding(ROWS, DIM, seed=3, dtype=torch.float64, storage=owned(group))
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     seen = []

@@ -174,7 +174,7 @@ def open_torn(group, path):
 
 
 def add_column(group, folder, adds):
-    """Add a column to a table on disk, or find it there; return its values, before and after rows start anew.
+    """Add a column to a table on disk, or find it there; return its values, before and after rows are reset.
 
     Args:
         group: the ranks; None for one process.

@@ -1,4 +1,4 @@
-"""Tables on disk that ranks take up, or make anew, where a start fails or has other settings."""
+"""Tables on disk that ranks open or recreate, where a start fails or has other settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def files_in(folder):
 
 
 def collection(group, folder, names="ab", rows=ROWS, width=4):
-    """Return a collection on disk of tables of which the second is in a group of its own unless its width is 2."""
+    """Return a collection of tables on disk, the second in a separate group unless its width is 2."""
     configs = [
         speedswap.EmbeddingConfig(
             name=name,

@@ -1,4 +1,4 @@
-"""Dense layers that fully_shard divides, beside rows that ranks own."""
+"""Dense layers that fully_shard divides, with rows that ranks own."""
 
 from __future__ import annotations
 

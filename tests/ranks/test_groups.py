@@ -17,7 +17,7 @@ def close(found, expected) -> None:
 
 
 def test_groups_train_as_one_process(ranks: RankPool) -> None:
-    """One made anew, one without the first rank, overlapping ones, and two of the same ranks."""
+    """A recreated group, one without the first rank, overlapping ones, and two of the same ranks."""
     expected = scenarios.every_group(None, SIZE)
     for rank, found in enumerate(ranks.run(scenarios.every_group, SIZE, SIZE)):
         if rank == 0:

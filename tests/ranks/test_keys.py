@@ -33,7 +33,7 @@ def test_keys_have_the_rows_of_one_process(ranks: RankPool, kind: str, size: int
 
 
 def test_collections_of_keys_train_as_in_one_process(ranks: RankPool) -> None:
-    """Keys of all tables go in one exchange: numbers, strings, ids beside them, and two features of one table."""
+    """Keys of all tables go in one exchange: numbers, strings, plain ids, and two features of one table."""
     losses, known, weights, pages = scenarios.train_collection(None)
     found = ranks.run(scenarios.train_collection, 2)
     total = torch.tensor([each[0] for each in found], dtype=torch.float64).sum(0)
@@ -49,7 +49,7 @@ def test_collections_of_keys_train_as_in_one_process(ranks: RankPool) -> None:
 def test_keys_move_to_other_ranks(ranks: RankPool, kind: str, tmp_path: Path) -> None:
     """Trained on 3 ranks, then on 2, then in one process, from checkpoints: as without a break.
 
-    One process reads what ranks have saved as a table of its own.
+    One process reads what ranks have saved as an ordinary table.
     """
     _, known, rows, weights = scenarios.train_embedding(None, kind)
     folder = str(tmp_path / "checkpoints")
@@ -68,7 +68,7 @@ def test_keys_move_to_other_ranks(ranks: RankPool, kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("policy", "admit_after"), [("lru", 1), ("lfu", 1), ("lru", 2)])
 def test_owners_evict_among_their_own_keys(ranks: RankPool, policy: str, admit_after: int) -> None:
-    """Keys stay that a map of an owner's share keeps; every row has one key, and starts anew with another one."""
+    """Keys stay that a map of an owner's share keeps; every row has one key, and is reset for a new key."""
     for rows, wanted, are_rows_own, known in ranks.run(scenarios.evict, 3, policy, admit_after):
         assert rows == wanted
         assert are_rows_own
@@ -173,7 +173,7 @@ def test_keys_of_a_table_on_disk_are_found_again(ranks: RankPool, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["new", "collection", "on disk"])
 def test_evicting_map_is_one_tables(ranks: RankPool, tmp_path: Path, kind: str) -> None:
-    """Rows that start anew in one table would keep another key's values in the other."""
+    """Rows that are reset in one table would keep another key's values in the other."""
     found = [
         scenarios.share_evicting_map(None, tmp_path / "one", kind),
         *ranks.run(scenarios.share_evicting_map, 2, tmp_path, kind),

@@ -27,7 +27,7 @@ def require_equal(results, wanted):
 def test_lookahead_changes_no_bit(ranks: RankPool, world_size: int) -> None:
     """Batches share rows, are of different sizes, empty on some ranks or on all; a lookup takes what came ahead.
 
-    The first step gives the table its columns of state, so that the batches announced before it are looked up anew.
+    The first step gives the table its columns of state, so that the batches announced before it are looked up again.
     """
     results = ranks.run(scenarios.compared, world_size, (0, 1, 3), sizes=UNEVEN)
     require_equal([[depths[0], depths[1]] for depths in results], 5)

@@ -45,7 +45,7 @@ def one_owner(ranks):
 
 
 def many(ranks):
-    """Return ids that do not fit beside a round's lines."""
+    """Return ids that do not fit into a round's messages."""
     ids = torch.arange(ROWS)
     return [ids[rank::2] if rank else ids[:10] for rank in range(ranks)]
 
@@ -129,7 +129,7 @@ def test_the_fit_finds_the_constants_that_made_the_times(protocol):
         for lookups in (100, 1000, 5000)
         for dim in (8, 32, 128)
     ]
-    nothing = Protocol((0, 0), 0, ([], []))  # a process by itself
+    nothing = Protocol((0, 0), 0, ([], []))  # a single process
     rows.append(features(nothing, Load(1, 1000, 0, 0, 0, 0, 0), 8, 64, 1))
     found = Costs.fitted(rows, [true.seconds(row) for row in rows])
     assert found.to_json() == pytest.approx(true.to_json(), rel=1e-3, abs=1e-12)

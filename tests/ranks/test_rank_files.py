@@ -1,4 +1,4 @@
-"""Files of tables that ranks own, for commands and other processes; and saving beside the training."""
+"""Files of tables that ranks own, for commands and other processes; and saving during training."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import rounds_scenarios as scenarios
 import torch
 from rank_pool import RankPool
 
-# What a step does, with its lookups, and its rounds for any number of tables beside two for each lookup.
+# What a step does, its lookups, and its rounds for any number of tables, besides two per lookup.
 LOOPS = [
     ("zero forward backward step", 1, 2),
     ("forward zero backward step", 1, 2),
@@ -36,7 +36,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("ignoring", [None, 1], ids=["", "a rank whose loss ignores the rows"])
 def test_rounds_do_not_grow_with_the_number_of_tables(ranks: RankPool, ignoring: int | None) -> None:
-    """Beside those of the lookups; the tables are those of one process, and so are norms."""
+    """Besides those of the lookups; tables and norms equal those of one process."""
     counts = (1, 3) if ignoring is None else (3,)
     size, cases = 2, [(count, parts, ignoring) for count in counts for parts, _, _ in LOOPS]
     expected = scenarios.all_trained(None, size, cases)

@@ -127,14 +127,14 @@ def test_state_dict_of_one_process_loads_on_ranks(ranks: RankPool) -> None:
 
 
 def test_rows_of_different_steps_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    """A kill leaves each rank as of its own last commit: only a checkpoint makes them one table again."""
+    """A kill leaves each rank at its last commit: only a checkpoint makes them one table again."""
     for said in ranks.run(scenarios.open_torn, 2, str(tmp_path / "rows")):
         assert "shards of different steps" in said
         assert "load the last checkpoint" in said
 
 
 def test_added_columns_begin_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    """Also with another number of ranks, which copies no row that was never written; and rows that start anew."""
+    """Also with another number of ranks, which copies no row that was never written; and rows that are reset."""
     wanted, again = scenarios.add_column(None, tmp_path / "one", True)
     assert torch.equal(again, wanted)
     for size in (2, 3):

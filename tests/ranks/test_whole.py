@@ -17,7 +17,7 @@ from speedswap.tables.shards import Owners
     ("form", "chunk"), [("none", 7), ("mask", None), ("ids", 64), ("padded", None), ("list", None)]
 )
 def test_best_rows_are_those_of_one_process(ranks: RankPool, form: str, chunk: int | None) -> None:
-    """Three ranks have 5, no and 300 queries, each a k of its own; rows are equal or NaN; forms exclude others."""
+    """Three ranks have 5, no and 300 queries, with a k per rank; rows are equal or NaN; forms exclude others."""
     items = speedswap.Embedding.from_pretrained(scenarios.weights(), padding_idx=3)
     for rank, (found, single) in enumerate(ranks.run(scenarios.score, 3, form, chunk)):
         left_out = scenarios.excluded_by(rank, form)
@@ -73,7 +73,7 @@ def test_first_rank_exports_what_one_process_does(ranks: RankPool, tmp_path: Pat
 def test_every_method_of_a_table_is_right_or_refuses(ranks: RankPool) -> None:
     """No public method of a table that ranks own is left out: its result is one process's, or it names a remedy."""
     construction = {"create", "open", "load", "from_file", "salvage"}
-    elsewhere = {"save", "export", "closed", "columns", "__enter__", "__exit__"}  # in tests of their own
+    elsewhere = {"save", "export", "closed", "columns", "__enter__", "__exit__"}  # in separate tests
     methods = {name for name, value in vars(speedswap.Table).items() if not name.startswith("_") or name in DUNDERS}
     for found in ranks.run(scenarios.walk, 3):
         assert methods - construction - elsewhere <= found.keys()

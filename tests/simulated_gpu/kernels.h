@@ -11,7 +11,7 @@ namespace simulated {
 
 using Legal = int (*)(const void*);
 
-// The first thing a kernel would touch that the GPU cannot reach, or not in words of its size; null if there is none,
+// The first thing a kernel would touch that the GPU cannot reach, or not in words of its size; null without one,
 // or if the kernel's arguments are of an unknown kind.
 template <typename... P>
 const char* illegal(void (*)(P...), const char*, void**, Legal) {

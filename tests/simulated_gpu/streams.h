@@ -199,13 +199,13 @@ bool blocked(const Stream& stream) {
     return first.busy || (!first.run && state().streams[first.awaited].done < first.ticket);
 }
 
-// Run what the stream can without making another one move.
+// Run what the stream can without making another stream move.
 void run_alone(Stream& stream) {
     while (!stream.items.empty() && !blocked(stream))
         run_first(stream);
 }
 
-// A moment at which a GPU may have gone on by itself.
+// A moment at which a GPU may have made progress unprompted.
 void drift() {
     State& all = state();
     if (all.policy != kRandom || all.pending == 0) return;

@@ -26,7 +26,7 @@ def model_of(embedding):
 
 
 def local(rank, **settings):
-    """Return a model with a table of its own, with other rows than on the other ranks."""
+    """Return a model with a private table, whose rows differ from those of the other ranks."""
     return model_of(speedswap.Embedding(ROWS, DIM, seed=rank, dtype=torch.float64, name="items", **settings))
 
 
@@ -201,7 +201,7 @@ def check_what_is_ignored_already_is_kept(rank, world_size):
 
 
 def check_local_tables_with_their_checkpoints(rank, world_size):
-    """Save and load with torch's helpers under DistributedDataParallel: each rank resumes with a table of its own."""
+    """Save and load with torch's helpers under DistributedDataParallel: each rank resumes with its own table."""
 
     def build():
         model = speedswap.ignore_in_ddp(local(rank, local_to_rank=True))

@@ -332,7 +332,7 @@ def test_a_weight_in_no_optimizer_is_an_error_at_the_next_forward(items: speedsw
 
 
 class Adds(torch.optim.SGD):
-    """Takes its parameters one by one, in a method of its own."""
+    """Takes its parameters one by one, in a separate method."""
 
     def __init__(self, params: Iterable[Any], lr: float) -> None:
         first, *others = params

@@ -173,7 +173,7 @@ def test_unfit_optimizer_is_refused_by_the_helpers_too() -> None:
 
 
 def test_loading_a_state_dict_without_a_tables_state_starts_it_over() -> None:
-    """The state of a fresh optimizer, loaded into a trained one: step count and moments begin anew, together."""
+    """The state of a fresh optimizer, loaded into a trained one: step count and moments start over together."""
     embedding = speedswap.Embedding(ROWS, DIM, seed=1, dtype=torch.float64)
     optimizer = torch.optim.Adam(embedding.parameters())
     fresh = copy.deepcopy(optimizer.state_dict())

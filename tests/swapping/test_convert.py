@@ -30,7 +30,7 @@ ROWS, DIM = 50, 6
 
 
 class Model(nn.Module):
-    """Embeddings at several depths, one of them small, beside a dense part."""
+    """Embeddings at several depths, one of them small, and a dense part."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()

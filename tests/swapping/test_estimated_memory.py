@@ -1,4 +1,4 @@
-"""estimate_memory beside tables: their rows are not counted, and the trial leaves nothing behind."""
+"""estimate_memory with tables: their rows are not counted, and the trial leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_lists_of_integers_in_a_lookahead(device: str) -> None:
 
 
 def test_bags(device: str) -> None:
-    """Keys without a row of their own count in no bag."""
+    """Keys without a row count in no bag."""
     words = speedswap.IdMap(10)
     bag = speedswap.EmbeddingBag(11, DIM, mode="mean", seed=1, id_map=words).to(device)
     ids = torch.tensor([5, 500, 5, 5000], device=device)

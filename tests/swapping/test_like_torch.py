@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A model with its optimizer, which can be saved, copied and made anew."""
+    """A model with its optimizer, which can be saved, copied and recreated."""
 
     def __init__(self, package: Any, make: Callable[[Any], Optimizer]) -> None:
         self._package, self._make = package, make
@@ -60,7 +60,7 @@ class Training:
         self.renew()
 
     def renew(self) -> None:
-        """Make an optimizer of three groups, in an order of their own."""
+        """Make an optimizer of three groups, in an unusual order."""
         model = self.model
         groups = [{"params": [model.words.weight], "weight_decay": 0.1}, {"params": model.head.parameters()}]
         self.optimizer = self._make([*groups, {"params": [model.items.weight]}])

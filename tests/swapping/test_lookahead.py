@@ -631,7 +631,7 @@ def test_a_pending_write_that_fails_is_an_error_at_the_latest_at_the_end(monkeyp
 
 @pytest.mark.parametrize("engine", ["auto", "staged"])
 def test_a_gpu_has_a_queue_for_every_stream(engine: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the computation's own: with more than 8, streams that do not depend on each other would share one."""
+    """Apart from the computation's queue: with more than 8, independent streams would share one."""
     if device != "cuda":
         pytest.skip("is about a GPU")
     made: dict[tuple[int, str], torch.cuda.Stream] = {}

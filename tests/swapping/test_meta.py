@@ -45,7 +45,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {"torch.device": lambda: torch.device("
 
 
 def assign(model: nn.Module, rows: dict[str, Tensor]) -> None:
-    """Set each parameter to another one, as transformers does; they go as soon as they are set."""
+    """Replace each parameter, as transformers does; each value is freed as soon as it is set."""
     for name, values in rows.items():
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(values.clone()))

@@ -60,7 +60,7 @@ def test_sharding_a_weight_is_an_error_that_says_how_to_leave_it_out() -> None:
 
 
 def test_weight_that_was_replaced_is_named_as_such() -> None:
-    """As wrappers put parameters of their own in its place, which no table would hear of."""
+    """Wrappers replace it with their own parameters, which no table would hear of."""
     items = speedswap.Embedding(20, 4, name="items")
     items._parameters["weight"] = nn.Parameter(torch.ones(20, 4))
     with pytest.raises(RanksError, match=r"'items' was replaced .*ignored_params=speedswap.parameters_to_ignore"):

@@ -159,7 +159,7 @@ def test_writes_behind_the_next_step_are_seen(device: str) -> None:
 @pytest.mark.parametrize("k", [1, 7, 600])
 def test_equal_scores_come_by_id(chunk: int | None, k: int, device: str) -> None:
     """A table of zeros, and one of three values: far more ties than places."""
-    num_rows = 1000 if chunk == 1 else 5000  # each row is a piece of its own
+    num_rows = 1000 if chunk == 1 else 5000  # each row is a separate piece
     queries = torch.ones(2, 2)
     for rows in (torch.zeros(num_rows, 2), torch.arange(num_rows).remainder(3)[:, None].expand(-1, 2).float()):
         assert_best(items_of(rows).score(queries.to(device), k=k, chunk=chunk), best(queries, rows, k))

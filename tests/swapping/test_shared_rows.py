@@ -190,7 +190,7 @@ def test_writing_the_table_in_between(gpu: str):
 
 @pytest.mark.filterwarnings("ignore:rows of table .* are looked up for training that the lookahead was not told of")
 def test_lookups_that_were_not_prefetched(gpu: str, monkeypatch: pytest.MonkeyPatch):
-    """Their rows are made on the stream of the computation, and compared on another one, which is to be known."""
+    """Their rows are made on the computation's stream, and compared on another stream, which must be recorded."""
     compared, recorded = [], []
     compare, record = kernels.places_among, kernels.used_here
     monkeypatch.setattr(kernels, "places_among", lambda rows, wanted: (compared.append(rows), compare(rows, wanted))[1])

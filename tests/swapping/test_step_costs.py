@@ -1,4 +1,4 @@
-"""The costs of a training step on a GPU beside the bytes: waits of the host, and the order of streams."""
+"""The costs of a training step on a GPU besides the bytes: waits of the host, and the order of streams."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def ids_of(i: int) -> Callable[[Tensor], Tensor]:
 def test_a_step_waits_for_the_numbers_of_rows_alone(
     ahead: bool, name: str, arguments: dict[str, Any], gpu: str
 ) -> None:
-    """Once for each lookup in the plain loop; with lookahead once for all tables, in a thread of its own."""
+    """Once for each lookup in the plain loop; with lookahead once for all tables, in a separate thread."""
     tables = models(**arguments)
     optimizer = OPTIMIZERS[name]([table.weight for table in tables])
     source = batches(9)
@@ -97,7 +97,7 @@ def test_a_step_waits_for_the_numbers_of_rows_alone(
 
 
 def test_gradients_add_up_without_waiting_for_more(gpu: str) -> None:
-    """A second lookup before the step waits for the rows of its own, and for how many they are with the first's."""
+    """A second lookup before the step waits for its rows, and for the count of both lookups' rows together."""
     tables = models()
     optimizer = OPTIMIZERS["adam"]([table.weight for table in tables])
     for first, second in zip(batches(4), batches(4, size=7), strict=True):
@@ -145,7 +145,7 @@ def test_several_tables_in_any_order_of_the_streams(order: str, engine: str, gpu
 
 
 def test_the_first_lookup_does_not_wait_for_the_last_table(gpu: str) -> None:
-    """Each result has an event of its own: what is queued after it may still be to come."""
+    """Each result has a separate event: work queued after it may still be pending."""
     if not simulated_gpu.is_on():
         pytest.skip("a real GPU is quicker than the test")
     with simulated_gpu.policy("late"):

@@ -14,7 +14,7 @@ from speedswap.errors import ThreadError
 
 
 def in_threads(*functions: Callable[[], object]) -> None:
-    """Run functions at once, each in a thread of its own; raise the first error."""
+    """Run functions concurrently, one thread per function; raise the first error."""
     start, errors = threading.Barrier(len(functions)), list[BaseException]()
 
     def run(function: Callable[[], object]) -> None:
@@ -127,7 +127,7 @@ def test_gradients_of_one_module_from_two_threads_add_up():
 
 
 def test_a_lookahead_in_each_of_several_threads_gives_the_rows_of_the_plain_loop():
-    """Lookaheads over tables of their own, in threads, train to the bits of the loop without them."""
+    """Lookaheads over separate tables, in threads, train to the bits of the loop without them."""
 
     def train(seed: int, depth: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -114,7 +114,7 @@ def test_id_outside_the_table_is_an_error_in_a_transform_too() -> None:
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_functionalizing_a_lookup_is_one_clear_error(kind: str, frozen: bool) -> None:
-    """A graph of its own cannot take the rows along; no address is read."""
+    """A functionalized graph cannot take the rows along; no address is read."""
     ours, _ = pair(kind, frozen)
     with pytest.raises(WeightError, match="functionalize"):
         func.functionalize(ours)(IDS)

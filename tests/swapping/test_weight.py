@@ -594,7 +594,7 @@ def test_tracing_a_table_is_an_error(kind: Any, frozen: bool) -> None:
 
 @pytest.mark.parametrize("make", [speedswap.Embedding, speedswap.EmbeddingBag])
 def test_a_table_is_not_shared_between_processes(make: Any) -> None:
-    """A forked process would train rows of its own, where torch's are everybody's."""
+    """A forked process would train its own copy of the rows, where torch shares them."""
     model = nn.Sequential(make(ROWS, DIM), nn.Linear(DIM, 1))
     with pytest.raises(TypeError, match=r"cannot be shared between processes.*with storage=speedswap.Ranks"):
         model.share_memory()

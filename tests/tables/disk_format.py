@@ -219,7 +219,7 @@ OLDER = {  # of rows that have an older version
 
 
 def group_of(values: list[float], late: list[float] | None = None) -> bytes:
-    """Return a group's rows, each of which has one value, or with a second column another one as well."""
+    """Return a group's rows, each with one value, or two with a second column."""
     rows = [
         [value] * DIM + [more] * DIM * (late is not None) for value, more in zip(values, late or values, strict=True)
     ]

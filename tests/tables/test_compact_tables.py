@@ -117,7 +117,7 @@ def test_functions_of_torch_and_copies_fill_compact_columns() -> None:
 
 
 def test_columns_of_several_forms_travel_together(place: dict[str, Any], device: str) -> None:
-    """As weight, momentum and squares of an optimizer; late columns are in a record of their own."""
+    """As weight, momentum and squares of an optimizer; late columns are in a separate record."""
     table = Table.create(300, 10, **place)
     form = {"init": speedswap.init.zeros(), "dtype": torch.float32, "row_shape": (10,)}
     table.add_columns([Column("first", stored=torch.bfloat16, **form), Column("second", stored=torch.float16, **form)])

@@ -102,7 +102,7 @@ def test_a_copy_starts_with_its_own_zero_row(tmp_path: Path, dim: int, scratch: 
 
 @pytest.mark.parametrize("scratch", [False, True])
 def test_columns_begin_anew_in_the_order_in_which_they_are_given(tmp_path: Path, scratch: bool) -> None:
-    """A copy made before its source begins anew has what was trained."""
+    """A copy made before its source is reset has what was trained."""
     ours, other = pair(tmp_path / "table", 5, scratch=scratch)
     for table in (ours, other):
         table.add_columns([column("copy", 5)])
@@ -138,7 +138,7 @@ def test_a_copy_of_no_fitting_column_is_refused(tmp_path: Path, kind: str, sourc
 @pytest.mark.parametrize("scratch", [False, True])
 @pytest.mark.parametrize("dim", [1, 4])
 def test_narrow_rows_take_wide_columns(tmp_path: Path, dim: int, scratch: bool) -> None:
-    """Their log is written anew, in groups of fewer rows; every value, note and id map comes along."""
+    """Their log is rewritten, in groups of fewer rows; every value, note and id map comes along."""
     ours, other = pair(tmp_path / "table", dim, scratch=scratch)
     id_map = speedswap.IdMap(ROWS - 1)
     ours.set_id_map(id_map)
@@ -179,7 +179,7 @@ def test_a_reader_follows_a_table_to_its_new_log(tmp_path: Path) -> None:
 
 
 def test_rows_begin_anew_any_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A log counts up to 255 layouts; then it is written anew."""
+    """A log counts up to 255 layouts; then it is rewritten."""
     monkeypatch.setattr(manifests, "_MAX_LAYOUTS", 5)
     ours, other = pair(tmp_path / "table", 4)
     write(ours, 0, "weight")

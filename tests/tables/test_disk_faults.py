@@ -31,7 +31,7 @@ ROWS, DIM = 40_000, 32
 
 
 class Trainer:
-    """An Adam run over a table on disk, beside the same steps on plain tensors."""
+    """An Adam run over a table on disk, and the same steps on plain tensors."""
 
     def __init__(self, path: Path, rows: int = 200, dim: int = 6, size: int = 32, cache_bytes: int = 1) -> None:
         self.rows, self.dim, self.size = rows, dim, size

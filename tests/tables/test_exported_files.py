@@ -235,7 +235,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(suffix, small_disk):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_rows_that_cannot_fit_are_refused_before_any_is_read(suffix, small_disk, tmp_path):
-    """A disk that is too small is known before it has been written full; the file of before stays."""
+    """A disk that is too small is noticed before it is full; the existing file stays."""
     if suffix == ".parquet":
         pytest.importorskip("pyarrow")
     file = small_disk / f"rows{suffix}"

@@ -1,4 +1,4 @@
-"""Processes that read a table with an id map while another one trains it: keys and rows are of one commit."""
+"""Processes that read a table with an id map while another process trains it: keys and rows are of one commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that read a table while another one writes it: they see its commits, also after columns were added."""
+"""Processes that read a table while another process writes it: they see its commits, also after columns were added."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ LATE = Column("late", (2,), torch.float32, init.constant(4.0))
 
 @pytest.fixture(params=["ext4", "tmpfs"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 16 MiB and 200 files."""
+    """A file system of 16 MiB and 200 files."""
     mount = tmp_path / "small"
     mount.mkdir()
     if request.param == "tmpfs":

@@ -1,4 +1,4 @@
-"""Commits with so many attributes or id maps that their head lies in a file of its own."""
+"""Commits whose attributes or id maps are so numerous that their head is a separate file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Snapshot = dict[str, Tensor]
 Interrupts = Callable[..., AbstractContextManager[list[str]]]
 
 ROWS = 20
-GROUPED, SINGLE = 4, 40  # values per row: several rows are stored as one, or each by itself
+GROUPED, SINGLE = 4, 40  # values per row: several rows per group, or one
 LINES = os.environ.get("SPEEDSWAP_INTERRUPTS", "3")  # of each call
 FOLDER = str(Path(speedswap.__file__).parent / "tables")
 

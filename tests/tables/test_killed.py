@@ -178,7 +178,7 @@ def test_a_table_in_the_making_is_not_taken_for_a_leftover(tmp_path: Path) -> No
 
 
 def test_what_is_not_speedswaps_is_never_removed(tmp_path: Path) -> None:
-    """A foreign directory under the hidden name stays as it is, and so does a foreign file beside a table's own."""
+    """A foreign directory under the hidden name stays as it is, and so does a foreign file among a table's files."""
     path = tmp_path / "t"
     with child(stays(path)) as (_, connection):
         (hidden,) = answer(connection)

@@ -32,7 +32,7 @@ from speedswap.tables.disk.cache import LogCache
 from speedswap.tables.storage import copy_rows
 
 ROWS = 60
-SMALL = 1  # bytes of cache: the least that there is, less than a batch
+SMALL = 1  # bytes of cache: the minimum, less than a batch
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

@@ -1,4 +1,4 @@
-"""Several tables in one store: the initial values of each range, and some rows as a table of their own."""
+"""Several tables in one store: the initial values of each range, and some rows as a separate table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_range_starts_as_a_table_of_its_own(arguments: dict[str, Any]) -> N
 
 
 def test_a_file_knows_its_ranges(tmp_path: Path) -> None:
-    """The rows, and what they start with, survive the file; columns are added to an unwritten one beside them."""
+    """The rows, and what they start with, survive the file; columns are added next to an unwritten one."""
     ranges = (Range(4, init.normal(), 1, 3), Range(6, init.constant(0.5), 2**64 - 1))
     together(ranges, path=tmp_path / "t").close()
     with Table.open(tmp_path / "t") as table:

@@ -125,7 +125,7 @@ def test_former_files_go_when_a_sweep_has_ended(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_held_commit_keeps_its_map(tmp_path: Path) -> None:
-    """The commit that is returned to has the map of then, whatever came after it, and is added to anew."""
+    """The restored commit has the map of its time, whatever came after it, and takes new keys again."""
     path, table, users = grown(tmp_path)
     users.add(torch.tensor([10_000]))
     held, then = table.store.commits.hold(), users.to_bytes()

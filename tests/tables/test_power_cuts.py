@@ -23,7 +23,7 @@ LATE = Column("late", (2,), torch.float32, init.constant(4.0))
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[], Any]]]:
-    """A file system of its own, and a function that mounts a copy of it as a power cut would leave it now.
+    """A file system, and a function that mounts a copy of it as a power cut would leave it now.
 
     For ten minutes it writes nothing to its disk unless it is told to.
     """
@@ -96,7 +96,7 @@ def test_a_saved_table_is_on_the_disk(disk: tuple[Path, Callable[[], Any]]) -> N
 
 @pytest.mark.release
 def test_power_cut_anywhere_while_columns_are_added(disk: tuple[Path, Callable[[], Any]]) -> None:
-    """Wherever a process was killed, its disk holds the whole table of before, or of after."""
+    """Wherever a process was killed, its disk holds the whole old table or the whole new one."""
     mount, cut = disk
     seen, step, killed = set(), 0, True
 

@@ -1,4 +1,4 @@
-"""Rows that start anew have the very bits that the table was made with."""
+"""Rows that are reset have the very bits that the table was created with."""
 
 from __future__ import annotations
 

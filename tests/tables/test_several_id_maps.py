@@ -89,7 +89,7 @@ def test_ctrl_c_after_the_loops_changes_no_map(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_step_that_ends_early_leaves_no_batch_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the rows of the second of three tables start anew: no map waits for a turn that never comes."""
+    """Ctrl-C while the rows of the second of three tables are reset: no map waits for a turn that never comes."""
     configs = [speedswap.EmbeddingBagConfig(name=name, embedding_dim=2, id_map=IdMap(4, evict="lru")) for name in "abc"]
     collection = speedswap.EmbeddingBagCollection(configs)
     collection({name: torch.arange(4) for name in "abc"})

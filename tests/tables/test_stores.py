@@ -306,7 +306,7 @@ def test_a_store_in_front_of_another_trains_to_the_same_bits(kind: str, ahead: b
 
 
 class Plain(RowStore):
-    """A store of its own: a tensor per column, whole, without prefetch or files."""
+    """A store of another kind: one whole tensor per column, without prefetch or files."""
 
     storage, engine = "plain", "auto"
 

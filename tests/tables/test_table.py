@@ -379,7 +379,7 @@ def test_ids_that_would_be_overwritten_are_refused(device: str) -> None:
 
 @pytest.mark.parametrize("engine", ["auto", "zero_copy", "staged", "split"])
 def test_a_copy_has_storage_and_engine_of_its_table(engine: str) -> None:
-    """Also an engine that serves only pinned memory, which there is none of without a GPU."""
+    """Also an engine that serves only pinned memory, which does not exist without a GPU."""
     table = Table.create(5, 3, storage=speedswap.Pinned(engine), init=init.normal())
     copied = copy.deepcopy(table)
     assert (copied.storage, copied.engine) == (table.storage, engine)
@@ -387,7 +387,7 @@ def test_a_copy_has_storage_and_engine_of_its_table(engine: str) -> None:
 
 
 def test_rows_gathered_into_the_tables_own_memory_are_those_from_before() -> None:
-    """Each row would otherwise be read after another one was written over it."""
+    """Each row would otherwise be read after it was overwritten."""
     table = Table.create(4, 2, storage="pageable")
     table.write(0, torch.arange(8.0).view(4, 2))
     ids = torch.tensor([3, 0, 1, 2])
@@ -400,7 +400,7 @@ def test_rows_gathered_into_the_tables_own_memory_are_those_from_before() -> Non
 
 
 def run_alone(code: str) -> str:
-    """Run code in a process of its own and return what it printed."""
+    """Run code in a separate process and return what it printed."""
     result = run_script(code, seconds=300.0)
     assert result.returncode == 0, result.stderr
     return result.stdout

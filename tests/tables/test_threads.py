@@ -24,7 +24,7 @@ STORAGES = ["pageable", "disk"]
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("change", ["close", "add_columns"])
 def test_rows_are_read_while_another_thread_changes_the_table(storage: str, change: str, tmp_path: Path):
-    """Gathers, reads and scores beside close() or add_columns(): right rows or TableClosedError, never a crash."""
+    """Gathers, reads and scores during close() or add_columns(): right rows or TableClosedError, never a crash."""
     found = run_script(
         """
         import sys, threading, torch, speedswap
@@ -69,7 +69,7 @@ def test_rows_are_read_while_another_thread_changes_the_table(storage: str, chan
 
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_gather_sees_all_of_a_scatter_or_nothing_of_it(storage: str, tmp_path: Path):
-    """A block gathered beside scatters of constant rows has one constant in all of them."""
+    """A block gathered during scatters of constant rows has one constant throughout."""
     path = tmp_path / "table" if storage == "disk" else None
     rows = torch.arange(3000)
     with speedswap.Table.create(3000, 32, storage=storage, path=path) as table:
@@ -93,7 +93,7 @@ def test_a_gather_sees_all_of_a_scatter_or_nothing_of_it(storage: str, tmp_path:
 
 
 def test_scatters_of_several_threads_all_arrive():
-    """Threads that write rows of their own leave every one of them written."""
+    """Threads that write disjoint rows leave every row written."""
     with speedswap.Table.create(800, 4) as table:
 
         def write(first: int) -> None:

@@ -14,7 +14,7 @@ from speedswap.apps.dlrm.criteo import text_of
 
 @pytest.fixture
 def criteo(tmp_path):
-    """Write generated samples as Criteo's files: so many lines in each of some files."""
+    """Write generated samples as Criteo's files, given the number of lines per file."""
 
     def write(*counts, seed=0):
         source = GeneratedSamples(sum(counts), ids=300, seed=seed)

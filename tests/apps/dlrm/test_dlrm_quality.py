@@ -1,4 +1,4 @@
-"""The model on speedswap's tables beside the same one on torch's own: equal losses, equal AUC."""
+"""The model on speedswap's tables compared with the same one on torch's: equal losses, equal AUC."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_with_adagrad_every_loss_is_that_of_torch_to_the_bit(lookahead):
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_auc_is_that_of_torch_with_sparse_adam(seed):
-    """Adam on the batch's rows beside SparseAdam: other bits, the same quality."""
+    """Adam on the batch's rows compared with SparseAdam: other bits, the same quality."""
     settings = DlrmSettings(generate=10_000, seed=seed, optimizer="adam", lr=4e-3, **SIZES)
     data = Data(settings)
     ours, theirs = pair(settings, torch_bag)

@@ -1,4 +1,4 @@
-"""AUC and log loss beside scikit-learn's."""
+"""AUC and log loss compared with scikit-learn's."""
 
 from __future__ import annotations
 

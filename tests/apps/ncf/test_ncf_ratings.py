@@ -191,7 +191,7 @@ def test_ratings_after_many_blank_lines_are_read(tmp_path):
 
 
 def test_fields_of_millions_of_spaces_are_trimmed_at_once(tmp_path):
-    """As all others are: around the value, and where there is none."""
+    """As all others are: around the value, and without one."""
     path = tmp_path / "ratings"
     wide = " " * 1_000_000
     path.write_text(f"1\t2\t3\t4\n1\t{wide}7{wide}\t3\t5\n1\t{wide}\t3\t6\n{wide}\n 1 \t8  \t3\t7\n")

@@ -272,7 +272,7 @@ def test_what_would_not_be_loaded_is_refused(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """A module with data beside its parameters."""
+    """A module with data besides its parameters."""
 
     def __init__(self, more: Any) -> None:
         super().__init__()

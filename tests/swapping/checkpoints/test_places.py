@@ -79,7 +79,7 @@ def test_a_link_to_a_checkpoint_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", ["beside it", "in it"])
 def test_a_checkpoint_on_a_read_only_file_system_is_loaded(stored: str, small_disk: Path, tmp_path: Path) -> None:
-    """A table of its own beside it trains on; one that lies there too is read, or copied."""
+    """A table elsewhere trains on; one on the same file system is read, or copied."""
     place = tmp_path / "table" if stored == "beside it" else small_disk / "table"
     model, optimizer = training(place)
     step(model, optimizer, 3)

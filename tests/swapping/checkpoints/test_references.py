@@ -155,7 +155,7 @@ def test_a_training_goes_back_and_forth_among_its_checkpoints(name: str, keep: i
 
 
 def test_checkpoints_in_another_directory_keep_their_commit(tmp_path: Path) -> None:
-    """The best ones beside the last ones, for example; the commit is let go when its own checkpoint is removed."""
+    """The best ones next to the last ones, for example; the commit is released when its checkpoint is removed."""
     training = on_disk(tmp_path / "tables")
     store = training.model.user.table.store
     states = {}

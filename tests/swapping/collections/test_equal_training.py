@@ -185,7 +185,7 @@ def test_bags_train_as_torchs_modules(name: str) -> None:
     names = features_of(configs)
     for step in range(5):
         given = {feature: each for feature, each in bags(step).items() if feature in names}
-        # A feature of its own table each: torch adds the gradients of two calls in an order of its own.
+        # One feature per table: torch adds the gradients of two calls in its own order.
         given["b"] = given["b"][0][:0], torch.zeros(BATCH, dtype=torch.int64)
         outputs = (
             collection(given).values(),

@@ -73,7 +73,7 @@ FORMS: dict[str, Callable[[int, str], Any]] = {"one": one, "pairs": pairs, "keye
 
 
 class Separate(nn.Module):
-    """The same tables, each as a module of its own."""
+    """The same tables, each as a separate module."""
 
     def __init__(self, id_maps: dict[str, IdMap], device: str) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_copies_and_state_dicts_have_the_maps(device: str) -> None:
 
 @pytest.mark.parametrize("kind", ["rows", "keys", "no keys", "closed"])
 def test_rows_and_keys_are_loaded_together_or_not_at_all(kind: str) -> None:
-    """Whichever of the two cannot be loaded; an Embedding of its own does as a collection's table does."""
+    """Whichever of the two cannot be loaded; a separate Embedding behaves as a collection's table does."""
     ids = IdMap(20)
     for module, name in ((speedswap.Embedding(21, 4, id_map=ids), ""), (collection_of(maps(), "cpu"), "page")):
         home = module.embedding_bags[name] if name else module

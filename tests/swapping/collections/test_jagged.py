@@ -1,4 +1,4 @@
-"""Jagged tensors by themselves: what TorchRec's users call, with the results that TorchRec gives."""
+"""Jagged tensors alone: what TorchRec's users call, with the results that TorchRec gives."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ BAGS = [
 
 
 class Separate(nn.Module):
-    """The same tables as modules of their own, under the names that a collection gives them."""
+    """The same tables as separate modules, under the names that a collection gives them."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -313,7 +313,7 @@ def test_any_storage_gives_the_same_rows(storage: str, device: str) -> None:
 
 
 def test_groups_have_parameters_of_their_own() -> None:
-    """One learning rate for some tables, another one for the rest, and none for the frozen ones."""
+    """One learning rate for some tables, another for the rest, and none for the frozen ones."""
     configs = [
         EmbeddingConfig(name="fast", num_embeddings=6, embedding_dim=2),
         EmbeddingConfig(name="other", num_embeddings=6, embedding_dim=2),
