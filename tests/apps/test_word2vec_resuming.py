@@ -56,7 +56,7 @@ class Killed(BaseException):
 
 
 def cut(settings, output, steps, monkeypatch, *, every, how="killed", **more):
-    """Train for ``steps`` steps, with a checkpoint every ``every`` steps, until the process is killed or asked to end."""
+    """Train with a checkpoint every ``every`` steps until, after ``steps``, the process is killed or asked to end."""
     taken, real = [], training.step
 
     def step(*args):

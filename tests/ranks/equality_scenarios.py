@@ -76,7 +76,7 @@ class Case:
 
 
 class Model(nn.Module):
-    """Rows that go through a dense layer: of ``two`` lookups, of ``one``, or of bags; or their ``sum`` added to its output."""
+    """Rows that go through a dense layer: of ``two`` lookups, ``one``, or bags; or their ``sum`` plus its output."""
 
     def __init__(self, case: Case, process_group: Any) -> None:
         super().__init__()
