@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of a job ahead of their steps, in a thread of each."""
+"""Exchanges between ranks ahead of their steps, in a background thread on each rank."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 
 
 class Errand:
-    """Work of all ranks that one of their threads does ahead of its time. :meth:`Ahead.announce` starts it.
+    """Work of all ranks that a background thread on each does ahead of time. :meth:`Ahead.announce` starts it.
 
-    This one has nothing to do: it tells that no more comes of what is under way.
+    The base class does nothing: it marks the end of the announcements under way.
 
     Args:
-        about: the number of what it is about, the same on all ranks.
+        about: the number of its object, the same on all ranks.
 
     Attributes:
-        kind: as lines tell it.
-        failed: no more comes because of an error.
-        time: of its announcement, the same on all ranks; greater than 0.
-        places: times from this one on that no other errand has.
+        kind: its kind, as sent in lines.
+        failed: True if the announcements ended because of an error.
+        time: when it was announced, the same on all ranks; greater than 0.
+        places: the number of consecutive times, from this one on, that it occupies.
         is_done: True if all ranks have done it.
-        error: what was raised in it.
-        ended: the rank that has announced the end in its place, as torch.distributed numbers it, and whether it failed.
+        error: the exception raised in it.
+        ended: the rank that announced the end instead, as torch.distributed numbers it, and whether it failed.
     """
 
     kind = Kind.END
@@ -50,31 +50,31 @@ class Errand:
         self._is_over = threading.Event()
 
     def prepare(self) -> list[int]:
-        """Do what needs no other rank; return a number for each."""
+        """Do the part that needs no other rank; return a number for each rank."""
         return []
 
     def run(self, task: Task, counts: list[int]) -> None:
-        """Do the rest, in a task of all ranks, with the number that each has for this one."""
+        """Do the rest, in a task of all ranks, with each rank's number for this one."""
 
     def let_go(self) -> None:
-        """Let go of what only the work needs, which is over."""
+        """Release what only the work needed; it is over."""
 
     def wait(self) -> None:
-        """Return when it is done, has failed or will not be done."""
+        """Wait until it is done, has failed or is cancelled."""
         self._is_over.wait()
 
 
 class Ahead:
-    """The errands of a group's ranks, which each rank's thread does in the order of their announcement.
+    """The errands of a group's ranks, which each rank's thread does in announcement order.
 
-    All ranks announce the same errands, as their programs run alike. Where one has left its loop they do not, so every
-    announcement has its time, which is the same on all ranks: how many rounds the main lane has had, and a number since
-    the last of them. In their first round ranks compare times. One with an older time than another's gives this errand
-    up, since somebody has gone past it; the others wait for the next one.
+    All ranks announce the same errands, since they run the same program, unless one has left its loop. So every
+    announcement has a time, equal on all ranks: the number of rounds of the main lane, and a counter since the last of
+    them. In an errand's first round the ranks compare times. A rank with an older time than another's gives its errand
+    up, since another rank has moved past it; the others wait for the next one.
 
     Args:
-        lane: of the errands.
-        main: the lane of what the program itself asks for.
+        lane: the errands' lane.
+        main: the lane of the program's own operations.
     """
 
     def __init__(self, lane: Lane, main: Lane) -> None:
@@ -84,23 +84,23 @@ class Ahead:
         self._thread: EndingThread | None = None
         self._time = 0
         self._announced_end = -1
-        self._ended = -1  # the rounds of the main lane when an end was announced, by this rank or another
-        weakref.finalize(self, self._queue.put, None)  # which ends the thread
+        self._ended = -1  # rounds of the main lane when an end was announced, by any rank
+        weakref.finalize(self, self._queue.put, None)  # ends the thread
 
     def end(self) -> None:
-        """Let the thread and the lane end, before the process does."""
+        """End the thread and the lane, before the process exits."""
         if self._thread is not None:
             self._thread.end()
         self.lane.close()
 
     def begin(self, depth: int) -> None:
-        """Let the announcements of another lookahead come; every rank calls this.
+        """Begin the announcements of another lookahead; every rank must call this.
 
         Args:
-            depth: how many batches ahead; the same on all ranks, which announce as many before a turn.
+            depth: the number of batches to announce ahead; the same on all ranks.
 
         Raises:
-            ValueError: it is not, on all of them.
+            ValueError: ``depth`` differs between ranks; raised on all of them.
         """
         notes = self._main.notes(Kind.BEGIN, self._time << _DEPTH_BITS | min(depth, _MOST_DEPTH))
         self._time = max(notes) >> _DEPTH_BITS
@@ -110,7 +110,7 @@ class Ahead:
             raise ValueError(f"depth is {given}; give all ranks the same")
 
     def announce(self, errand: Errand) -> None:
-        """Let an errand be done, after those announced before."""
+        """Queue an errand after those announced before."""
         self._time = max(self._time + 1, self._main.rounds * _PLACES + 1)
         if self._thread is None:
             ask = partial(self._queue.put, None)
@@ -121,10 +121,10 @@ class Ahead:
         self._queue.put((self, errand))
 
     def announce_end(self, *, failed: bool) -> None:
-        """Let the other ranks' errands until the main lane's next round come to nothing: this one has no more of them.
+        """Cancel the other ranks' errands until the main lane's next round: this rank has none left.
 
         Args:
-            failed: because of an error.
+            failed: True if an error is the reason.
         """
         if self._announced_end != self._main.rounds:  # else for another table
             self._announced_end = self._main.rounds
@@ -133,11 +133,11 @@ class Ahead:
             self.announce(end)
 
     def note_end(self, errand: Errand) -> None:
-        """Note that an errand has met the end, after which all ranks count alike again."""
+        """Record that an errand has met the end, after which all ranks' counts agree again."""
         self._time = errand.time + errand.places - 1
 
     def do(self, errand: Errand) -> None:
-        """Do an errand, in the thread."""
+        """Do an errand, in the background thread."""
         try:
             if errand.time // _PLACES != self._ended:
                 with torch.no_grad():
@@ -158,7 +158,7 @@ class Ahead:
                 failure = error
             lines = self._meet(errand, failure is not None or errand.failed, counts or None)
             if failure is not None:
-                task.finish()  # the others know
+                task.finish()  # the other ranks know
                 raise failure
             for rank, line in zip(self.lane.ranks, lines, strict=False):
                 if line.kind == Kind.END:
@@ -169,7 +169,7 @@ class Ahead:
                 errand.is_done = True
 
     def _meet(self, errand: Errand, failed: bool, counts: list[int] | None) -> list[Line]:
-        """Exchange lines with ranks that are at this time, too; return none if one has gone past it."""
+        """Exchange lines with the ranks that are at the same time; return None if one has moved past it."""
         line = Line(errand.kind, errand.about, 0, 0, FAILED if failed else OK, 0, 0, errand.time, 0)
         while True:
             lines = self.lane.exchange_lines(line, counts)
@@ -184,4 +184,4 @@ def _do_all(queue: SimpleQueue[tuple[Ahead, Errand] | None]) -> None:
     while (given := queue.get()) is not None:
         ahead, errand = given
         ahead.do(errand)
-        del given, ahead, errand  # which hold rows
+        del given, ahead, errand  # the errands hold rows

@@ -30,17 +30,18 @@ R = TypeVar("R")
 
 
 class RankGroup:
-    """The ranks that share tables, with the lanes on which they send each other rows. Made by :meth:`of`.
+    """The ranks that share tables, with the lanes on which they exchange rows. Made by :meth:`of`.
 
-    It ends with the process group and the tables: lanes have connections and threads, and their store may be a server.
+    It lives as long as the process group and the tables: lanes own connections and threads, and their store may be a
+    server.
 
     Attributes:
-        ranks: as torch.distributed numbers them.
-        rank: the place of this process among them.
-        main: the lane of what the program itself asks for, in its order.
-        ahead: what runs ahead of its step, in a thread, on a lane of its own.
-        next_number: of the next thing that is added.
-        own_pace: passes between which the ranks need not meet, on the main lane.
+        ranks: the ranks, as torch.distributed numbers them.
+        rank: this process's index among them.
+        main: the lane of the program's own operations, in program order.
+        ahead: the work that runs ahead of its step, in a background thread on a separate lane.
+        next_number: the number for the next object that is added.
+        own_pace: the ranks while they run passes at their own pace, on the main lane.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -60,7 +61,7 @@ class RankGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks, as torch knows them."""
+        """The torch process group."""
         found = self._process_group()
         if found is None:
             raise RanksError("the process group of the tables was destroyed; make tables with another one")
@@ -68,21 +69,21 @@ class RankGroup:
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks as DTensors know them; every rank asks for it for the first time at the same place."""
+        """The device mesh for DTensors; all ranks must request it for the first time at the same point."""
         from torch.distributed.device_mesh import DeviceMesh
 
         return DeviceMesh.from_group(self.process_group, "cpu")
 
     def end(self) -> None:
-        """Close the lanes before the process ends; the main one first, on which the other ranks may wait."""
+        """Close the lanes before the process exits: first the main one, on which the other ranks may wait."""
         self.main.close()
         self.ahead.end()
 
     def add(self, thing: Any) -> int:
-        """Return a number that the ranks' next table, map or training step has on all of them.
+        """Return the number of the ranks' next table, map or training step, the same on all of them.
 
         Args:
-            thing: has a name, for messages; a table and a map serve lookups under that number.
+            thing: the object, which has a name for messages; tables and maps serve lookups under that number.
         """
         self._tables[self.next_number] = thing
         self.next_number += 1
@@ -92,11 +93,11 @@ class RankGroup:
         return len(self.ranks)
 
     def require_same_settings(self, what: str, settings: Mapping[str, object]) -> None:
-        """Raise ValueError on every rank unless all of them give the same settings; every rank calls this.
+        """Raise ValueError on every rank unless all of them pass the same settings; every rank must call this.
 
         Args:
-            what: has them, for messages.
-            settings: by name, told apart by their text.
+            what: the object they belong to, for messages.
+            settings: the settings by name, compared as text.
         """
         with self.main.task(Kind.MAKE) as task:
             found = task.difference_of({name: str(value) for name, value in settings.items()})
@@ -104,7 +105,7 @@ class RankGroup:
             raise ValueError(f"{what} has {found.text()}; give the same on all ranks")
 
     def call(self) -> AbstractContextManager[None]:
-        """Surround a call that all ranks make: an error that ends it becomes a PeerError of the others."""
+        """Surround a call that all ranks make: an error that ends it becomes a PeerError on the others."""
         return nullcontext() if self.own_pace.is_active else self.main.call()
 
     def agree_on_seed(self, seed: int) -> int:
@@ -112,14 +113,14 @@ class RankGroup:
         return int(self.main.share(Kind.MAKE, seed)[0])
 
     def require_alike(self, given: object, what: str) -> None:
-        """Compare what the ranks were given, of which each keeps its own part; every rank calls this.
+        """Check that all ranks were given the same values, of which each keeps its part; every rank must call this.
 
         Args:
             given: a tensor, or settings.
-            what: that is, for the message.
+            what: their description, for the message.
 
         Raises:
-            ValueError: it is not the same on all ranks; raised on all of them.
+            ValueError: the values differ between ranks; raised on all of them.
         """
         digests = self.main.notes(Kind.COMPARE, digest_of(given))
         other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -133,10 +134,10 @@ class RankGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> RankGroup:
-        """Return the group's ranks; every rank has to ask for a group for the first time at the same place.
+        """Return the group's ranks; all ranks must first request a group at the same point of their program.
 
         Raises:
-            ValueError: this process is not one of them, or of no job yet.
+            ValueError: this process is not one of them, or not in a job yet.
             TypeError: it is not a process group.
         """
         if not is_distributed():
@@ -160,8 +161,8 @@ class RankGroup:
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
-_all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # those of destroyed process groups, too
-os.register_at_fork(after_in_child=_all.clear)  # which does not have the threads of their lanes
+_all: weakref.WeakSet[RankGroup] = weakref.WeakSet()  # also those of destroyed process groups
+os.register_at_fork(after_in_child=_all.clear)  # a child lacks the threads of their lanes
 
 
 def is_distributed() -> bool:
@@ -170,7 +171,7 @@ def is_distributed() -> bool:
 
 
 def begin_step(sign: str) -> None:
-    """Note a sign that this rank begins a step, whatever tables it trains; as :meth:`Lane.begin_step`."""
+    """Record a sign that this rank begins a step, on all groups; see :meth:`Lane.begin_step`."""
     for group in list(_all):
         group.main.begin_step(sign)
 
@@ -182,7 +183,7 @@ def _end_all() -> None:
 
 
 def _is_alive(process_group: dist.ProcessGroup) -> bool:
-    """Return whether a group was not destroyed."""
+    """Return whether a process group still exists."""
     return dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map
 
 
@@ -201,29 +202,29 @@ def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
 
 
 def surround_forward(module: nn.Module, ranks: RankGroup | None) -> None:
-    """Let the other ranks learn of any error in a module's forward pass, which all of them run.
+    """Report any error in a module's forward pass, which all ranks run, to the other ranks.
 
     Args:
-        ranks: that own its rows; None for a process alone, whose module stays as it is.
+        ranks: the ranks that own its rows; None for a single process, whose module is left unchanged.
     """
     if ranks is not None:
         vars(module)["forward"] = functools.partial(_forward, weakref.ref(module), ranks)
 
 
 def _forward(reference: weakref.ref[nn.Module], ranks: RankGroup, *args: Any, **kwargs: Any) -> Any:
-    module = reference()  # which its caller holds
+    module = reference()  # its caller holds it
     assert module is not None
     with ranks.call():
         return type(module).forward(module, *args, **kwargs)
 
 
 def of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
-    """Let the other ranks learn of any error in a function that all of them call, its arguments' checks included.
+    """Report any error in a function that all ranks call, argument checks included, to the other ranks.
 
     Args:
-        function: one of its first two arguments, or ``model`` or ``table``, is an object with ``ranks``, a
-            :class:`RankGroup` or None, a model that has some in it or a mapping of some; or it makes one
-            with a ``storage`` that has ``ranks``.
+        function: one of its first two arguments, or ``model`` or ``table``, is an object with ``ranks`` (a
+            :class:`RankGroup` or None), a model that contains one, or a mapping of them; or it creates one with a
+            ``storage`` that has ``ranks``.
     """
 
     @functools.wraps(function)
@@ -247,10 +248,10 @@ def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | N
         return ranks
     for given in (*args[:2], kwargs.get("model"), kwargs.get("table")):
         within: Iterable[Any] = [given]
-        if isinstance(given, Mapping):  # of modules
+        if isinstance(given, Mapping):  # methods of modules
             within = given
         elif isinstance(given, nn.Module) and "_modules" in vars(given) and not hasattr(given, "ranks"):
-            within = given.modules()  # unless it is just being made
+            within = given.modules()  # unless it is still being constructed
         for each in within:
             ranks = getattr(each, "ranks", False)
             if ranks is None or isinstance(ranks, RankGroup):
@@ -259,10 +260,10 @@ def _ranks_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RankGroup | N
 
 
 class Buckets:
-    """Flat buffers through which gradients are summed over ranks; allocated once, so that summing allocates nothing.
+    """Flat buffers for summing gradients over ranks, allocated once so that summing allocates nothing.
 
     Args:
-        parameters: all parameters that may have a gradient, the same on each rank and in the same order.
+        parameters: all parameters that may have a gradient, the same and in the same order on each rank.
         group: the ranks.
     """
 
@@ -270,7 +271,7 @@ class Buckets:
         self._group = group
         divided = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
         places = divided(list(parameters), [_BUCKET_BYTES])[0] if parameters else []
-        self._buckets = [[parameters[place] for place in some] for some in places]  # of one dtype and device each
+        self._buckets = [[parameters[place] for place in some] for some in places]  # one dtype and device each
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         for bucket in self._buckets:
             numel = sum(parameter.numel() for parameter in bucket)
@@ -282,7 +283,7 @@ class Buckets:
     def add_up(self, used: set[Tensor], divisor: float) -> None:
         """Sum the dense gradients of the parameters in ``used`` over the ranks, in place: one all-reduce per bucket.
 
-        A bucket has the same members whichever of them are used; unused parameters stay without a gradient.
+        A bucket always has the same members, used or not; unused parameters stay without a gradient.
 
         Args:
             used: parameters that have a gradient on at least one rank; a missing one counts as zero.

@@ -1,4 +1,4 @@
-"""Lanes: the order in which the ranks of a group meet, and their connections."""
+"""Lanes: ordered rounds between the ranks of a group, and their connections."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ SPARE_IDS = 1 << 20
 
 
 class Lane:
-    """The rounds of some ranks, all of which take part in each, in one order.
+    """An ordered sequence of rounds between some ranks, all of which take part in each.
 
-    A lane has connections of its own: its rounds neither mingle with the model's collectives nor wait for a GPU. All
-    ranks know the size of the next round, whatever it is for, so one that has failed, or is elsewhere, meets
-    the others in their next one, where all of them raise. None is left waiting for one that has given up.
+    A lane has separate connections: its rounds neither interfere with the model's collectives nor wait for a GPU. All
+    ranks know the size of the next round, whatever its purpose, so a rank that has failed or is at another point of the
+    program still meets the others in their next round, where all of them raise. No rank is left waiting for one that
+    has given up.
 
     Args:
-        process_group: the processes; each of them has to make the lane.
-        name: of the lane, which no other one of the group has.
-        timeout: of a round; after it the lane cannot be used any more.
-        payload: the group that carries rows of a GPU between GPUs; by default they go through host memory.
-        ranks: those of the processes that have the lane, as torch.distributed numbers them; by default all.
+        process_group: the processes; each of them must create the lane.
+        name: the lane's name, unique within the group.
+        timeout: the timeout of a round, after which the lane is unusable.
+        payload: the process group that transfers rows between GPUs; by default they go through host memory.
+        ranks: the members of the lane, as torch.distributed numbers them; by default all processes.
 
     Attributes:
-        pending: things to be finished by all ranks; one that is at the beginning of another task joins those that
-            finish them, and goes on.
-        failures: tasks that have failed on all ranks, or on this one with the others being told.
-        rounds: so far; at one place of their programs all ranks have had equally many.
-        step: of the training, which all ranks are in together.
-        tables: what tasks are about, by number; each with its name, for messages.
-        payloads, payload_bytes: so far, and what this rank has sent to others in them.
-        sheet: the memory of the rounds.
-        spare: memory that every rank has for :data:`SPARE_IDS` ids.
+        pending: work that all ranks must finish; a rank at the start of another task first joins the ranks that finish
+            it, and then continues.
+        failures: number of tasks that failed on all ranks, or on this one with the others informed.
+        rounds: number of rounds so far, equal on all ranks at the same point of the program.
+        step: the training step, which all ranks are in together.
+        tables: the objects of tasks by number; each has a name for messages.
+        payloads, payload_bytes: number of payloads so far, and bytes this rank has sent to others in them.
+        sheet: the rounds' memory.
+        spare: memory on every rank for :data:`SPARE_IDS` ids.
     """
 
     def __init__(
@@ -78,22 +79,23 @@ class Lane:
         self._process = os.getpid()
         self.sheet = Sheet(len(self.ranks))
         with torch.inference_mode(False):
-            self.spare = torch.empty(SPARE_IDS, dtype=torch.int64, device="cpu")  # takes no room until it is written
+            self.spare = torch.empty(SPARE_IDS, dtype=torch.int64, device="cpu")  # takes no memory until it is written
 
     @contextmanager
     def task(self, kind: Kind, about: int = ANYTHING, *, may_retry: bool = False) -> Iterator[Task]:
-        """Surround work that all ranks do together; an exception inside becomes a PeerError of the others.
+        """Surround work that all ranks do together; an exception inside becomes a PeerError on the others.
 
-        A task inside of one that is under way is a part of it.
+        A nested task is a part of the outer one.
 
         Args:
-            kind: of the work; the same on all ranks.
-            about: the number of what is worked on; the same on all ranks.
-            may_retry: whether running out of memory on one rank is a PeerOutOfMemory of the others, not the end.
+            kind: the kind of work, the same on all ranks.
+            about: the number of its object, the same on all ranks.
+            may_retry: True if running out of memory on one rank raises PeerOutOfMemory on the others and can be
+                retried.
 
         Raises:
             ThreadError: another thread is in a task. Nothing was sent.
-            RanksError: this process was forked from one of the ranks, whose connections are not its own.
+            RanksError: this process was forked from a rank and does not own its connections.
         """
         if os.getpid() != self._process and len(self.ranks) > 1:
             raise RanksError(
@@ -122,17 +124,17 @@ class Lane:
                 self._task = None
 
     def notes(self, kind: Kind, note: int, about: int = ANYTHING) -> list[int]:
-        """Return the note of every rank, in a task of one round; arguments are those of :meth:`task`."""
+        """Exchange notes in a task of one round; return every rank's. Other arguments are those of :meth:`task`."""
         with self.task(kind, about) as task:
             return task.round(note=note).notes
 
     def share(self, kind: Kind, data: Any) -> list[Any]:
-        """Return the data of all ranks, as :meth:`Task.share` does, in a task for that alone."""
+        """Return the data of all ranks, as :meth:`Task.share` does, in a separate task."""
         with self.task(kind) as task:
             return task.share(data)
 
     def place(self, kind: int, about: int) -> str:
-        """Return in words what a task does."""
+        """Describe a task in words."""
         if kind == Kind.AT_OWN_PACE:
             return self.place(about >> 32, ANYTHING)
         name = getattr(self.tables.get(about), "name", None)
@@ -141,10 +143,10 @@ class Lane:
     def begin_step(self, sign: object) -> None:
         """Note a sign that this rank begins a step. The same sign again, without a round between: it has left one.
 
-        Every rank gives the same signs, or it has come past the others; their next round tells.
+        Every rank gives the same signs, unless it has moved past the others, which their next round detects.
 
         Args:
-            sign: of one kind.
+            sign: the kind of sign.
         """
         if self._rounds_begun != self.rounds:
             self._rounds_begun = self.rounds
@@ -155,9 +157,9 @@ class Lane:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Surround a call that all ranks make, from its arguments' checks on: an error becomes the others' PeerError.
+        """Surround a call that all ranks make, argument checks included: an error becomes a PeerError on the others.
 
-        What fails in a task is told by the task, and a call within another one, or within a task, is a part of it.
+        A task reports its own failures, and a call nested in another call or in a task is a part of that.
         """
         if self._is_in_call or self._task is not None:
             yield
@@ -167,7 +169,7 @@ class Lane:
             self._is_in_call = True
             yield
         except BaseException as error:
-            is_ours = os.getpid() == self._process and self._task is None  # not a fork's, nor another thread's
+            is_ours = os.getpid() == self._process and self._task is None  # not in a fork, nor in another thread
             if is_ours and self.failures == failures:
                 Task(self, Kind.CALL, ANYTHING).give_up(error)
             raise
@@ -178,9 +180,9 @@ class Lane:
         """Send a line to every rank, with a count for each; return each rank's line.
 
         Args:
-            line: but for the count.
-            counts: for the ranks.
-            ids: that go along, so many for each rank as its count.
+            line: the line, without the count.
+            counts: a count for each rank.
+            ids: ids to send along, ``counts[rank]`` for each rank.
         """
         lines = [line] * len(self.ranks) if counts is None else [line._replace(amount=count) for count in counts]
         if self._broken is None and len(lines) == 1:
@@ -194,11 +196,11 @@ class Lane:
         return self.sheet.lines()
 
     def is_staged(self, rows: Tensor) -> bool:
-        """Return whether rows go through host memory instead of from GPU to GPU."""
+        """Return whether rows go through host memory instead of directly between GPUs."""
         return rows.is_cuda and self._payload is None
 
     def exchange_rows(self, into: Tensor, rows: Tensor, received: Sequence[int], sent: Sequence[int]) -> None:
-        """Send rows to each rank, and take those of each; both are bytes, shape (n, bytes of a row)."""
+        """Send rows to each rank and receive rows from each; both are bytes, shape (n, row_bytes)."""
         self.payloads += 1
         self.payload_bytes += (len(rows) - sent[self.rank]) * rows.shape[1]
         self._exchange(self._payload if rows.is_cuda else self._group, into, rows, list(received), list(sent))
@@ -211,7 +213,7 @@ class Lane:
         try:
             with deferred_interrupts():
                 group.alltoall_base(into, out, received, sent).wait()
-                # Not before: a rank that fails until here sends a line of the agreed size.
+                # Not earlier: a rank that fails before this point sends a line of the agreed size.
                 self.sheet.came, self.sheet.agreed = self.sheet.agreed, None
         except (RuntimeError, ValueError) as error:
             self._break(error)
@@ -235,7 +237,7 @@ class Lane:
         raise PeerError(why) from error
 
     def shut(self, why: str) -> None:
-        """Let every later use of the lane raise, here at once, and on the other ranks when they come."""
+        """Make every later use of the lane raise: here at once, and on the other ranks when they next use it."""
         if self._broken is None:
             self._broken = why
             self._group = None  # closes the connections, which the other ranks notice
@@ -244,27 +246,27 @@ class Lane:
                 self.pending.drop()
 
     def close(self) -> None:
-        """Close the connections before the process ends: Gloo's threads need Python to let go of what was sent.
+        """Close the connections before the process exits: Gloo's threads need Python to release what was sent.
 
-        A lane on which another thread waits for other ranks is left alone: closing it would wait for them, too.
+        A lane on which another thread waits for other ranks is left open: closing it would also wait for them.
         """
         if self._task is None:
             self.shut("this process ends")
 
 
 def connect(process_group: dist.ProcessGroup, name: str, ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
-    """Return gloo connections between processes, each of which has to ask for them.
+    """Return gloo connections between processes; each of them must call this.
 
-    A group of torch's would not do: ``dist.new_group`` hangs unless the whole job calls it, or the ranks belong to
-    equally many groups.
+    A torch process group does not work here: ``dist.new_group`` hangs unless the whole job calls it, or the ranks
+    belong to the same number of groups.
 
     Args:
-        process_group: whose store the processes find each other through.
-        name: of the connections; the same ranks may ask for some of one name again.
+        process_group: the group through whose store the processes find each other.
+        name: the connections' name; the same ranks may reuse it.
         ranks: the processes, as torch.distributed numbers them.
-        timeout: of a collective.
+        timeout: the timeout of a collective.
     """
-    # A store may outlive its group, and then has the addresses of one before it that had the same name.
+    # A store may outlive its group and then still hold the addresses of an earlier group of the same name.
     members = hashlib.blake2b(repr(list(ranks)).encode(), digest_size=8).hexdigest()
     store = distributed_c10d._world.pg_map[process_group][1]
     store = distributed_c10d.PrefixStore(f"speedswap/{name}/{members}", store)

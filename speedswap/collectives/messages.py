@@ -1,4 +1,4 @@
-"""The messages of ranks: what they do, as lines of numbers tell it, with memory of a size that all know; and rows."""
+"""The messages between ranks: fixed-size lines of numbers that describe each rank's work, and rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from speedswap import kernels
 _PIECE_BYTES = 8 << 20
 _HASHED_BYTES = 1 << 10  # together: the threads of the CPU loops share a piece's parts
 
-ROOM = 2048  # ids of a round, over all ranks
-ANYTHING = -1  # the number of the object of a task that is about neither a table nor a map
+ROOM = 2048  # ids per round, over all ranks
+ANYTHING = -1  # the object's number for a task without a table or map
 OK, FAILED, TORN = range(3)  # statuses
-ANYWHERE = -1  # the stage of a rank that has failed
+ANYWHERE = -1  # the stage of a failed rank
 
 _EVALUATION = (
     "Ranks evaluate together: let the others make the call, too, each with ids of its own or none, such as "
@@ -38,8 +38,8 @@ class Kind(enum.IntEnum):
     """The kind of a task, the same on all ranks.
 
     Attributes:
-        text: the same, for messages.
-        remedy: for one rank that is alone there.
+        text: its description, for messages.
+        remedy: the remedy if only one rank is there.
     """
 
     text: str
@@ -50,7 +50,7 @@ class Kind(enum.IntEnum):
         kind._value_, kind.text, kind.remedy = len(cls.__members__), text, remedy
         return kind
 
-    CALL = "a call"  # that has failed before it has begun a task
+    CALL = "a call"  # failed before it began a task
     # A table's rows
     LOOK_UP = "a training lookup"
     GATHER = "a lookup without a gradient", _EVALUATION
@@ -98,15 +98,15 @@ class Line(NamedTuple):
     """One rank's part of a round.
 
     Attributes:
-        kind: of the task.
-        about: the number of its object.
-        part: of the task, which is a task's work by itself elsewhere; 0 outside of such.
-        stage: rounds of the task so far.
-        status: whether the rank has failed.
-        step: of the training, as the rank counts: those completed by all, and those that it has begun and left.
-        amount: for the rank that receives the line.
-        note: for all.
-        pending: things that the rank has begun, and that all ranks finish together.
+        kind: the task's kind.
+        about: the number of the task's object.
+        part: the kind of nested task; 0 outside of one.
+        stage: number of rounds of the task so far.
+        status: the rank's status, such as failed.
+        step: the rank's count of training steps: those completed by all, and those that it began and left.
+        amount: a count for the receiving rank.
+        note: a number for all ranks.
+        pending: amount of work that the rank has begun and that all ranks must finish together.
     """
 
     kind: int
@@ -121,11 +121,11 @@ class Line(NamedTuple):
 
 
 class Round(NamedTuple):
-    """The lines of all ranks, as one of them sees them.
+    """The lines of all ranks, as received by one of them.
 
     Attributes:
-        counts: the numbers that each rank has for this one.
-        notes: the note of each rank.
+        counts: each rank's number for this one.
+        notes: each rank's note.
     """
 
     counts: list[int]
@@ -133,9 +133,9 @@ class Round(NamedTuple):
 
 
 def digest_of(settings: object) -> int:
-    """Return a note that tells whether ranks have the same settings, or rows: a digest of their text, or bytes.
+    """Return a digest of settings' text or of rows' bytes, as a note by which ranks compare them.
 
-    Of a tensor no more is copied at once than a piece.
+    A tensor is copied a piece at a time.
     """
     digest = hashlib.blake2b(digest_size=7)
     if isinstance(settings, Tensor):
@@ -157,10 +157,10 @@ _LINE_BYTES = 8 * _NUMBERS
 
 
 class Agreed(NamedTuple):
-    """Rows that go along with the lines of the next round.
+    """Rows to send along with the lines of the next round.
 
     Attributes:
-        row_bytes: of a row.
+        row_bytes: bytes per row.
         sent: how many go to each rank.
         received: how many come from each rank.
     """
@@ -171,19 +171,19 @@ class Agreed(NamedTuple):
 
 
 class Sheet:
-    """Lines to and from every rank, with room for a few ids beside each, or for rows that the ranks have agreed on.
+    """Lines to and from every rank, each followed by room for a few ids, or for rows that the ranks have agreed on.
 
-    All ranks know the size of each message beforehand, whatever they send: a rank that fails sends its line, and
-    meaningless bytes in the room.
+    All ranks know each message's size in advance, whatever they send: a failed rank sends its line and meaningless
+    bytes in the room.
 
     Args:
         size: the number of ranks.
 
     Attributes:
-        room: ids that fit beside a line.
-        line_bytes: of a usual line with its room.
-        agreed: rows of the next round, in place of ids; None for the usual room.
-        came: the same of the last round.
+        room: number of ids that fit after a line.
+        line_bytes: bytes of a usual line with its room.
+        agreed: rows of the next round, which replace ids; None for the usual room.
+        came: the same for the last round.
     """
 
     def __init__(self, size: int) -> None:
@@ -207,11 +207,11 @@ class Sheet:
 
         Args:
             lines: in the order of the ranks.
-            ids: as many for each rank as its line's amount, those of the first one first; what is more than the room
-                is lost.
+            ids: for each rank as many as its line's amount, in rank order; those that do not fit in the room are
+                dropped.
 
         Returns:
-            The memory for what comes, what is sent, and the sizes of the parts of both, none where all are equal.
+            The receive and send buffers, and the sizes of their parts, empty where all are equal.
         """
         given = torch.tensor(lines, device="cpu")
         if self.agreed is not None:
@@ -265,15 +265,15 @@ def _parts(memory: Tensor, row_bytes: int, counts: Sequence[int]) -> Sequence[Te
 
 
 def as_bytes(rows: Tensor) -> Tensor:
-    """Return contiguous rows as bytes, shape (n, bytes of a row); gloo knows few dtypes."""
+    """Return contiguous rows as bytes, shape (n, row_bytes); gloo supports few dtypes."""
     return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
 class Parcel(NamedTuple):
-    """Rows that may travel beside others in one letter.
+    """Rows that may be sent together with others in one message.
 
     Attributes:
-        rows: shape (n, dim), those for the first rank first.
+        rows: shape (n, dim), in the order of the destination ranks.
         sent: how many go to each rank.
         received: how many come from each rank.
     """
@@ -288,7 +288,7 @@ class Parcel(NamedTuple):
 
 
 def packed(parcels: Sequence[Parcel]) -> Parcel:
-    """Return parcels as one: of bytes, shape (n, 1), those for a rank side by side, in the order of the parcels."""
+    """Merge parcels into one of bytes, shape (n, 1), grouped by rank and then in the order of the parcels."""
     if len(parcels) == 1:
         return parcels[0]
     sent = [[count * each.row_bytes for count in each.sent] for each in parcels]
@@ -300,7 +300,7 @@ def packed(parcels: Sequence[Parcel]) -> Parcel:
 
 
 def unpacked(came: Tensor, parcels: Sequence[Parcel]) -> list[Tensor]:
-    """Return the rows that have come for each of the parcels that were sent as one, those of the first rank first."""
+    """Return the received rows of each of the merged parcels, in rank order."""
     if len(parcels) == 1:
         return [came]
     ranks = range(len(parcels[0].received))

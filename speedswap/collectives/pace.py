@@ -1,4 +1,4 @@
-"""Passes of the ranks at a pace of their own, in which a lookup of one is served by all, wherever they are."""
+"""Passes that ranks run at their own pace, while all ranks serve each other's lookups at any point."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from speedswap.errors import PeerError, RanksError
 
 
 class OwnPace:
-    """The ranks of a lane while each runs its passes at a pace of its own, and they meet only here and there.
+    """The ranks of a lane while each runs its passes at its own pace and they meet only occasionally.
 
-    A lookup needs all ranks. So each says in a round what it wants: rows of a table, or to meet. The first table wanted
-    is looked up by all of them, without ids where another one was wanted or none; then they say again what they want.
-    Ranks may look up in any order, equally often or not, and try again after running out of memory.
+    A lookup needs all ranks. So in a round each rank says what it wants: rows of a table, or to meet. All of them look
+    up the first table requested, with an empty lookup on ranks that did not request it, and then repeat the round.
+    Ranks may look up in any order, equally often or not, and retry after running out of memory.
 
     Args:
-        lane: of the ranks.
+        lane: the ranks' lane.
         servers: tables and id maps by number, the same on all ranks. Their ``serve(task, asked)`` answers this rank's
-            lookup and those of others; it returns None where this rank has none, or it was not its turn.
+            lookup and the others'; it returns None if this rank has no lookup, or it was not its turn.
     """
 
     def __init__(self, lane: Lane, servers: Mapping[int, Any]) -> None:
@@ -38,24 +38,24 @@ class OwnPace:
 
     @classmethod
     def of(cls, ranks: Sequence[int]) -> OwnPace:
-        """Return the pace of ranks that have no tables together, as torch.distributed numbers them; each calls this."""
+        """Return the pace of ranks without shared tables, as torch.distributed numbers them; each must call this."""
         job, timeout = distributed_c10d._get_default_group(), distributed_c10d.default_pg_timeout
         return cls(Lane(job, "own pace", timeout, ranks=ranks), {})
 
     @contextmanager
     def task(self, number: int) -> Iterator[None]:
-        """Surround what the ranks do at their own pace; an exception inside becomes a PeerError of the others.
+        """Surround work that the ranks do at their own pace; an exception inside becomes a PeerError on the others.
 
         Args:
             number: identifies the kind of work; it must be the same on all ranks.
         """
         if self._lane.pending is not None:
-            self._lane.pending.settle()  # what passes before have left is weighed otherwise
+            self._lane.pending.settle()  # gradients left by earlier passes are weighted differently
         failures, self._meetings, self.is_active = self._lane.failures, number << 32, True
         try:
             yield
         except BaseException as error:
-            if self._lane.failures == failures:  # else the others know
+            if self._lane.failures == failures:  # otherwise the others know
                 with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
                     task.give_up()
             if isinstance(error, PeerOutOfMemory):
@@ -65,26 +65,26 @@ class OwnPace:
             self.is_active = False
 
     def look_up(self, number: int, asked: Any) -> Tensor:
-        """Bring rows of a table from their owners; or the rows of keys.
+        """Fetch rows of a table from their owners, or the rows of keys.
 
         Args:
-            number: of the table, or of the id map.
-            asked: ids, unique, shape (n,); or what the id map is asked.
+            number: the number of the table or id map.
+            asked: unique ids, shape (n,); or the request to the id map.
 
         Returns:
-            The weights, shape (n, embedding_dim), in host memory; or rows.
+            The weights, shape (n, embedding_dim), in host memory; or the keys' rows.
         """
         came = None
         while came is None:
             with self._task() as task:
-                # A note is the number of a table, or that of a meeting, as a negative one.
+                # A note is a table's number, or the negative number of a meeting.
                 wanted = min(note for note in task.round(note=number).notes if note >= 0)
                 came = self._serve(task, wanted, asked if wanted == number else None)
         return came
 
     @contextmanager
     def _task(self) -> Iterator[Task]:
-        """Surround a part of a batch, which is left early where another rank has run out of memory and tries again."""
+        """Surround a part of a batch; leave it early if another rank has run out of memory and retries."""
         with suppress(PeerOutOfMemory), self._lane.task(Kind.AT_OWN_PACE, self._meetings, may_retry=True) as task:
             yield task
 
@@ -101,14 +101,14 @@ class OwnPace:
         Args:
             stage: the point that this rank has reached; it must be the same on all ranks.
             numbers: equally many on all ranks.
-            is_out_of_memory: on this rank; other ranks learn of it where they come to this point.
+            is_out_of_memory: True if this rank is; other ranks learn of it when they reach this point.
 
         Returns:
-            The numbers of each rank; nothing where this rank reported that it is out of memory.
+            Each rank's numbers; nothing if this rank reported that it is out of memory.
 
         Raises:
             PeerOutOfMemory: another rank is out of memory and this one is not.
-            PeerError: a rank has failed, is at another point, or cannot be reached.
+            PeerError: a rank has failed, is at another point of the program, or is unreachable.
         """
         sent = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64).repeat(len(self.ranks))
         each: Sequence[Tensor] | None = None
@@ -136,7 +136,7 @@ class OwnPace:
         return [own.view(torch.float64).tolist() for own in each]
 
     def anywhere(self, flags: Sequence[int]) -> tuple[list[int], bool]:
-        """Return the maximum of each flag over all ranks, and whether a rank has 0 where another one has more."""
+        """Return each flag's maximum over all ranks, and whether ranks differ in having a flag at 0."""
         with self._lane.task(Kind.AT_OWN_PACE, self._meetings) as task:
             theirs = torch.tensor(task.share([*flags]), dtype=torch.int64, device="cpu")
         most = theirs.amax(0)

@@ -1,4 +1,4 @@
-"""Tasks: work that ranks do together, in rounds that tell each rank's place and failures."""
+"""Tasks: work that ranks do together, in rounds that report each rank's position and failures."""
 
 from __future__ import annotations
 
@@ -34,56 +34,56 @@ if TYPE_CHECKING:
     from speedswap.collectives.lane import Lane
 
 _WORD_BYTES = 8
-_DROPS, _MEMORY = 1, 2  # the note of a rank that has failed: it has lost what it had of the step; out of memory
+_DROPS, _MEMORY = 1, 2  # a failed rank's note: it lost its part of the step; out of memory
 
 
 class PeerOutOfMemory(MemoryError):
-    """Another rank has run out of memory, and this one has abandoned its attempt with it."""
+    """Another rank has run out of memory, so this one has abandoned its attempt too."""
 
 
 class Difference(NamedTuple):
-    """Settings that two ranks do not have alike.
+    """Settings that differ between two ranks.
 
     Attributes:
-        ranks: the first one, and the first that differs from it.
-        values: what each of them has, by the setting's name; "none" where it has no such setting.
+        ranks: the first rank, and the first that differs from it.
+        values: the values on each, by the setting's name; "none" if a rank lacks the setting.
     """
 
     ranks: tuple[int, int]
     values: Mapping[str, tuple[str, str]]
 
     def text(self, begin: str = "") -> str:
-        """Return what the ranks have, each list of settings after the same words."""
+        """Describe the two ranks' settings, each list introduced by the same words."""
         sides = [", ".join(f"{name} {both[side]}" for name, both in self.values.items()) for side in (0, 1)]
         return ", but ".join(f"{begin}{side} on rank {rank}" for side, rank in zip(sides, self.ranks, strict=True))
 
 
 class Pending(Protocol):
-    """Things that every rank has begun, and that all finish together: gradients that wait for their exchange.
+    """Work that every rank has begun and all must finish together: gradients that await their exchange.
 
     Attributes:
-        kind: of the task that finishes them.
+        kind: the kind of task that finishes it.
     """
 
     kind: Kind
 
     def __len__(self) -> int:
-        """Return how many there are on this rank."""
+        """Return the amount of it on this rank."""
 
     def settle(self) -> None:
-        """Finish them, if there are some; every rank calls this."""
+        """Finish it, if there is any; every rank must call this."""
 
     def finish(self, task: Task) -> None:
-        """Finish them, after the first round of the task, with the others."""
+        """Finish it with the other ranks, after the task's first round."""
 
     def drop(self) -> None:
-        """Forget the training step so far, which other ranks have forgotten."""
+        """Drop the training step so far, which other ranks have dropped."""
 
     def add_up_shares(self, *, average: bool) -> None:
-        """Finish what the passes of a split batch have left; every rank calls this.
+        """Finish the work left by the passes of a split batch; every rank must call this.
 
         Args:
-            average: whether the ranks' losses are averaged; their gradients are added up otherwise.
+            average: True to average over the ranks' losses; otherwise their gradients are summed.
         """
 
 
@@ -91,9 +91,9 @@ class Task:
     """Work that all ranks do together, in stages that each begin with a round.
 
     Attributes:
-        kind: of work.
-        thread: that does it here.
-        is_over: True once a failure is not the other ranks' any more.
+        kind: the kind of work.
+        thread: the thread that does it here.
+        is_over: True once failures no longer concern the other ranks.
     """
 
     def __init__(self, lane: Lane, kind: Kind, about: int, stage: int = 0, *, may_retry: bool = False) -> None:
@@ -102,56 +102,56 @@ class Task:
         self.is_over = False
         self.kind, self._about, self._stage = kind, about, stage
         self._may_retry = may_retry
-        self._part = 0  # the innermost
+        self._part = 0  # the innermost part
 
     @property
     def place(self) -> str:
-        """This rank's place in the program, in words."""
+        """This rank's position in the program, in words."""
         return self._place_of(self._line(self._stage, OK, 0))
 
     def _place_of(self, line: Line) -> str:
-        """Return a rank's place in the program, in words."""
+        """Describe a rank's position in the program."""
         return f"{self.lane.place(line.kind, line.about)} of step {line.step}"
 
     def round(self, counts: Sequence[int] | None = None, *, note: int = 0, ids: Tensor | None = None) -> Round:
-        """Tell the other ranks that this one has come here, and wait for them.
+        """Tell the other ranks that this one has arrived here, and wait for them.
 
         Args:
             counts: a number for each rank.
             note: a number for all.
-            ids: that go along, as for :meth:`Lane.exchange_lines`.
+            ids: ids to send along, as for :meth:`Lane.exchange_lines`.
 
         Raises:
-            PeerError: a rank has failed, is in another place, or cannot be reached.
+            PeerError: a rank has failed, is at another point of the program, or is unreachable.
         """
         while True:
-            with deferred_interrupts():  # or a Ctrl-C would hide what the others were told
+            with deferred_interrupts():  # or Ctrl-C would hide what the others were told
                 lines = self._meet(counts, note, ids)
             if lines is not None:
-                # The note of a rank that joins from another task is about that one.
+                # The note of a rank that joins from another task refers to that task.
                 return Round([line.amount for line in lines], [line.note * (line.kind == self.kind) for line in lines])
             self._join()
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows to the ranks, and return those that they have sent here.
+        """Send rows to the ranks, and return those sent here.
 
         Args:
-            rows: shape (n, …) of any dtype; those for the first rank first.
+            rows: shape (n, …) of any dtype, in the order of the destination ranks.
             sent: how many go to each rank.
             received: how many come from each rank.
 
         Returns:
-            Rows of the same shape and dtype, on the same device, those of the first rank first.
+            Rows of the same row shape and dtype, on the same device, in the order of the source ranks.
         """
         post = self.prepared(rows, sent, received)
         if len(self.lane.ranks) == 1:
             return post()
         with self.promised():
-            self._meet(None, 0)  # everybody has the memory for it
+            self._meet(None, 0)  # every rank has the memory for it
             return post()
 
     def send_parcels(self, parcels: Sequence[Parcel]) -> list[Tensor]:
-        """Send the parcels of each kind of device as one, as :meth:`send` does; return what has come for each."""
+        """Send parcels merged by kind of device, as :meth:`send` does; return the received rows of each."""
         came: dict[int, Tensor] = {}
         for kind in sorted({parcel.rows.device.type for parcel in parcels}):
             places = [place for place, parcel in enumerate(parcels) if parcel.rows.device.type == kind]
@@ -160,23 +160,23 @@ class Task:
         return [came[place] for place in range(len(parcels))]
 
     def share_numbers(self, numbers: Tensor) -> list[Tensor]:
-        """Return the numbers of all ranks, in their order, on every one of them; they take part at once.
+        """Return the numbers of all ranks, in rank order, on every one; all must call this together.
 
-        Few numbers go along with the one round that it takes; more take two further ones.
+        A few numbers take one round; more take two further rounds.
 
         Args:
-            numbers: that this rank tells, of 8 bytes each, shape (n,).
+            numbers: this rank's numbers, 8 bytes each, shape (n,).
         """
         sent = numbers.view(torch.int64).repeat(len(self.lane.ranks))
         counts = self.round([len(numbers)] * len(self.lane.ranks), ids=sent).counts
         return [each.view(numbers.dtype) for each in self.numbers_that_came(sent, counts)]
 
     def numbers_that_came(self, sent: Tensor, counts: list[int]) -> Sequence[Tensor]:
-        """Return each rank's numbers after a round in which each has sent the same ones to all.
+        """Return each rank's numbers after a round in which every rank sent its numbers to all.
 
         Args:
-            sent: by this rank, int64; as many for each.
-            counts: of each rank.
+            sent: this rank's numbers, int64.
+            counts: the number of numbers from each rank.
         """
         size, sheet = len(self.lane.ranks), self.lane.sheet
         if size > 1 and max(counts) <= sheet.room:
@@ -184,7 +184,7 @@ class Task:
         return torch.split(self.send(sent, [len(sent) // size] * size, counts), counts)
 
     def share(self, data: Any) -> list[Any]:
-        """Return the data of all ranks, which JSON can hold, as :meth:`share_numbers` does."""
+        """Return the data of all ranks, as JSON, like :meth:`share_numbers`."""
         content = json.dumps(data).encode()
         words = content.ljust(-(-len(content) // _WORD_BYTES) * _WORD_BYTES)
         found = self.share_numbers(torch.frombuffer(bytearray(words), dtype=torch.int64))
@@ -202,13 +202,13 @@ class Task:
 
     @contextmanager
     def promised(self) -> Iterator[None]:
-        """Surround a round and the rows that every rank sends after it: what fails in between ends their work."""
+        """Surround a round and the rows that every rank sends after it: a failure in between ends the ranks' work."""
         rounds = self.lane.rounds
         with deferred_interrupts():
             try:
                 yield
             except BaseException as error:
-                if not self.is_over and self.lane.rounds > rounds:  # the others would take a line for rows
+                if not self.is_over and self.lane.rounds > rounds:  # the others would read a line as rows
                     self.is_over = True
                     self.lane.shut(f"rows could not be sent to other ranks ({error!r}); start the ranks again")
                 raise
@@ -218,11 +218,11 @@ class Task:
     ) -> Callable[[], Tensor]:
         """Return what sends rows as :meth:`send` does, without failing, once the other ranks are known to be ready.
 
-        All ranks call it at once, inside of :meth:`promised`.
+        All ranks call that function together, inside :meth:`promised`.
 
         Args:
             rows, sent, received: as for :meth:`send`.
-            into: contiguous memory for what comes; new one by default.
+            into: contiguous memory for the received rows; allocated by default.
         """
         given, lane = rows.detach().contiguous(), self.lane
         if len(lane.ranks) == 1:
@@ -244,7 +244,7 @@ class Task:
 
     @contextmanager
     def inner(self, kind: Kind, about: int) -> Iterator[None]:
-        """Surround a part of the task, which lines tell: a rank whose task was left open by an interrupt is elsewhere.
+        """Surround a part of the task, reported in lines, so that a rank whose task an interrupt left open is noticed.
 
         Args:
             kind, about: as for :meth:`Lane.task`.
@@ -256,15 +256,15 @@ class Task:
             self._part = before
 
     def finish(self) -> None:
-        """Note that this rank's part is done: a failure from here on is not the others'. The end of a part is not."""
+        """Mark this rank's share as done: later failures do not concern the others. A nested part does not do this."""
         self.is_over = self.is_over or not self._part
 
     def give_up(self, error: BaseException | None = None, *, drops: bool = False) -> None:
-        """Let the other ranks raise in their next round.
+        """Make the other ranks raise in their next round.
 
         Args:
-            error: what this rank raises.
-            drops: whether this rank has lost what it had of the training step, so that the others drop theirs.
+            error: the error that this rank raises.
+            drops: True if this rank has lost its part of the training step, so that the others drop theirs.
         """
         if not self.is_over:
             self.is_over = True
@@ -273,7 +273,7 @@ class Task:
                 self._failure(self.lane.exchange_lines(self._line(ANYWHERE, FAILED, note)))
 
     def tear(self, why: str) -> None:
-        """Let no rank use the lane any more: their tables are of different steps."""
+        """Make the lane unusable on every rank: their tables are at different steps."""
         self.is_over = True
         with suppress(PeerError):
             self.lane.exchange_lines(self._line(ANYWHERE, TORN, 0))
@@ -284,7 +284,7 @@ class Task:
         return Line(self.kind, self._about, self._part, stage, status, self.lane.step, 0, note, pending)
 
     def _meet(self, counts: Sequence[int] | None, note: int, ids: Tensor | None = None) -> list[Line] | None:
-        """Run one round; return its lines, or None if it was the first one of what others have pending."""
+        """Run one round; return its lines, or None if it was the first round of other ranks' pending work."""
         try:
             lines = self.lane.exchange_lines(self._line(self._stage, OK, note), counts, ids)
         except PeerError:
@@ -300,7 +300,7 @@ class Task:
         return lines
 
     def _ahead(self, lines: Sequence[Line]) -> int | None:
-        """Return the kind of task that finishes what is pending if some ranks begin it, and the others can join."""
+        """Return the kind of task that finishes pending work, if some ranks begin it and the others can join."""
         if self.lane.pending is None:
             return None
         kind = self.lane.pending.kind
@@ -310,7 +310,7 @@ class Task:
         return kind if can_join and any(begun) and not all(begun) else None
 
     def _join(self) -> None:
-        """Finish with the others what is pending."""
+        """Finish pending work with the other ranks."""
         assert self.lane.pending is not None
         joined = Task(self.lane, self.lane.pending.kind, ANYTHING, 1)
         try:
@@ -322,12 +322,12 @@ class Task:
             raise
 
     def _failure(self, lines: Sequence[Line]) -> PeerError | PeerOutOfMemory:
-        """Note that the task has failed on all ranks; return the error, as this rank sees it."""
+        """Record that the task has failed on all ranks; return this rank's error."""
         lane = self.lane
         status = dict(zip(lane.ranks, (line.status for line in lines), strict=True))
         torn = [rank for rank in lane.ranks if status[rank] == TORN]
         failed = [rank for rank in lane.ranks if status[rank] == FAILED]
-        # A call that has failed before its task is wherever the others are.
+        # A call that failed before its task counts as being where the others are.
         are_apart = len({(line.step, *line[:2]) for line in lines if line.kind != Kind.CALL}) > 1
         are_apart = are_apart or len({line[2:4] for line in lines if line.status == OK}) > 1
         if torn:
@@ -346,9 +346,9 @@ class Task:
         apart = (place for place, line in enumerate(lines) if line[:6] != mine[:6])
         other = lane.ranks.index(failed[0]) if failed else next(apart)
         here, there = (self._place_of(line) for line in (mine, lines[other]))
-        if here == there and not failed:  # such as after an interrupt
+        if here == there and not failed:  # e.g. after an interrupt
             here, there = (f"{here}, part {line.part:x} and stage {line.stage}" for line in (mine, lines[other]))
-        lane.step = step  # from which all ranks go on
+        lane.step = step  # all ranks continue from it
         may_go_on = "After zero_grad, all ranks can go on with the next batch"
         may_go_on = f"No table has changed: a{may_go_on[1:]}" if lane.tables else may_go_on
         if failed:

@@ -168,7 +168,7 @@ class LogManifest:
         """Return the manifest with a new layout; number 0 is for a table without rows on disk.
 
         Raises:
-            TableTooLargeError: the log cannot hold such rows, or so many.
+            TableTooLargeError: the log cannot hold rows this long, or this many.
         """
         require_size(self.num_embeddings, list(layout.columns.values()))
         if layout.number:
@@ -203,7 +203,7 @@ class LogManifest:
         """Return the manifest of a new log whose rows are all in this layout.
 
         Raises:
-            TableTooLargeError: no log can hold such rows, or so many.
+            TableTooLargeError: no log can hold rows this long, or this many.
         """
         made = LogManifest.of(self.name, self.num_embeddings, self.seed, collapsed(layout), salt, scratch=self.scratch)
         return replace(made, log=self.log + 1)
