@@ -8,7 +8,7 @@
 ``--dim`` to a parser, and ``RunSettings.of(args)`` makes settings of what was parsed.
 """
 
-# ruff: noqa: RUF009 (each option makes a field of its own)
+# ruff: noqa: RUF009 (each option makes a new field)
 
 from __future__ import annotations
 
@@ -365,8 +365,8 @@ class TableSettings(AppSettings):
     def lookahead_depth(self) -> int:
         """Return how many batches ahead rows are fetched.
 
-        Without a given number it is none where rows are read from memory by the processor that computes: fetching
-        them beside a step only takes its cores.
+        The default is 0 where the processor that computes reads rows from memory: fetching them during a step only
+        takes its cores.
         """
         is_near = self.compute_device().type == "cpu" and self.storage not in ON_DISK
         return int(not is_near) if self.lookahead is None else self.lookahead

@@ -71,7 +71,7 @@ class Job:
         return self.rank == 0
 
     def share(self, count: int) -> slice:
-        """Return this rank's part of so many things in a row; those of all ranks are the whole, and one may be empty.
+        """Return this rank's part of ``count`` items; the ranks' parts cover them in order, and some may be empty.
 
         Example:
             >>> [Job(rank, 4).share(6) for rank in range(4)]
@@ -155,7 +155,7 @@ class Job:
         optimizer.register_step_pre_hook(add_up)
 
     def lead(self, table: Table, work: Callable[[Table], T]) -> T | None:
-        """Let the first rank do some work with a table by itself, while the others send it their rows.
+        """Let the first rank alone work with a table, while the others send it their rows.
 
         Returns:
             The work's result; None on the other ranks.
@@ -237,7 +237,7 @@ def another_has_spoken(seconds: float = 0.0) -> bool:
 
 
 def _store() -> Any:
-    """Return the store of torchrun's own process, which outlives the ranks; None where there is none."""
+    """Return the store of torchrun's own process, which outlives the ranks, or None."""
     if not is_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

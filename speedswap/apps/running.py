@@ -220,7 +220,7 @@ class Shown:
             self._ask("update", min(steps, self._bar.total - self._bar.n))  # fractions may add up to a little more
 
     def note(self, text: str) -> None:
-        """Show a text beside the bar."""
+        """Show a text next to the bar."""
         self._ask("set_postfix_str", text, False)
 
     def write(self, line: str) -> None:

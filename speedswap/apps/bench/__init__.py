@@ -1,4 +1,4 @@
-"""Measurements of this machine: rows to the compute device and back, and training steps, beside floors and peers.
+"""Measurements of this machine: rows to the compute device and back, and training steps, with floors and peers.
 
 ``speedswap bench`` runs it; the folder ``benchmarks`` of the repository has more. From Python::
 

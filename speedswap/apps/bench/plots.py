@@ -60,7 +60,7 @@ def arrange(groups: Sequence[Sequence[Panel]], *, sideways: bool = False) -> Fig
 
     Args:
         groups: rows of panels, each as wide as the figure; or, sideways, columns, each as high as the figure.
-        sideways: put the groups beside each other.
+        sideways: put the groups side by side.
     """
     from matplotlib.figure import Figure
 

@@ -77,7 +77,7 @@ def save(result: DigitsResult, folder: Path) -> list[Path]:
     """
 
     def save_model(path: Path) -> None:
-        # In memory first: torch reports a file that cannot be written as an error of its own.
+        # In memory first: torch reports a file that cannot be written as a different error.
         parameters = io.BytesIO()
         torch.save(result.model.state_dict(), parameters)
         with write_whole(path) as file:

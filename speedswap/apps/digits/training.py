@@ -39,7 +39,7 @@ class DigitsStep(NamedTuple):
     failed: tuple[int, ...]
     """Micro-batch sizes that ran out of memory before."""
     peak_bytes: int
-    """The most that was alive at once beside the model, in the attempt that fitted."""
+    """Peak bytes in addition to the model's, in the attempt that fitted."""
 
 
 class DigitsEpoch(NamedTuple):
@@ -104,7 +104,7 @@ class DigitsResult:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once beside the model, of all steps."""
+        """Peak bytes in addition to the model's, over all steps."""
         return max((step.peak_bytes for step in self.steps), default=0)
 
     @property
@@ -114,7 +114,7 @@ class DigitsResult:
         return max((abs(ours.loss - theirs.loss) for ours, theirs in pairs), default=None)
 
     def parts(self) -> dict[str, int]:
-        """Return bytes by purpose; the peak of a batch beside its gradients counts as activations."""
+        """Return bytes by purpose; a batch's peak beyond its gradients counts as activations."""
 
         def nbytes(tensors: Iterable[Any]) -> int:
             return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))

@@ -18,7 +18,7 @@ from speedswap.apps.ranks import Job
 __all__ = ["DLRMCheckpoint", "load", "make_model"]
 
 SHAPE = ("dim", "capacity", "admit_after", "evict", "seed", "state_dtype")
-"""Settings that a model is made of, beside the layers."""
+"""Settings that define a model, in addition to its layers."""
 PROGRESS = {"read", "trained", "seconds", "window", "curve", "evaluations", "tested"}
 
 

@@ -1,4 +1,4 @@
-"""The commands ``speedswap dlrm`` and ``speedswap predict``, and the files of a run beside its checkpoints."""
+"""The commands ``speedswap dlrm`` and ``speedswap predict``, and the files of a run other than its checkpoints."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ RANK = 2
 PAIRS = ((0, 9), (2, 7), (3, 12), (4, 15), (6, 11), (8, 1))
 """Columns whose ids act on each other: by the dot product of two vectors of ``RANK`` numbers."""
 OF_ID, OF_PAIR, OF_INTEGER = 0.45, 0.8, 0.4
-"""Weights of an id by itself, of a pair's dot product, and of an integer's logarithm."""
+"""Weights of a single id, of a pair's dot product, and of an integer's logarithm."""
 BIAS = -1.8
 KEY_BITS = np.uint64(32)
 

@@ -30,8 +30,8 @@ class DLRM(nn.Module):
     """The probability of a click, before the sigmoid.
 
     The integers x become log(1 + x), those below 0 counting as 0, and pass the bottom layers to a vector of the
-    embeddings' width. The dot products of each two of the 27 vectors, with that of the integers beside them, pass the
-    top layers.
+    embeddings' width. The dot products of each two of the 27 vectors, next to that of the integers, pass the top
+    layers.
 
     Args:
         embeddings: returns a vector per category, shape (n, 26, width), for ids of shape (26, n).
@@ -77,7 +77,7 @@ class DLRM(nn.Module):
         return logits
 
     def dense(self) -> dict[str, nn.Parameter]:
-        """Return the parameters beside the tables, by name."""
+        """Return the parameters outside the tables, by name."""
         return {
             name: parameter for name, parameter in self.named_parameters() if name.split(".")[0] in ("bottom", "top")
         }
@@ -181,7 +181,7 @@ def by_name(ids: Tensor) -> dict[str, Tensor]:
 
 
 def interact(first: Tensor, rest: Tensor) -> Tensor:
-    """Return each sample's first vector, and beside it the dot products of each two of its vectors.
+    """Return each sample's first vector, followed by the dot products of each two of its vectors.
 
     In torch's operations that is several copies and many small matrix products; on the CPU one loop does it, in a
     fifth of the time.

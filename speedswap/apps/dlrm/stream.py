@@ -48,7 +48,7 @@ class Data:
         job: the ranks, each of which gets its share of what all of them read.
 
     Raises:
-        SamplesError: the first samples cannot be read, there is none to test on, or a test file is trained on.
+        SamplesError: the first samples cannot be read, none are left to test on, or a test file is trained on.
     """
 
     def __init__(self, settings: DlrmSettings, job: Job | None = None) -> None:

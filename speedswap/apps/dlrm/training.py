@@ -74,7 +74,7 @@ def train(
         process_group: the ranks that train the model; all of them by default.
 
     Raises:
-        SamplesError: samples cannot be read, or there is none to test on.
+        SamplesError: samples cannot be read, or none are left to test on.
         SettingsError: the learning rate is so large that the loss is not finite any more.
         CheckpointError: there is no checkpoint, or it belongs to other settings or samples.
         OptimizerError: the optimizer does not work row by row.
@@ -195,7 +195,7 @@ def count_seconds(result: DlrmResult, at: DlrmProgress, started: float) -> None:
 
 
 def is_due(result: DlrmResult, at: DlrmProgress) -> bool:
-    """Tell whether the evaluation after so many steps within the epoch is still to come."""
+    """Return whether the evaluation at this step of the epoch is still due."""
     every, evaluations = result.settings.evaluate_every, result.evaluations
     done = bool(evaluations) and evaluations[-1][:2] == (at.epoch, at.step)
     return bool(every and at.step and at.step % every == 0) and not done

@@ -1,4 +1,4 @@
-"""The commands ``speedswap ncf`` and ``speedswap recommend``, and the files of a run beside its checkpoints."""
+"""The commands ``speedswap ncf`` and ``speedswap recommend``, and the files of a run other than its checkpoints."""
 
 from __future__ import annotations
 

@@ -271,7 +271,7 @@ class NcfBatch(NamedTuple):
 
 
 class NcfBatches:
-    """An epoch's batches, in an order of their own and with fresh negatives.
+    """An epoch's batches, shuffled and with fresh negatives.
 
     A positive and its negatives stay together, so that a user's row is looked up once for them. Batch n of epoch e is a
     function of (seed, e, n) alone: an interrupted run goes on with the very batches of an uninterrupted one.

@@ -47,7 +47,7 @@ class NCF(nn.Module):
 
     - gmf: h · (p ⊙ q), equation 9;
     - mlp: h · φ(p, q), where φ is ReLU(W · + b), layer upon layer, over p and q one after the other, equation 10;
-    - neumf: h · (p ⊙ q and φ(p, q), one after the other), equation 12, each half with rows of its own.
+    - neumf: h · (p ⊙ q and φ(p, q), one after the other), equation 12, each half with separate rows.
 
     Args:
         num_users, num_items: rows of the tables.
@@ -129,7 +129,7 @@ class NCF(nn.Module):
         self.user_ids, self.item_ids, self.split = split.user_ids, split.item_ids, split
 
     def dense(self) -> dict[str, nn.Parameter]:
-        """Return the parameters beside the tables, by name."""
+        """Return the parameters outside the tables, by name."""
         return {
             name: parameter for name, parameter in self.named_parameters() if name.split(".")[0] in ("tower", "score")
         }

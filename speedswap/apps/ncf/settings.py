@@ -1,6 +1,6 @@
 """The settings of a run."""
 
-# ruff: noqa: RUF009 (each option makes a field of its own)
+# ruff: noqa: RUF009 (each option makes a new field)
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from speedswap.apps.ranks import share_of_machine
 __all__ = ["NcfSettings", "parse_columns"]
 
 CONSTANT_LR = ("adagrad",)
-"""Optimizers whose steps shrink by themselves."""
+"""Optimizers whose steps shrink without a schedule."""
 FLOAT_BYTES = 4
 WIDEST = 2**16
 MOST_LAYERS = 100
@@ -62,7 +62,7 @@ def check_layers(name: str, layers: tuple[int, ...]) -> None:
 class NcfSettings(TableSettings):
     """The ratings to learn preferences from, and the way to.
 
-    The learning rate falls linearly to nothing over the run, except with Adagrad, whose steps shrink by themselves.
+    The learning rate falls linearly to nothing over the run, except with Adagrad, whose steps shrink anyway.
     ``ratings``, ``columns`` and ``missing`` are those of ``read_split``.
 
     Raises:

@@ -118,8 +118,9 @@ def train(
         resume: None to go on with the run there if it is unfinished and has the same settings and ratings, from its
             last checkpoint, to the same result as without the interruption; a line says so. True to insist on that,
             and to give a finished run more epochs: with a constant learning rate (Adagrad's) exactly as if it had had
-            them at once; else the rate goes on as that of a run of so many epochs, while the first ones had less, and a
-            line says so. False to start over. A run that starts over replaces the existing checkpoints with its first.
+            them from the start; else the rate continues as in a run of the new number of epochs, though the first ones
+            were trained with less, and a line says so. False to start over. A run that starts over replaces the
+            existing checkpoints with its first.
         progress: show the source of the ratings, a line per epoch, and a progress bar on standard error (needs tqdm),
             on the first rank.
         stop: the caller's request to end, which listens from the first step on, also after the training; by default

@@ -100,7 +100,7 @@ class Corpus:
 
         Raises:
             CorpusError: no two words occur ``min_count`` times.
-            SettingsError: the temporary file has no room for so many.
+            SettingsError: the disk has no room for the temporary file.
 
         Example:
             >>> with Corpus.generated(10_000, types=100) as corpus:

@@ -1,6 +1,6 @@
 """The settings of a run, and the optimizers that they name."""
 
-# ruff: noqa: RUF009 (each option makes a field of its own)
+# ruff: noqa: RUF009 (each option makes a new field)
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Word2VecSettings(TableSettings):
     """The corpus to train word vectors on, and the way to.
 
     The learning rate falls linearly to almost nothing, except with Adagrad and ``rowwise_adagrad``, whose steps shrink
-    by themselves. Centers come in blocks of 32. Temporary files are the corpus as numbers, 4 bytes per word, and tables
+    anyway. Centers come in blocks of 32. Temporary files are the corpus as numbers, 4 bytes per word, and tables
     on disk.
 
     Raises:
@@ -99,7 +99,7 @@ class Suited(NamedTuple):
     gpu_batch: int | None = None
     """The same on a GPU, whose work on a step should take longer than its launch; ``batch`` by default."""
     falls: bool = True
-    """True if the learning rate falls linearly to almost nothing; Adagrad's steps shrink by themselves."""
+    """True if the learning rate falls linearly to almost nothing; Adagrad's steps shrink anyway."""
 
     def batch_for(self, corpus_words: int, device: torch.device) -> int:
         """Return centers per step for a corpus: at least a hundred steps per epoch, two hundred on a GPU."""
