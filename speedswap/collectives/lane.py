@@ -141,7 +141,7 @@ class Lane:
         return KINDS[kind].text + ("" if name is None else f" in table {name!r}")
 
     def begin_step(self, sign: object) -> None:
-        """Note a sign that this rank begins a step. The same sign again, without a round between: it has left one.
+        """Record a sign that this rank begins a step. The same sign twice, without a round between, means it left one.
 
         Every rank gives the same signs, unless it has moved past the others, which their next round detects.
 

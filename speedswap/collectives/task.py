@@ -191,7 +191,7 @@ class Task:
         return [json.loads(each.numpy().tobytes()) for each in found]
 
     def difference_of(self, settings: Mapping[str, str]) -> Difference | None:
-        """Return how the ranks' settings, text by name, differ, if they do; in one round, and more if they do."""
+        """Return the difference between ranks' settings, text by name, if any; in one round, or more if they differ."""
         if len({*self.round(note=digest_of(settings)).notes}) == 1:
             return None
         first, *others = self.share(dict(settings))
@@ -216,7 +216,7 @@ class Task:
     def prepared(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], into: Tensor | None = None
     ) -> Callable[[], Tensor]:
-        """Return what sends rows as :meth:`send` does, without failing, once the other ranks are known to be ready.
+        """Return a function that sends rows like :meth:`send`, without failing, once all ranks are known to be ready.
 
         All ranks call that function together, inside :meth:`promised`.
 

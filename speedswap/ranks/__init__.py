@@ -1,4 +1,4 @@
-"""Rows owned by the ranks of a job: a table that several processes hold and train together."""
+"""Tables whose rows are partitioned over the ranks of a job, which train them together."""
 
 from speedswap.ranks.ahead import LookupsAhead, RowsAhead
 from speedswap.ranks.key_route import owners_of_keys

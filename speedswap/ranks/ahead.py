@@ -1,4 +1,4 @@
-"""Rows that are brought from their owners ahead of their step."""
+"""Rows fetched from their owners ahead of their step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INDEX_BYTES = 8
 
 
 class LookupsAhead(Errand):
-    """All lookups of a batch whose rows some ranks own: ids go to the owners at once, and rows come back at once.
+    """All of a batch's lookups in tables owned by ranks: one message sends the ids, and one returns the rows.
 
     Args:
         group: the ranks.
@@ -45,7 +45,7 @@ class LookupsAhead(Errand):
         return lookup
 
     def start(self) -> None:
-        """Announce it, with all its lookups."""
+        """Announce the errand, with all of its lookups."""
         self.about = hash(tuple(each.number for each in self._lookups))  # the same in every process
         self._group.ahead.announce(self)
 
@@ -63,23 +63,23 @@ class LookupsAhead(Errand):
             each.receive(weights)
 
     def let_go(self) -> None:
-        self._lookups = []  # which know this errand
+        self._lookups = []  # they know this errand
 
 
 class RowsAhead(Prefetched):
-    """A batch's rows on their way from their owners, and those that this rank lends for other ranks' batches.
+    """A batch's rows being fetched from their owners, and the rows that this rank lends for other ranks' batches.
 
-    The thread of the ranks' errands brings them while steps before still change rows. So owners note which of the rows
-    they have lent change from then on, and when the batch has its turn, :meth:`renew` sends these again.
+    The background thread fetches them while earlier steps still change rows. So owners record which of the rows they
+    lent change afterwards, and at the batch's turn :meth:`renew` sends those again.
 
     Args:
-        store: of all ranks' rows.
-        ids: of the lookup.
-        errand: brings the rows, with those of the batch's other lookups.
+        store: the store of all ranks' rows.
+        ids: the lookup's ids.
+        errand: fetches the rows, with those of the batch's other lookups.
 
     Attributes:
-        number: of the table, the same on every rank.
-        place: among the errand's lookups.
+        number: the table's number, the same on every rank.
+        place: the index among the errand's lookups.
     """
 
     def __init__(self, store: ShardedStore, ids: Tensor, errand: LookupsAhead) -> None:
@@ -89,7 +89,7 @@ class RowsAhead(Prefetched):
         self._ids = ids
         self._errand = errand
         self.is_taken = False
-        self._changed: list[Tensor] | None = []  # places that have changed since the block was gathered; None for all
+        self._changed: list[Tensor] | None = []  # places changed since the block was gathered; None for all
         self._weights: Tensor
         self.wanted: Wanted
         self.local: Tensor
@@ -97,21 +97,21 @@ class RowsAhead(Prefetched):
         self.block: Block
 
     def take(self) -> None:
-        """Return None: all ranks take what has come at once, by :meth:`ShardedStore.look_up`."""
+        """Return None: all ranks take fetched rows together, in :meth:`ShardedStore.look_up`."""
 
     # ------------------------------------------------------------------ in the thread
 
     def prepare(self) -> None:
-        """Find the rows, with no other rank."""
+        """Find the rows, without other ranks."""
         store = self._store
         self.wanted, self.local = Wanted.found(store.owners, self._ids, f"table {store.name!r}")
 
     def lend(self, received: list[int], ids: Tensor) -> Parcel:
-        """Gather the rows that are asked for here, and return their weights for those who ask.
+        """Gather the rows requested from this rank, and return their weights.
 
         Args:
             received: how many rows each rank asks for.
-            ids: these rows, those of the first rank first.
+            ids: these rows, in rank order.
         """
         store = self._store
         self.route = Route.asked(store.owners, store.group.rank, self.wanted, received, ids)
@@ -121,13 +121,13 @@ class RowsAhead(Prefetched):
         return self.route.parcel(self.block.weight)
 
     def receive(self, weights: Tensor) -> None:
-        """Take the weights of the rows that this rank has asked for."""
+        """Take the weights of the rows that this rank requested."""
         self._weights = weights
 
     # ------------------------------------------------------------------ when the batch has its turn
 
     def note_change(self, rows: Tensor | range | None) -> None:
-        """Note that places of the own rows are about to change; all of them if None."""
+        """Record that places of this rank's rows are about to change; all of them if None."""
         if rows is None:
             self._changed = None
         elif self._changed is not None:
@@ -136,7 +136,7 @@ class RowsAhead(Prefetched):
     def has_turn(self) -> bool:
         self._errand.wait()
         ended = self._errand.ended
-        if self.is_taken or ended is None or self.place:  # one lookup of the batch says so
+        if self.is_taken or ended is None or self.place:  # one lookup of the batch reports it
             return True
         self._store.group.ahead.note_end(self._errand)
         rank, failed = ended
@@ -151,7 +151,7 @@ class RowsAhead(Prefetched):
         return False
 
     def is_there(self) -> bool:
-        """Return whether the rows have come, can be brought up to date, and have not been taken."""
+        """Return whether the rows have arrived, can be brought up to date, and have not been taken."""
         self._errand.wait()
         error = self._errand.error
         if error is not None and not isinstance(error, PeerError):
@@ -159,12 +159,12 @@ class RowsAhead(Prefetched):
         return self._errand.is_done and self._changed is not None
 
     def begin_renewal(self) -> tuple[Tensor, list[int], int]:
-        """Bring what this rank has lent up to date, which is then taken.
+        """Bring the rows that this rank lent up to date, and mark them as taken.
 
         Returns:
-            The rows that other ranks have to get again, as bytes, shape (k, 8 + bytes of a row): each row's number
-            among those that a rank has asked for here, and its weight, those for the first rank first; how many go to
-            each rank; and the version of the own rows.
+            The rows to send to other ranks again, as bytes, shape (k, 8 + row_bytes), in rank order: each row's index
+            among those that the rank requested here, and its weight; how many go to each rank; and the version of this
+            rank's rows.
         """
         own, route, weight = self._store.own, self.route, self.block.weight
         has_changed = torch.zeros(len(route.union), dtype=torch.bool)
@@ -190,14 +190,14 @@ class RowsAhead(Prefetched):
         return rows, sent.tolist(), version
 
     def renew(self, task: Task, rows: Tensor, sent: list[int]) -> Tensor | None:
-        """Return the weights, with those that have changed as their owners send them again; every rank calls this.
+        """Return the weights, updated with those that their owners send again; every rank must call this.
 
         Args:
-            task: the ranks' common one.
-            rows, sent: of :meth:`begin_renewal`.
+            task: the ranks' common task.
+            rows, sent: from :meth:`begin_renewal`.
 
         Returns:
-            None where another rank has to ask for its rows: then all do.
+            None if another rank must request its rows: then all do.
         """
         came, time = None, self._errand.time + self.place
         into = rows.new_empty(len(self._weights), rows.shape[1])
@@ -209,7 +209,7 @@ class RowsAhead(Prefetched):
                 came = task.prepared(rows, sent, lines.counts, into[: sum(lines.counts)])()
         if came is not None:
             of_owner = torch.repeat_interleave(starts_of(self.wanted.sent), torch.tensor(lines.counts))
-            # A single row counts as contiguous beside the rest of its bytes, so contiguous() would not copy it.
+            # A slice of a single row counts as contiguous, so contiguous() would not copy it.
             numbers, weights = (part.clone(memory_format=_DENSE) for part in came.tensor_split((_INDEX_BYTES,), dim=1))
             places = numbers.view(torch.int64).squeeze(1) + of_owner
             self._weights.index_copy_(0, places, weights.view(self._weights.dtype))

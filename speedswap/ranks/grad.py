@@ -1,11 +1,11 @@
-"""The gradient of a rank's rows, whose norm is that of all ranks' rows.
+"""The gradient of a rank's rows, whose norm is taken over all ranks' rows.
 
-Every rank holds the gradient of the rows that it owns, and clips it together with dense gradients that are alike on all
-ranks. Norms of its own rows alone would scale them differently on every rank, and the dense layers would drift apart in
-silence. So the operations that look at a gradient as a whole look at the gradients of all ranks: norms, sums and means,
-the largest and the smallest value, ``any`` and ``all``, and ``GradScaler``'s search for values that are not finite. All
-ranks run them, as they run the same training loop. Others, such as a median, and those of a dimension or of chosen
-rows, are about this rank's rows.
+Every rank holds the gradient of the rows that it owns, and clips it together with dense gradients that are equal on all
+ranks. A norm over its own rows alone would scale them differently on every rank, and the dense layers would silently
+diverge. So operations that reduce a whole gradient use the gradients of all ranks: norms, sums and means, maximum and
+minimum, ``any`` and ``all``, and ``GradScaler``'s check for values that are not finite. All ranks run them, since they
+run the same training loop. Other operations, such as a median, and those over a dimension or chosen rows, see only this
+rank's rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class ShardedGrad(torch.Tensor):
 
     Attributes:
         group: the ranks.
-        table: the number of the training step whose gradient it is; None for what was computed from one.
-        source: the gradient whose memory it shares; None for its own.
-        norms: of all ranks' rows, by order and dtype, with the gradient's version, that were found with another one's.
+        table: the number of the training step it belongs to; None for a value computed from a gradient.
+        source: the gradient whose memory it shares; None if it owns its memory.
+        norms: norms over all ranks' rows that were computed along with another gradient's, by order and dtype, with the
+            gradient's version.
     """
 
     group: RankGroup
@@ -71,7 +72,7 @@ class ShardedGrad(torch.Tensor):
 
 
 def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function whose result has a value for each of the gradient, and return it with the gradient's ranks."""
+    """Call an elementwise function of a gradient, and return its result as a gradient of the same ranks."""
     args = tuple(map(_whole, args))
     with _plain():
         found = func(*args, **kwargs)
@@ -86,7 +87,7 @@ def _kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _beside_others(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function among whose arguments are DTensors, which torch does not mix with ordinary tensors."""
+    """Call a function that has DTensors among its arguments, which torch does not mix with ordinary tensors."""
     if not args or not isinstance(args[0], (list, tuple)):
         with _plain():
             return func(*map(_whole, args), **kwargs)
@@ -102,19 +103,19 @@ def _beside_others(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _is_spread(value: Any) -> bool:
-    """Return whether a value is a DTensor, or has one in it."""
+    """Return whether a value is a DTensor, or contains one."""
     if isinstance(value, (list, tuple)):
         return any(hasattr(each, "full_tensor") for each in value)
     return hasattr(value, "full_tensor")
 
 
 def _whole(value: Any) -> Any:
-    """Return a DTensor as an ordinary tensor, and anything else as it is."""
+    """Return a DTensor as an ordinary tensor, and anything else unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def without_ranks(value: Any) -> Any:
-    """Return a gradient as an ordinary tensor over the same memory, and anything else as it is."""
+    """Return a gradient as an ordinary tensor over the same memory, and anything else unchanged."""
     if not isinstance(value, ShardedGrad):
         return value
     with _plain():
@@ -122,7 +123,7 @@ def without_ranks(value: Any) -> Any:
 
 
 def _is_whole(x: Tensor, dim: Any) -> bool:
-    """Return whether these dimensions are all that a tensor has."""
+    """Return whether these are all dimensions of a tensor."""
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     return {each % x.dim() if x.dim() else 0 for each in dims} == {*range(x.dim())}
 
@@ -131,17 +132,17 @@ def _own_norm(x: Tensor, order: float, dtype: torch.dtype | None) -> float:
     """Return the norm of this rank's rows."""
     if x.numel():
         return float(torch.linalg.vector_norm(x, order, dtype=dtype))
-    return math.inf if order == -math.inf else 0.0  # torch has none of order infinity
+    return math.inf if order == -math.inf else 0.0  # torch lacks order infinity
 
 
 def _norm(func: Callable[..., Any], names: str, order: Any, *, of_matrix: bool = False, dim: Any = None) -> Any:
-    """Return a function that takes a norm as ``func`` does; of a whole gradient, that of all ranks.
+    """Return a function that computes a norm like ``func``, over all ranks for a whole gradient.
 
     Args:
         func: takes a tensor, the order, dimensions and ``keepdim``.
-        names: of the first two.
-        order, dim: by default.
-        of_matrix: whether orders are those of a matrix, where there are two dimensions.
+        names: names of the first two.
+        order, dim: their defaults.
+        of_matrix: True if orders are matrix norms for two dimensions.
     """
 
     def norm(*args: Any, **kwargs: Any) -> Any:
@@ -179,10 +180,10 @@ def _foreach_norm(tensors: Sequence[Tensor], ord: Any = 2, dtype: torch.dtype | 
 
 
 def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tensor:
-    """Return the norm of all ranks' rows of a gradient.
+    """Return a gradient's norm over all ranks' rows.
 
-    With the first of them come those of the other tables' gradients, so that clipping takes one round. Each serves
-    once: a loop that asks for it again asks the ranks again.
+    The first norm also fetches those of the other tables' gradients, so that clipping takes one round. Each cached norm
+    is used once: asking for it again starts another round.
     """
     grad = _source_of(x)
     version, total = grad.norms.pop((order, dtype), (-1, 0.0))
@@ -196,14 +197,14 @@ def _total_norm(x: ShardedGrad, order: float, dtype: torch.dtype | None) -> Tens
             found = task.share_numbers(torch.tensor(own, dtype=torch.float64).view(-1))
         of_ranks = [dict(each.view(-1, 2).tolist()) for each in found]
         for each, other in ours.items():
-            if all(each in norms for norms in of_ranks):  # not freed on one of them
+            if all(each in norms for norms in of_ranks):  # not freed on only one of them
                 other.norms[order, dtype] = other._version, _combined([norms[each] for norms in of_ranks], order)
         _, total = ours[number].norms.pop((order, dtype))
     return x.new_full((), total, dtype=(dtype or x.dtype).to_real())
 
 
 def _combined(norms: Sequence[float], order: float) -> float:
-    """Return the norm of all ranks' rows, given those of each rank's."""
+    """Combine the ranks' norms into the norm over all rows."""
     if any(math.isnan(norm) for norm in norms):
         return math.nan
     if order == math.inf:
@@ -212,24 +213,24 @@ def _combined(norms: Sequence[float], order: float) -> float:
         return min(norms)
     if order == 0:
         return sum(norms)
-    # Each relative to the largest, whose power might overflow.
+    # Relative to the largest, since its power might overflow.
     scale = max(norms)
     is_plain = scale == 0 or math.isinf(scale)
     return scale if is_plain else scale * sum((norm / scale) ** order for norm in norms) ** (1 / order)
 
 
 def _source_of(grad: ShardedGrad) -> ShardedGrad:
-    """Return the gradient whose memory one shares, or is."""
+    """Return the gradient that owns a gradient's memory."""
     return grad if grad.source is None else grad.source
 
 
 def _is_in_place(name: str) -> bool:
-    """Return whether a function of this name changes a tensor."""
+    """Return whether a function of this name modifies a tensor in place."""
     return name.startswith(("__i", "__set")) or (name.endswith("_") and not name.startswith("__"))
 
 
 def _grads_among(values: Sequence[Any]) -> Iterator[ShardedGrad]:
-    """Yield the gradients among a call's arguments, and in the lists among these."""
+    """Yield the gradients among a call's arguments, and in lists among them."""
     for value in values:
         if isinstance(value, ShardedGrad):
             yield value
@@ -238,12 +239,12 @@ def _grads_among(values: Sequence[Any]) -> Iterator[ShardedGrad]:
 
 
 def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float], of_none: float) -> Callable[..., Any]:
-    """Return a function that reduces a gradient as ``func`` does; as a whole, that of all ranks.
+    """Return a function that reduces like ``func``, over all ranks for a whole gradient.
 
     Args:
         func: reduces a tensor, or one dimension of it.
-        combine: the results of all ranks.
-        of_none: the result of a rank that has no value.
+        combine: combines the results of all ranks.
+        of_none: the result on a rank without values.
     """
 
     def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +252,7 @@ def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float]
             grad = args[0] if args else None
             if not isinstance(grad, ShardedGrad) or not _is_reduced_whole(func, grad, args[1:], kwargs):
                 return func(*args, **kwargs)
-            # A rank without rows has the shape and the dtype of the result all the same.
+            # A rank without rows still has the result's shape and dtype.
             own = (
                 func(*args, **kwargs) if grad.numel() else func(grad.new_zeros((1,) * grad.dim()), *args[1:], **kwargs)
             )
@@ -261,7 +262,7 @@ def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float]
         numbers, counts = torch.stack(found, dim=1).tolist()
         if not sum(counts):
             with _plain():
-                return func(*args, **kwargs)  # which raises, or returns what is so of no values
+                return func(*args, **kwargs)  # raises, or returns the result for no values
         if func.__name__ == "mean":
             total = sum(number * each for number, each in zip(numbers, counts, strict=True) if each) / sum(counts)
         else:
@@ -273,7 +274,7 @@ def _reduction(func: Callable[..., Any], combine: Callable[[list[float]], float]
 
 def _is_reduced_whole(func: Callable[..., Any], grad: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a reduction with these arguments is over all dimensions."""
-    if func.__name__ in ("max", "min"):  # others are of a dimension, or of two tensors
+    if func.__name__ in ("max", "min"):  # others reduce a dimension, or take two tensors
         return not args and not kwargs
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
     return _is_whole(grad, None if dim == () else dim)
@@ -288,13 +289,13 @@ def _check_finite(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor)
 
 
 def _functions(names: str) -> set[Any]:
-    """Return the functions of these names among torch's and a tensor's; of an attribute, its getter."""
+    """Return torch's functions and tensor methods of these names; for an attribute, its getter."""
     found = [getattr(place, name) for place in (Tensor, torch) for name in names.split() if hasattr(place, name)]
     return {each.__get__ if inspect.isgetsetdescriptor(each) else each for each in found}
 
 
-# What a loop does to a gradient before it looks at it as a whole. Others, such as an index, may keep as many values on
-# one rank as there are, and fewer on another.
+# Operations that a loop may apply to a gradient before reducing it. Others, such as an index, may keep every value on
+# one rank and fewer on another.
 _KEEPING = _functions(
     "abs absolute add addcdiv addcmul bfloat16 clamp clamp_max clamp_min clip clone contiguous cpu cuda data detach "
     "div divide double eq float ge gt half isfinite isinf isnan le logical_not lt masked_fill mul multiply nan_to_num "

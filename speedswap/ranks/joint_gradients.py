@@ -1,7 +1,7 @@
-"""Gradients of rows that other ranks own, on their way to the owners, and the step that follows: of all tables at once.
+"""The exchange of gradients with the rows' owners, and the optimizer step that follows, for all tables at once.
 
-The ranks exchange them when the first of these is looked at. A rank that is elsewhere by then, as it begins another
-lookup, joins the exchange first: the round in which the ranks meet shows that it has lookups without a gradient.
+The exchange starts when the first gradient is read. A rank that is elsewhere by then, such as at the start of another
+lookup, first joins the exchange: the ranks' next round shows that lookups await their gradients.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep
 
 _DIGEST = (1 << 60) - 1
-_NOTHING, _NO_MORE = -1, -2  # the note of a rank without a gradient; and where none can come any more
+_NOTHING, _NO_MORE = -1, -2  # the note of a rank without a gradient; and of one where none can come any more
 _MANY_TABLES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """A rank's gradients of a table.
+    """The state of a rank's gradients of a table.
 
     Attributes:
-        has_gradient: there is one.
-        only: the lookup that it is of, or may come from, if there is one alone, with its route: how many came after
-            it; -1 if not.
-        has_rows: it is of rows.
-        keeps: it is added to that of an earlier exchange.
-        answered: the lookups that have one, a bit for each, the last one's first.
-        coming: those that may get one.
+        has_gradient: True if there is a gradient.
+        only: if a single lookup, with a route, is or may be its source, the number of lookups after it; otherwise -1.
+        has_rows: True if the gradient has rows.
+        keeps: True if it is added to that of an earlier exchange.
+        answered: the lookups with a gradient, one bit each, the last lookup's first.
+        coming: the lookups that may still get one.
     """
 
     has_gradient: bool = False
@@ -51,13 +50,13 @@ class Standing:
 
 
 class JointGradients:
-    """The gradients of a group's tables.
+    """The gradients of all tables of a group.
 
     Args:
         group: the ranks.
 
     Attributes:
-        looked_up_alone: tables with lookups since the last step that had rounds of their own.
+        looked_up_alone: tables with lookups in separate rounds since the last step.
     """
 
     kind = Kind.GRADIENTS
@@ -66,24 +65,24 @@ class JointGradients:
         self._group = group
         self._steps: weakref.WeakValueDictionary[int, ShardedStep] = weakref.WeakValueDictionary()
         self.looked_up_alone: set[int] = set()
-        self._told: set[int] = set()  # tables that the last exchange has answered for, and that were not looked at yet
-        self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, of tables that were not asked about yet
+        self._told: set[int] = set()  # tables covered by the last exchange, not read since
+        self._zeroed: dict[int, bool] = {}  # whether gradients were zeroed, for tables not asked about yet
 
     @classmethod
     def of(cls, group: RankGroup) -> JointGradients:
-        """Return those of a group, the same each time."""
+        """Return the gradients of a group, always the same object."""
         if not isinstance(group.main.pending, JointGradients):
             group.main.pending = cls(group)
         return group.main.pending
 
     def add(self, step: ShardedStep) -> int:
-        """Return the number of another table's training step, which it has on all ranks."""
+        """Add a table's training step; return its number, the same on all ranks."""
         number = self._group.add(step)
         self._steps[number] = step
         return number
 
     def steps(self) -> list[ShardedStep]:
-        """Return the training steps of the tables that are alive, in the order in which they were made."""
+        """Return the training steps of live tables, in creation order."""
         return [step for _, step in sorted(self._steps.items())]
 
     def __len__(self) -> int:
@@ -91,7 +90,7 @@ class JointGradients:
 
     @contextmanager
     def task(self, kind: Kind = Kind.GRADIENTS) -> Iterator[Task]:
-        """Surround an exchange, or a part of a backward pass, whose failure drops all gradients on all ranks."""
+        """Surround an exchange, or a part of a backward pass, whose failure drops all gradients on every rank."""
         with self._group.main.task(kind) as task:
             try:
                 yield task
@@ -101,14 +100,14 @@ class JointGradients:
                 raise
 
     def settle(self) -> None:
-        """Exchange the gradients of lookups since the last exchange, if there were any; every rank calls this."""
+        """Exchange the gradients of lookups since the last exchange, if any; every rank must call this."""
         if len(self):
             self.exchange()
 
     def settle_for(self, number: int) -> None:
-        """Exchange gradients before a table's is looked at, unless that was done for another one's look.
+        """Exchange gradients before a table's is read, unless reading another table's has done so.
 
-        Every rank calls this. A loop that looks at all of them, one after the other, so takes one exchange.
+        Every rank must call this. A loop that reads all of them takes one exchange.
         """
         if number in self._told:
             self._told.discard(number)
@@ -117,11 +116,11 @@ class JointGradients:
         self._told = {step.number for step in self.steps() if step.is_unsettled} - {number}
 
     def forget_told(self, *numbers: int) -> None:
-        """Let the next look at a table's gradient, or at any, be an exchange; every rank calls this, or joins it."""
+        """Make the next read of a table's gradient, or of any, an exchange; every rank must call this, or join it."""
         self._told.difference_update(numbers or [*self._told])
 
     def begin_step(self) -> None:
-        """Forget what was told before an optimizer's step, or a part of it; every rank calls this."""
+        """Forget earlier answers before an optimizer's step, or a part of it; every rank must call this."""
         self._told, self._zeroed = set(), {}
         count, self.looked_up_alone = len(self.looked_up_alone), set()
         if count >= _MANY_TABLES and len(self._group) > 1:
@@ -132,27 +131,27 @@ class JointGradients:
             )
 
     def is_zeroed(self, number: int) -> bool:
-        """Return whether a gradient that has been stepped with was zeroed since on all ranks, which call this.
+        """Return whether a gradient was zeroed on all ranks since it was stepped with; every rank must call this.
 
-        The first table that is asked about brings the answer for all of them.
+        The first table to ask fetches the answer for all of them.
         """
         if number not in self._zeroed:
             mine = [(step.number, step.is_zeroed_here) for step in self.steps() if step.own_grad is not None]
             everyone = [dict(each) for each in self._group.main.share(Kind.STEP, mine)]
-            # One without rows is zero anyway.
+            # A gradient without rows is zero anyway.
             self._zeroed = {each: all(zeroed.get(each, True) for zeroed in everyone) for each, _ in mine}
         return self._zeroed.pop(number)
 
     def exchange(self) -> None:
-        """Send the gradients of all tables with lookups to the rows' owners; every rank calls this."""
+        """Send the gradients of all tables with lookups to the rows' owners; every rank must call this."""
         with self.task() as task:
             if not self._exchange_at_once(task):
                 self.finish(task)
 
     def _exchange_at_once(self, task: Task) -> bool:
-        """Send the gradients of all tables in one message if each has one, of one lookup, on every rank; or none has.
+        """Send all tables' gradients in one message, if on every rank each has one, of one lookup, or none has.
 
-        The first round of the exchange tells, and returns False on all ranks if not.
+        The first round of the exchange checks this; return False on all ranks otherwise.
         """
         waiting = {step: step.standing for step in self.steps() if step.is_unsettled}
         parcels: list[Parcel] = []
@@ -160,7 +159,7 @@ class JointGradients:
         if any(own.has_gradient for own in waiting.values()):
             note = 0
             if all(own.has_gradient and own.only >= 0 for own in waiting.values()):
-                # Rows of each table on one rank are rows of each anywhere; else the tables have to be looked at.
+                # If one rank has rows of each table, so do all; otherwise the tables must be compared.
                 outgoing = [step.outgoing([dataclasses.replace(own, has_rows=True)]) for step, own in waiting.items()]
                 parcels = [each.parcel() for each in outgoing]
             if len({parcel.rows.device for parcel in parcels}) == 1:
@@ -201,16 +200,16 @@ class JointGradients:
             each.step.take(each, came, average=average)
 
     def add_up_shares(self, *, average: bool) -> None:
-        """Send the gradients of a batch that a splitter has gone through; every rank calls this.
+        """Send the gradients of a batch that a splitter has completed; every rank must call this.
 
         Args:
-            average: divide the sum of the ranks' gradients, as after an ordinary pass.
+            average: True to divide the sum of the ranks' gradients, as after an ordinary pass.
         """
         with self.task(Kind.SHARES) as task:
             self.finish(task, average=average)
 
     def drop(self) -> None:
-        """Drop the gradients of all tables, sent or not: other ranks have dropped theirs."""
+        """Drop all tables' gradients, sent or not, since other ranks have dropped theirs."""
         for step in self.steps():
             step.abandon()
 
@@ -220,11 +219,11 @@ class JointGradients:
 
 @contextmanager
 def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iterator[Callable[[], None]]:
-    """Surround an optimizer's step of tables that ranks own; see :meth:`RowStep.joint_step`.
+    """Surround an optimizer's step on tables owned by ranks; see :meth:`RowStep.joint_step`.
 
     Args:
         groups: the ranks.
-        optimizer: whose settings all ranks need; None where it has none for the rows.
+        optimizer: the optimizer, whose settings must agree; None if it has none for the rows.
     """
     for group in groups:
         JointGradients.of(group).begin_step()
@@ -235,7 +234,7 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
         def agree() -> None:
             for group, task in tasks.items():
                 settings = {} if optimizer is None else _settings_of(optimizer, group)
-                agreed.append(task)  # before: what fails here after the round, the others have agreed with
+                agreed.append(task)  # before the round, after which the others rely on success
                 if (found := task.difference_of(settings)) is not None:
                     task.finish()  # the others know
                     _raise_different(found, {step.number: step.name for step in JointGradients.of(group).steps()})
@@ -256,7 +255,7 @@ def joint_step(groups: Sequence[RankGroup], optimizer: Optimizer | None) -> Iter
 
 
 def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, str]:
-    """Return an optimizer's settings of each table that ranks of a group own, named with the table's number."""
+    """Return an optimizer's settings for each table owned by a group's ranks, named with the table's number."""
     of_weight = {id(step.weight): step.number for step in JointGradients.of(group).steps()}
     found: dict[int, dict[str, str]] = {}
     for some in optimizer.param_groups:
@@ -267,7 +266,7 @@ def _settings_of(optimizer: Optimizer, group: RankGroup) -> dict[str, str]:
 
 
 def _raise_different(found: Difference, names: dict[int, str]) -> NoReturn:
-    """Raise RanksError for the optimizers' settings of the first table in which ranks step differently."""
+    """Raise RanksError for the first table whose optimizer settings differ between ranks."""
     by_table: dict[int, dict[str, tuple[str, str]]] = {}
     for name, both in found.values.items():
         number, setting = name.split(" ", 1)

@@ -1,4 +1,4 @@
-"""The way of a batch's keys between the rank that has them and their owners, who give new ones a place."""
+"""The route of a batch's keys from the requesting rank to their owners, which assign places to new keys."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio
 
 
 def owners_of_keys(numbers: Tensor, world_size: int) -> Tensor:
-    """Return the rank that owns each key, int64: a function of the key and of the number of ranks alone.
+    """Return the rank that owns each key, int64; it depends only on the key and the number of ranks.
 
     Args:
         numbers: the keys, or the hashes of strings, int64.
-        world_size: ranks.
+        world_size: the number of ranks.
     """
     spread = (numbers ^ (numbers >> 32)) * _GOLDEN  # Fibonacci hashing (Knuth, volume 3, 6.4)
     return ((spread >> 32 & 0xFFFFFFFF) * world_size) >> 32
 
 
 def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
-    """Return the number of keys that each rank can own: an equal share, and at least those that it has.
+    """Return the number of keys that each rank can own: an equal share, or all that it has, if more.
 
-    What is left where some have more is shared equally by the others. Shares stay the same as ranks fill them up, so
-    that a training evicts the same keys after it was loaded.
+    If some have more, the others share the rest equally. Shares do not change as ranks fill them up, so that a training
+    run evicts the same keys after it is reloaded.
 
     Args:
-        capacity: rows of all ranks.
-        used_by: rows that each rank has keys for, in their order; the sum is at most ``capacity``.
+        capacity: rows over all ranks.
+        used_by: number of rows with keys on each rank, in rank order; the sum is at most ``capacity``.
     """
     shares = [0] * len(used_by)
     within = [*range(len(used_by))]
@@ -62,16 +62,16 @@ def shares_of(capacity: int, used_by: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class KeyRoute:
-    """The keys of several maps that this rank asks the owners about, and those that it is asked about.
+    """The keys of several maps that this rank sends to their owners, and those that it receives.
 
     Attributes:
-        of_map: the map of each part of the keys.
-        places: of each part's keys among those of it that were sent.
-        counts: how many keys of each part were sent.
-        order: of the keys sent by their owners.
-        sent, received: how many keys go to each rank, and come from it.
-        asked: for each map the keys asked about here, part after part, in the order of ranks: numbers and texts.
-        by_map: of the keys received, the order in which ``asked`` has them.
+        of_map: the map that each part of the keys belongs to.
+        places: for each part, the indices of its keys within those of it that were sent.
+        counts: the number of keys sent per part.
+        order: the order of the sent keys by owner.
+        sent, received: the number of keys sent to, and received from, each rank.
+        asked: the keys received for each map, part by part, in rank order: numbers and texts.
+        by_map: the order that sorts the received keys as in ``asked``.
     """
 
     of_map: list[int]
@@ -85,13 +85,13 @@ class KeyRoute:
 
     @classmethod
     def of(cls, task: Task, keys: Sequence[Keys], once: Sequence[bool], parts: Sequence[Sequence[int]]) -> KeyRoute:
-        """Ask the owners of keys about them, which every rank does at once.
+        """Send keys to their owners; every rank must call this together.
 
         Args:
             task: the ranks' common one.
-            keys: a batch for each map.
-            once: for each map, True to send a key once however often it occurs in a part.
-            parts: of each batch, the number of keys in each part: all ranks' first parts come before their second ones.
+            keys: a batch of keys for each map.
+            once: for each map, True to send a key only once per part.
+            parts: for each batch, the number of keys in each part: all ranks' first parts precede their second ones.
         """
         size = len(task.lane.ranks)
         of_map = [index for index, some in enumerate(parts) for _ in some]
@@ -123,25 +123,25 @@ class KeyRoute:
         return cls(of_map, [*places], counts.tolist(), order, sent, received, asked, by_map)
 
     def bring(self, task: Task, answers: Sequence[Tensor]) -> Tensor:
-        """Send an answer for each key asked about here; return those of the keys sent, part after part.
+        """Send an answer for each received key; return the answers for the sent keys, part by part.
 
         Args:
             task: the ranks' common one.
-            answers: for each map, shape (n,), of one dtype.
+            answers: for each map, shape (n,), all of the same dtype.
         """
         return _put(task.send(_put(torch.cat(list(answers)), self.by_map), self.received, self.sent), self.order)
 
     def send_back(self, task: Task, values: Tensor, chosen: Tensor, wanted: Tensor) -> Tensor:
-        """Send a value for some of the keys that were sent, to their owners, and return those that came here.
+        """Send values for some of the sent keys to their owners; return the values received here.
 
         Args:
             task: the ranks' common one.
-            values: for the chosen keys, part after part, shape (m,).
-            chosen: bool, of the keys that were sent, part after part.
-            wanted: bool, of the keys asked about here, map after map: those that a value comes for.
+            values: values of the chosen keys, part by part, shape (m,).
+            chosen: a mask of the sent keys, part by part.
+            wanted: a mask of the received keys, map by map: those for which a value arrives.
 
         Returns:
-            The values of the wanted keys, map after map.
+            The values of the wanted keys, map by map.
         """
         of_all = torch.zeros(len(chosen), dtype=values.dtype).masked_scatter_(chosen, values)
         leaving, coming = chosen[self.order], _put(wanted, self.by_map)
@@ -151,7 +151,7 @@ class KeyRoute:
         return torch.zeros(len(coming), dtype=values.dtype).masked_scatter_(coming, came)[self.by_map][wanted]
 
     def given(self, answers: Tensor) -> list[Tensor]:
-        """Return, for each map, the answer of every key that was given, out of those that :meth:`bring` has brought."""
+        """Return, for each map, the answer for every given key, from those that :meth:`bring` returned."""
         found: list[list[Tensor]] = [[] for _ in self.asked]
         for index, places, part in zip(self.of_map, self.places, torch.split(answers, self.counts), strict=True):
             found[index].append(part[places])
@@ -169,7 +169,7 @@ def _parted(keys: Keys, counts: Sequence[int]) -> Iterator[Keys]:
 
 
 def _distinct(keys: Keys) -> tuple[Keys, Tensor]:
-    """Return each key once, in the order of its first occurrence, and the place of each given one among them."""
+    """Return the distinct keys, in order of first occurrence, and each given key's index among them."""
     seen = kernels.KeyMap(max(1, len(keys)), keys.texts is not None, 1, None)
     rows = seen.add(keys.numbers, keys.texts)
     assert rows is not None
@@ -178,7 +178,7 @@ def _distinct(keys: Keys) -> tuple[Keys, Tensor]:
 
 
 def _joined(batches: Sequence[Keys]) -> Texts:
-    """Return the texts of all keys, empty ones where a map has numbers."""
+    """Return the texts of all keys, empty for maps of numbers."""
     texts: list[Tensor] = []
     lengths: list[Tensor] = []
     for some in batches:
@@ -189,7 +189,7 @@ def _joined(batches: Sequence[Keys]) -> Texts:
 
 
 def sent_texts(task: Task, texts: Texts, sent: Sequence[int], received: Sequence[int]) -> Texts:
-    """Send texts to each rank, and return those that came; as :meth:`Task.send` does rows."""
+    """Send texts to each rank, as :meth:`Task.send` does rows, and return those received."""
     text, offsets = texts
     lengths = task.send(offsets.diff(), sent, received)
     to_each = [int(part.sum()) for part in torch.split(offsets.diff(), list(sent))]
@@ -202,7 +202,7 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _put(values: Tensor, places: Tensor) -> Tensor:
-    """Return values in the places that they belong to."""
+    """Scatter values to their places."""
     return torch.empty_like(values).index_copy_(0, places, values)
 
 
@@ -210,10 +210,10 @@ NEW, RENEWED, FULL = 1, 2, 4
 
 
 class NewKeys:
-    """The keys that a rank is asked about in a training lookup, in its own part of some maps.
+    """The keys that a rank receives in a training lookup, for its part of some maps.
 
     Attributes:
-        news: whether keys are new here, whether rows start anew, and whether there are too few.
+        news: whether keys are new here, whether rows are reset, and whether there are too few rows.
     """
 
     def __init__(self, maps: Sequence[ShardedIdMap], route: KeyRoute) -> None:
@@ -226,7 +226,7 @@ class NewKeys:
         self.news = 0
 
     def add(self) -> None:
-        """Give places in the own maps to the keys that are new: in all of them, or in none."""
+        """Assign places in this rank's maps to new keys: in all of the maps, or in none."""
         maps, asked = self._maps, self._route.asked
         self._places, full = kernels.add_to_maps([each._map for each in maps], asked, self._undos)
         if full >= 0:
@@ -238,9 +238,9 @@ class NewKeys:
         self.news = NEW * any(new) | RENEWED * (has_renewed or (are_stale and any(new)))
 
     def number(self, task: Task) -> None:
-        """Give rows to the keys that are new, in the order of ranks and of their batches; every rank calls this.
+        """Assign rows to new keys, in the order of ranks and of their batches; every rank must call this.
 
-        A key's row is given by the rank that has it first: there its turn is known.
+        The first rank that has a key assigns its row, since that rank knows its turn.
         """
         route, maps = self._route, self._maps
         first = torch.cat([_is_first(places, had) for places, had in zip(self._places, self._had, strict=True)])
@@ -271,11 +271,11 @@ class NewKeys:
         self._totals = totals
 
     def rows(self) -> list[Tensor]:
-        """Return the row of each key that this rank is asked about."""
+        """Return the row of each received key."""
         return [each._rows[places] for each, places in zip(self._maps, self._places, strict=True)]
 
     def renewed(self) -> list[Tensor]:
-        """Return the rows of own keys that start anew, for each map."""
+        """Return, for each map, the rows of this rank's keys to reset."""
         renewed = []
         for each, had in zip(self._maps, self._had, strict=True):
             places = torch.cat([each._stale, each._renewed_since(each._map.cursor._replace(used=had))])
@@ -283,20 +283,20 @@ class NewKeys:
         return renewed
 
     def accept(self) -> None:
-        """Let the batch have come."""
+        """Accept the batch."""
         self._undos = []
         for each, total in zip(self._maps, self._totals, strict=True):
             each._used = total
             each._stale = each._stale[:0]
 
     def take_back(self) -> None:
-        """Let the batch not have come, unless it was accepted."""
+        """Undo the batch, unless it was accepted."""
         for each, undo in zip(self._maps, self._undos, strict=False):
             each._map.undo(undo)
 
 
 def _is_first(places: Tensor, had: int) -> Tensor:
-    """Return whether each key is the first that has its place, among the places after the first ``had``."""
+    """Return, for each key, whether it is the first with its place, among places from ``had`` on."""
     if not len(places):
         return torch.empty(0, dtype=torch.bool)
     highest = torch.cat([torch.tensor([had]), places.cummax(0).values[:-1]])
@@ -304,7 +304,7 @@ def _is_first(places: Tensor, had: int) -> Tensor:
 
 
 def _written(rows: Tensor, begin: int, values: Tensor) -> Tensor:
-    """Return rows with values from a place on, in memory that grows by an eighth at least."""
+    """Write values into rows from a place on, in memory that grows by at least an eighth; return the rows."""
     if begin + len(values) > len(rows):
         longer = torch.zeros(begin + len(values) + len(rows) // 8, dtype=rows.dtype)
         longer[:begin] = rows[:begin]

@@ -1,4 +1,4 @@
-"""Ids that grow, with keys that are owned by the ranks of a job, and the rows that they get in tables of ranks."""
+"""Growing id sets over ranks: id maps whose keys the ranks own, and their rows in tables of ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from speedswap.ranks.step import ShardedStep
 
 _SETTINGS = ("capacity", "keys", "admit_after", "evict")
-_Asked = tuple[Keys, bool, Sequence[int]]  # at own pace: keys, whether they are added, and how many are in each part
+_Asked = tuple[Keys, bool, Sequence[int]]  # at own pace: keys, whether to add them, and the number in each part
 
 
 class Added(NamedTuple):
     """The answer to a training lookup of keys.
 
     Attributes:
-        rows: of each key, int64, of the keys' shape, on their device.
-        renewed: rows that start anew, of the keys that this rank owns, int64, shape (n,), on the CPU.
-        is_any_renewed: True if any rank has such rows, in any of the maps of the lookup.
+        rows: the row of each key, int64, of the keys' shape, on their device.
+        renewed: rows to reset, of keys that this rank owns, int64, shape (n,), on the CPU.
+        is_any_renewed: True if any rank has rows to reset, in any of the lookup's maps.
     """
 
     rows: Tensor
@@ -43,44 +43,44 @@ class Added(NamedTuple):
 
 
 class ShardedIdMap(IdMap):
-    """An id map whose keys are owned by ranks: each knows the rows of its own keys, and counts their sightings.
+    """An id map whose keys are partitioned over ranks: each knows the rows of its keys, and counts their sightings.
 
-    Rows are given over all ranks in the order of the keys' first occurrence, rank after rank, as one process gives them
-    that has all ranks' batches; the row of a key says nothing of the key's owner. Where rows are evicted, an owner
-    takes them from its own keys: it has an equal share of ``capacity`` then.
+    Rows are assigned across ranks in the order of the keys' first occurrence, rank by rank, as by one process that has
+    all ranks' batches; a key's row does not depend on the key's owner. If rows are evicted, each owner evicts its own
+    keys, and has an equal share of ``capacity``.
 
-    Every call about keys is made by all ranks at once, each with keys of its own, of any number.
+    All ranks must make every call about keys together, each with its own keys, of any number.
 
     Args:
-        settings: a map without keys, with the arguments; it cannot be used any more.
+        settings: an empty map with the arguments; it must not be used afterwards.
         group: the ranks.
 
     Attributes:
-        number: of the map among those of the group, the same on every rank.
+        number: the map's number within the group, the same on every rank.
         share: the number of keys that this rank can own.
-        renew: lets rows start anew in the table, without a lookup that asks: while ranks run at a pace of their own.
+        renew: resets rows in the table without a lookup, while ranks run at their own pace.
     """
 
     def __init__(self, settings: IdMap, group: RankGroup) -> None:
         self.group, self.number = group, group.add(self)
         self.capacity, self.evict = settings.capacity, settings.evict
-        self._used_by = [0] * len(group)  # rows of what is being restored, by the rank that owns their keys
-        self._last_in_parts = 0  # the last of those rows
+        self._used_by = [0] * len(group)  # rows being restored, by the rank that owns their keys
+        self._last_in_parts = 0  # the last of them
         self.share = self._own_share()
         super().__init__(settings.capacity, keys=settings.keys, admit_after=settings.admit_after, evict=settings.evict)
         self.holder = settings.holder
         self.renew: Callable[[Tensor], object] = lambda rows: None
-        self._rows = torch.zeros(1, dtype=torch.int32)  # of each own key, by its place in the loops' map
-        self._used = 0  # rows, on all ranks
+        self._rows = torch.zeros(1, dtype=torch.int32)  # each own key's row, by its place in the compiled map
+        self._used = 0  # number of rows on all ranks
         self._serves = False
 
     @classmethod
     def of(cls, id_map: IdMap, group: RankGroup) -> ShardedIdMap:
-        """Return the map with the settings of another one, whose keys the ranks of a group own from now on.
+        """Return a map with another map's settings, whose keys a group's ranks own from now on.
 
         Raises:
-            ValueError: it has keys already; or it evicts, and has fewer rows than the group ranks; or other ranks give
-                a map with other settings.
+            ValueError: it has keys already; or it evicts, and has fewer rows than the group has ranks; or ranks pass
+                maps with different settings.
         """
         given = id_map if id_map.successor is None else id_map.successor
         if isinstance(given, ShardedIdMap):
@@ -95,7 +95,7 @@ class ShardedIdMap(IdMap):
 
     @classmethod
     def reopened(cls, found: IdMap, group: RankGroup) -> ShardedIdMap:
-        """Return the map of which each rank has found its own part in files; every rank calls this."""
+        """Return the map whose parts the ranks have read from their files; every rank must call this."""
         part = found.part
         assert part is not None
         again = cls(IdMap(**part.settings), group)
@@ -108,7 +108,7 @@ class ShardedIdMap(IdMap):
 
     @property
     def name(self) -> str | None:
-        """The table's name, once the map is kept with one."""
+        """The table's name, once the map belongs to one."""
         return getattr(self.holder(), "name", None)
 
     def stands_for(self, id_map: IdMap) -> bool:
@@ -121,16 +121,16 @@ class ShardedIdMap(IdMap):
         return kernels.KeyMap(self.share, self.keys == "exact", self.admit_after, self.evict)
 
     def __len__(self) -> int:
-        """Return the number of keys that have a row, on all ranks."""
+        """Return the number of keys with a row, over all ranks."""
         return self._used
 
     @property
     def counts(self) -> bool:
-        """True if sightings of a key are counted, so that each of them is sent to its owner."""
+        """True if sightings are counted, so that every occurrence of a key is sent to its owner."""
         return self.admit_after > 1 or self.evict == "lfu"
 
     def _own_share(self) -> int:
-        """Return the number of keys that this rank can own, with those that it has among them."""
+        """Return the number of keys that this rank can own, including those it has."""
         if self.evict is None:
             return self.capacity
         share = shares_of(self.capacity, self._used_by)[self.group.rank]
@@ -142,22 +142,22 @@ class ShardedIdMap(IdMap):
         return share
 
     def renew_later(self, rows: Tensor) -> None:
-        """Let rows that could not be reset now start anew when the next keys are added."""
+        """Defer the reset of rows that could not be reset now until the next keys are added."""
         places = torch.isin(self._rows[: self._map.cursor.used + 1], rows.to(torch.int32)).nonzero().squeeze(1)
         super().renew_later(places[places > 0])
 
     # ------------------------------------------------------------------ keys to rows
 
     def lookup(self, keys: Any) -> Tensor:
-        """Return the row of each key, 0 for a key without one; every rank calls this. As :meth:`IdMap.lookup`."""
+        """Return the row of each key, or 0, as :meth:`IdMap.lookup` does; every rank must call this."""
         return self.look_up_all([self], [keys])[0]
 
     def add(self, keys: Any) -> tuple[Tensor, Tensor]:
-        """Return the row of each key, after new ones were given theirs; every rank calls this. As :meth:`IdMap.add`.
+        """Return the row of each key after assigning new ones, as :meth:`IdMap.add` does; every rank must call this.
 
         Returns:
-            rows: of each key.
-            renewed: rows that start anew, of the keys that this rank owns.
+            rows: the row of each key.
+            renewed: rows to reset, of keys that this rank owns.
 
         Raises:
             PeerError: another rank has failed; no map has changed.
@@ -167,7 +167,7 @@ class ShardedIdMap(IdMap):
 
     @staticmethod
     def look_up_all(maps: Sequence[ShardedIdMap], keys: Sequence[Any]) -> list[Tensor]:
-        """Return the rows of a batch of keys in each of several maps, as :meth:`lookup` does, by one exchange."""
+        """Return the rows of a batch of keys in each of several maps, as :meth:`lookup` does, in one exchange."""
         if maps[0].group.own_pace.is_active and not maps[0]._serves:
             return [each._at_own_pace(some, adds=False) for each, some in zip(maps, keys, strict=True)]
         lane, number = maps[0].group.main, maps[0].number
@@ -182,12 +182,12 @@ class ShardedIdMap(IdMap):
     def add_all(
         maps: Sequence[ShardedIdMap], keys: Sequence[Any], parts: Sequence[Sequence[int] | None] | None = None
     ) -> list[Added]:
-        """Add a batch of keys to each of several maps, as :meth:`add` does, by one exchange: to all, or to none.
+        """Add a batch of keys to each of several maps, as :meth:`add` does, in one exchange: to all or none.
 
         Args:
-            maps: of one group.
-            keys: a batch for each.
-            parts: of each batch, the number of keys in each part: all ranks' first parts come before their second ones;
+            maps: maps of one group.
+            keys: a batch for each map.
+            parts: for each batch, the number of keys in each part: all ranks' first parts precede their second ones;
                 None for one part.
         """
         parts = parts or [None] * len(maps)
@@ -216,7 +216,7 @@ class ShardedIdMap(IdMap):
                 if any(note & NEW for note in notes):
                     batch.number(task)
                 renewed = batch.renewed()
-                with deferred_interrupts():  # a rank that has all answers knows that the others have
+                with deferred_interrupts():  # a rank that has all answers knows that the others do too
                     rows = route.bring(task, batch.rows())
                     batch.accept()
             except BaseException:
@@ -233,7 +233,7 @@ class ShardedIdMap(IdMap):
         return self.group.own_pace.look_up(self.number, (found, adds, parts or [len(found)]))
 
     def serve(self, task: Task, asked: _Asked | None) -> Tensor | None:
-        """Answer a lookup of keys, while the ranks run at a pace of their own: first those that add none."""
+        """Answer key lookups while the ranks run at their own pace: first those that add no keys."""
         note = 0 if asked is None else len(asked[2]) << 1 | asked[1]
         wanted = [each for each in task.round(note=note).notes if each]
         adds = all(each & 1 for each in wanted)
@@ -281,7 +281,7 @@ class ShardedIdMap(IdMap):
             return owners_of_keys(numbers, size) == rank
 
         waiting = part.probation.numbers
-        if part.probation.counts is not None:  # else no key is on probation
+        if part.probation.counts is not None:  # otherwise no key is on probation
             waiting = waiting[part.probation.counts.long() > 0]
         is_own_part = part.own_rows is not None and bool(is_own(torch.cat([part.rows.numbers, waiting])).all())
         return part if is_own_part else selected(part, is_own)
@@ -300,7 +300,7 @@ class ShardedIdMap(IdMap):
             require(self._last_in_parts == sum(self._used_by), "the keys of some rows are missing")
         share = self._own_share()
         own = [part for part in parts if part.cursor.used or part.cursor.probation_used]
-        if len(own) == 1 and _fits_ring(own[0], share):  # as this rank has saved it, places on probation too
+        if len(own) == 1 and _fits_ring(own[0], share):  # as this rank saved it, including probation slots
             saved = own[0]._replace(free_rows_are_stale=any(part.free_rows_are_stale for part in parts))
         else:
             saved = joined(parts, self.capacity)
@@ -316,7 +316,7 @@ class ShardedIdMap(IdMap):
         self._used = sum(self._used_by)
 
     def _whole(self) -> IdMap:
-        """Return an ordinary map with the keys of all ranks; every rank calls this."""
+        """Return an ordinary map with all ranks' keys; every rank must call this."""
         mine, size = self.to_bytes(), len(self.group)
         with self.group.main.task(Kind.PARTS, self.number) as task:
             lengths = task.round([len(mine)] * size).counts
@@ -326,11 +326,11 @@ class ShardedIdMap(IdMap):
         return whole
 
     def whole_bytes(self) -> Tensor:
-        """Return the keys of all ranks as the bytes of an ordinary map; every rank calls this."""
+        """Return all ranks' keys as the bytes of an ordinary map; every rank must call this."""
         return self._whole().to_bytes()
 
     def row_keys(self) -> Tensor | kernels.Texts:
-        """Return the keys of all rows, those of all ranks; every rank calls this. As :meth:`IdMap.row_keys`."""
+        """Return the keys of all rows over all ranks, as :meth:`IdMap.row_keys` does; every rank must call this."""
         return self._whole().row_keys()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> IdMap:
@@ -360,13 +360,13 @@ def _refuse_ahead() -> NoReturn:
 
 
 def _fits_ring(part: SavedMap, share: int) -> bool:
-    """Return whether keys on probation can stay where they are, in a ring of so many places."""
+    """Return whether the keys on probation can keep their slots in a ring of a given size."""
     used = part.cursor.probation_used
     return used == share or used == part.cursor.last_place < share
 
 
 def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
-    """Return the part of a map that a rank owns, out of those that other ranks owned."""
+    """Return the part of a map that a rank owns, extracted from other ranks' parts."""
     saved = [part.part for part in parts if part.part is not None]
     kept = [selected(each, lambda numbers: owners_of_keys(numbers, world_size) == rank) for each in saved]
     found = IdMap(**saved[0].settings)
@@ -375,7 +375,7 @@ def part_of(parts: Sequence[IdMap], world_size: int, rank: int) -> IdMap:
 
 
 class ShardedKeys(KeyedRows):
-    """The id map of a table whose keys and rows ranks own.
+    """The id map of a table whose keys and rows are owned by ranks.
 
     Args:
         id_map, table, step, first_row: as for :class:`KeyedRows`.
@@ -391,7 +391,7 @@ class ShardedKeys(KeyedRows):
         self.id_map.renew = lambda rows: (found := start_anew()) and found(rows)
 
     def _start_anew(self, rows: Tensor) -> None:
-        """Let rows start anew that no training lookup of this rank has asked for; every rank calls this."""
+        """Reset rows that no training lookup of this rank requested; every rank must call this."""
         try:
             self.step.start_anew(rows + self.first_row)
         except BaseException:
@@ -423,6 +423,6 @@ class ShardedKeys(KeyedRows):
 
 
 def _map_of(lookup: KeyedLookup) -> ShardedIdMap:
-    """Return the map of a lookup, of a collection whose keys are all owned by ranks."""
+    """Return the map of a lookup, in a collection whose keys are all owned by ranks."""
     assert isinstance(lookup.table, ShardedKeys)
     return lookup.table.id_map
