@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     compared = [read_pairs(path) for path in args.eval]
     with begun(settings.compute_device()) as (job, stop):
         result = train(settings, output=args.output, resume=args.resume, stop=stop)
-        outcome = partial(finish, result, args, compared, stop)
-        job.lead(result.vectors.table, outcome)
+        job.lead(result.vectors.table, partial(finish, result, args, compared, stop))
         return stop.status_of(result.interrupted)
 
 
@@ -80,7 +79,9 @@ def finish(
         else "stopped before the first words"
     )
     for word in args.nearest or telling_words(result):
-        print_neighbours(result, word)
+        near = result.vectors.nearest(word) if word in result.vectors else None
+        said = "not in the vocabulary" if near is None else ", ".join(f"{each} {cosine:.2f}" for each, cosine in near)
+        print(f"{word}: {said}")
     for similarity in similarities:
         print(similarity)
     saved = f"the vectors after {trained} are saved"
@@ -89,13 +90,6 @@ def finish(
     print("saved", ", ".join(map(str, files)))
     if result.failure is not None:
         raise OutputError(f"{result.failure}; {saved}")
-
-
-def print_neighbours(result: Word2VecResult, word: str) -> None:
-    if word not in result.vectors:
-        print(f"{word}: not in the vocabulary")
-        return
-    print(f"{word}: " + ", ".join(f"{near} {cosine:.2f}" for near, cosine in result.vectors.nearest(word)))
 
 
 def telling_words(result: Word2VecResult, count: int = 6) -> Sequence[str]:
